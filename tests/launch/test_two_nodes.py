@@ -205,7 +205,7 @@ def test_a_failed_rank_ends_both_nodes_and_is_named_on_both(network: Network) ->
     ("node", "number", "text"),
     [
         (0, signal.SIGKILL, "the launcher of node 0, the main node, has ended"),
-        (1, signal.SIGKILL, "(the launcher of its node has ended)"),
+        (1, signal.SIGKILL, "(its node was lost: the launcher there has ended or cannot be reached)"),
         (1, signal.SIGTERM, "failed first (killed by SIGTERM)"),
     ],
 )

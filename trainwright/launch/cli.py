@@ -16,12 +16,21 @@ from typing import Any, NamedTuple, NoReturn
 from trainwright.distributed.clusters import main_port, read_number
 from trainwright.distributed.environment import JOB_VARIABLE
 from trainwright.distributed.network import DEFAULT_PORT, LOOPBACK
-from trainwright.launch.nodes import Job, Nodes
+from trainwright.launch.nodes import WAIT_SECONDS, Job, Nodes
 from trainwright.launch.output import refuse_links
 from trainwright.launch.processes import GRACE_SECONDS, GRACE_VARIABLE, grace_seconds, num_cores, supervise
 
 NameCheck = Callable[[str | None, str | None, int, str], None]
 """Refuses an unknown strategy or precision; also gets the number of processes and the device type."""
+NODE_SETTINGS = {
+    "num_nodes": "count",
+    "node_rank": "rank",
+    "main_address": "address",
+    "main_port": "port",
+    "min_nodes": "fewest",
+    "rendezvous_seconds": "wait_seconds",
+}
+"""The settings that describe the job's machines, with the fields of `Nodes`; the last two are those of several machines."""
 Command = tuple[Callable[[Sequence[str], NameCheck], int], str]
 """The function of a subcommand, which gets the arguments after its name and returns the exit code, and a line of help."""
 
@@ -70,7 +79,7 @@ def launch_command(arguments: Sequence[str], check_names: NameCheck) -> int:
             raise ValueError(
                 f"file {command[0]!r} does not exist; pass the path of a script, or -m and the name of a module."
             )
-        nodes = Nodes(*(settings[name].value for name in ("num_nodes", "node_rank", "main_address", "main_port")))
+        nodes = Nodes(**{name: settings[each].value for each, name in NODE_SETTINGS.items() if each in settings})
         if options.logs is not None:
             os.makedirs(options.logs, exist_ok=True)
             refuse_links(options.logs)
@@ -111,10 +120,14 @@ def _launch_parser() -> tuple[Parser, list[argparse.Action]]:
         add("--strategy", metavar="NAME", help="how the processes divide the work, such as ddp or deepspeed"),
         add("--precision", metavar="NAME", help="such as 32, 16-mixed or bf16-mixed"),
         add("--num-nodes", metavar="N", help="machines of the job; run this command on each of them (default: 1)"),
+        add("--nodes", metavar="MIN:MAX", help="instead of --num-nodes and --node-rank: the job runs on MIN to MAX machines, "
+            "numbered as they arrive; one number is both"),
         add("--node-rank", metavar="N", help="this machine's number, from 0 (or the variable NODE_RANK)"),
         add("--main-address", metavar="HOST", help="name or address of machine 0 (or MASTER_ADDR)"),
         add("--main-port", metavar="PORT", help="port of machine 0 (or MASTER_PORT; default: 29500; alone, a free one)"),
-        add("--max-restarts", metavar="N", help="how often all ranks are restarted after a failure (default: 0)"),
+        add("--rendezvous-seconds", metavar="N", help=f"how long the machines wait for each other (default: {WAIT_SECONDS})"),
+        add("--max-restarts", metavar="N", help="how often all ranks are restarted, after a failed rank or a lost machine "
+            "(default: 0)"),
         add("--grace-seconds", metavar="N", help="on SIGTERM, SIGUSR1 or Ctrl-C, how long the ranks have to save and leave (or "
             f"the variable {GRACE_VARIABLE}; default: {GRACE_SECONDS})"),
         add("--logs", metavar="DIR", help="also append each rank's output to DIR/rank0.log and so on"),
@@ -170,14 +183,10 @@ def resolve(options: argparse.Namespace, variables: Mapping[str, str]) -> dict[s
         "precision": _given(options.precision, "--precision", None),
         "num_nodes": _number(options.num_nodes, "--num-nodes", default=1, least=1),
     }
-    num_nodes = settings["num_nodes"].value
-    settings |= _node(options, variables, num_nodes)
+    if options.nodes is not None:
+        settings["min_nodes"], settings["num_nodes"] = _range(options)
+    settings |= _node(options, variables, settings["num_nodes"].value)
     settings["max_restarts"] = _number(options.max_restarts, "--max-restarts", default=0)
-    if settings["max_restarts"].value and num_nodes > 1:
-        raise ValueError(
-            f"--max-restarts {options.max_restarts} was given with {num_nodes} nodes; it is accepted on one node only. Leave "
-            "it out, or start the script on each node with torchrun --max-restarts."
-        )
     settings["grace_seconds"] = _number(options.grace_seconds, "--grace-seconds", default=grace_seconds(variables))
     if options.grace_seconds is None and variables.get(GRACE_VARIABLE):
         settings["grace_seconds"] = Setting(settings["grace_seconds"].value, GRACE_VARIABLE)
@@ -200,22 +209,43 @@ def _devices(given: str | None, num_gpus: int, kind: str) -> Setting:
     return Setting(number, "--devices")
 
 
+def _range(options: argparse.Namespace) -> tuple[Setting, Setting]:
+    """Return the fewest and the most machines that --nodes allows."""
+    for flag, value in (("--num-nodes", options.num_nodes), ("--node-rank", options.node_rank)):
+        if value is not None:
+            raise ValueError(
+                f"{flag} {value} was given with --nodes {options.nodes}, which replaces it: the machines are numbered as they "
+                "arrive. Leave one of the two out."
+            )
+    first, is_range, last = options.nodes.partition(":")
+    numbers = [each for each in (first, last if is_range else first) if each.isascii() and each.isdigit()]
+    if len(numbers) < 2 or not 1 <= int(numbers[0]) <= int(numbers[1]):
+        raise ValueError(
+            f"--nodes {options.nodes}: expected MIN:MAX, two whole numbers from 1 of which the second is not smaller, such as "
+            "1:4, or one number."
+        )
+    return Setting(int(numbers[0]), "--nodes"), Setting(int(numbers[1]), "--nodes")
+
+
 def _node(options: argparse.Namespace, variables: Mapping[str, str], num_nodes: int) -> dict[str, Setting]:
     """Return which of the job's machines this is, and the address and port at which they meet."""
     if num_nodes == 1:
-        if options.main_address is not None:
-            raise ValueError(
-                f"--main-address {options.main_address} is for several machines; add --num-nodes N, or leave it out."
-            )
+        several = {"--main-address": options.main_address, "--rendezvous-seconds": options.rendezvous_seconds}
+        for flag, value in several.items():
+            if value is not None:
+                raise ValueError(
+                    f"{flag} {value} is for several machines; add --num-nodes N or --nodes, or leave it out."
+                )
         return {
             "node_rank": _number(options.node_rank, "--node-rank", default=0),
             "main_address": Setting(LOOPBACK, "default"),
             "main_port": _number(options.main_port, "--main-port", default=0),
         }
-    rank = _number(options.node_rank, "--node-rank", default=-1)
+    is_numbered = options.nodes is None
+    rank = _number(options.node_rank, "--node-rank", default=-1) if is_numbered else Setting(None, "by arrival")
     if rank.source == "default" and variables.get("NODE_RANK"):
         rank = Setting(read_number(variables, "NODE_RANK", "trainwright launch --node-rank"), "NODE_RANK")
-    if rank.value < 0:
+    if is_numbered and rank.value < 0:
         raise ValueError(
             f"--num-nodes {num_nodes} was given, but not this machine's number; pass --node-rank, from 0 to "
             f"{num_nodes - 1}, or set NODE_RANK."
@@ -224,14 +254,16 @@ def _node(options: argparse.Namespace, variables: Mapping[str, str], num_nodes: 
     if address.value is None:
         address = Setting(variables.get("MASTER_ADDR"), "MASTER_ADDR")
     if not address.value:
+        flag = f"--num-nodes {num_nodes}" if is_numbered else f"--nodes {options.nodes}"
         raise ValueError(
-            f"--num-nodes {num_nodes} was given, but no main address; pass --main-address, the name or address of the machine "
-            "with --node-rank 0, or set MASTER_ADDR, the same on every machine."
+            f"{flag} was given, but no main address; pass --main-address, the name or address of the main machine (that "
+            "with --node-rank 0, if they are numbered), or set MASTER_ADDR, the same on every machine."
         )
     port = _number(options.main_port, "--main-port", default=DEFAULT_PORT)
     if port.source == "default" and variables.get("MASTER_PORT"):
         port = Setting(main_port(variables, DEFAULT_PORT), "MASTER_PORT")
-    return {"node_rank": rank, "main_address": address, "main_port": port}
+    wait = _number(options.rendezvous_seconds, "--rendezvous-seconds", default=WAIT_SECONDS)
+    return {"node_rank": rank, "main_address": address, "main_port": port, "rendezvous_seconds": wait}
 
 
 def _given(value: Any, flag: str, default: Any) -> Setting:
