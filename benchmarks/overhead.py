@@ -145,10 +145,11 @@ def hand_written_fused(steps: int) -> float:
     return hand_written(steps, fused=True)
 
 
-def trainwright_accelerator(steps: int) -> float:
+def trainwright_accelerator(steps: int, fused: bool = False) -> float:
+    """With the optimizer's flags unchanged, or fused, as the Accelerator does by default."""
     import trainwright as tw
 
-    accelerator = tw.Accelerator(cpu=True, devices=1)
+    accelerator = tw.Accelerator(cpu=True, devices=1, fused_optimizers=fused)
     plain = make_model()
     model, optimizer, loader = accelerator.prepare(plain, make_optimizer(plain), make_loader(steps))
     began = time.perf_counter()
@@ -158,6 +159,11 @@ def trainwright_accelerator(steps: int) -> float:
             accelerator.backward(loss_of(model, batch))
             optimizer.step()
     return time.perf_counter() - began
+
+
+def trainwright_accelerator_out_of_the_box(steps: int) -> float:
+    """With every argument at its default."""
+    return trainwright_accelerator(steps, fused=True)
 
 
 def lightning_trainer(steps: int) -> float:
@@ -308,6 +314,7 @@ LOOPS: tuple[Callable[[int], float], ...] = (
     trainwright_trainer_dressed,
     trainwright_trainer_out_of_the_box,
     trainwright_accelerator,
+    trainwright_accelerator_out_of_the_box,
     ignite_engine,
     lightning_fabric,
     hf_accelerate,

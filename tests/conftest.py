@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import importlib.util
+import os
 import signal
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
@@ -114,6 +115,7 @@ def _seeded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     import torch
 
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TRAINWRIGHT_CONFIG", os.devnull)  # not that of who runs the tests
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     torch.manual_seed(0)

@@ -9,12 +9,15 @@ import pytest
 import trainwright as tw
 from trainwright.callbacks.trainer_protocol import Counters, Metrics, RunProgress, SavingEngine, TrainerProtocol
 
-NAMES = """Accelerator AdvancedProfiler BasePredictionWriter CSVLogger Callback CheckpointError CombinedLoader DDPStrategy
-    DataModule DeepSpeedStrategy EarlyStopping Engine FSDPStrategy GradientAccumulationScheduler LambdaCallback
-    LaunchError LearningRateMonitor LightningDataModule LightningModule Logger ModelCheckpoint ModelSummary Module
-    Precision Profiler PyTorchProfiler RunStopped ShardedDDPStrategy SimpleProfiler Strategy TQDMProgressBar TensorBoardLogger
-    TensorPredictionWriter Timer Trainer TrainwrightError WorkerFailed __version__ estimate_memory gather_module isolate_rng
-    load_predictions notebook_launcher rank_zero_info rank_zero_only rank_zero_warn seed_everything"""
+NAMES = """Accelerator AdvancedProfiler AutocastKwargs BasePredictionWriter CSVLogger Callback CheckpointError
+    CombinedLoader DDPStrategy DataModule DeepSpeedPlugin DeepSpeedStrategy DistributedDataParallelKwargs
+    DistributedType EarlyStopping Engine FSDPStrategy FullyShardedDataParallelPlugin GradScalerKwargs
+    GradientAccumulationPlugin GradientAccumulationScheduler InitProcessGroupKwargs LambdaCallback LaunchError
+    LearningRateMonitor LightningDataModule LightningModule Logger ModelCheckpoint ModelSummary Module PartialState
+    Precision Profiler PyTorchProfiler RunStopped ShardedDDPStrategy SimpleProfiler Strategy TQDMProgressBar
+    TensorBoardLogger TensorPredictionWriter Timer Trainer TrainwrightError WorkerFailed __version__ estimate_memory
+    gather_module isolate_rng load_predictions notebook_launcher rank_zero_info rank_zero_only rank_zero_warn
+    release_memory seed_everything"""
 TRAINER = """accelerator strategy devices num_nodes precision logger callbacks fast_dev_run max_epochs min_epochs max_steps
     min_steps max_time limit_train_batches limit_val_batches limit_test_batches limit_predict_batches
     overfit_batches val_check_interval check_val_every_n_epoch num_sanity_val_steps log_every_n_steps
@@ -26,9 +29,12 @@ METHODS = {
     tw.Engine: """backward barrier broadcast close finish_save gather load open prepare_loader
         prepare_module prepare_optimizers rank_zero_first reduce refresh_trainable run save step sync_gradients
         take_seed verified""",
-    tw.Accelerator: """accumulate autocast backward broadcast clip_grad_norm_ clip_grad_value_ finish_save gather
-        gather_for_metrics load_state local_main_process_first main_process_first prepare print reduce save_state
-        split_between_processes step unwrap_model wait_for_everyone""",
+    tw.Accelerator: """accumulate autocast backward broadcast check_trigger clear clip_grad_norm_ clip_grad_value_ finish_save
+        free_memory gather gather_for_metrics join_uneven_inputs load_state local_main_process_first
+        lomo_backward main_process_first no_sync on_last_process on_local_main_process on_local_process
+        on_main_process on_process pad_across_processes prepare prepare_model prepare_optimizer
+        prepare_scheduler print reduce save_state set_trigger split_between_processes step
+        trigger_sync_in_backward unscale_gradients unwrap_model verify_device_map wait_for_everyone""",
     tw.Strategy: """after_load after_run allocate_optimizer_state backward before_evaluation check clip_gradients close connect
         describe_optimizer finalize finalize_gradients model_pieces move_to_device optimizer_pieces piece refresh_toggled
         refresh_trainable release resolve run setup_module setup_optimizers step sync_gradients""",
@@ -36,7 +42,7 @@ METHODS = {
         load_state_dict release reset state_dict step step_context track unscale""",
     tw.Trainer: """fit init_module predict print save_checkpoint stop_soon test validate""",
     tw.DataModule: """load_state_dict on_after_batch_transfer on_before_batch_transfer on_exception predict_dataloader
-        prepare_data setup state_dict teardown test_dataloader train_dataloader transfer_batch_to_device
+        prepare_data save_hyperparameters setup state_dict teardown test_dataloader train_dataloader transfer_batch_to_device
         val_dataloader""",
     tw.Logger: """close finalize flush load_state_dict log_graph log_hyperparams log_metrics save start state_dict""",
 }
@@ -54,7 +60,10 @@ LOG = """name value prog_bar logger on_step on_epoch reduce_fx enable_graph sync
 
 
 def public_methods(kind: type) -> list[str]:
-    return sorted(name for name, value in vars(kind).items() if inspect.isfunction(value) and not name.startswith("_"))
+    own = [each for each in kind.__mro__ if each.__module__.startswith("trainwright")]
+    return sorted(
+        {name for each in own for name, value in vars(each).items() if inspect.isfunction(value) and name[0] != "_"}
+    )
 
 
 def test_names() -> None:

@@ -41,6 +41,15 @@ if TYPE_CHECKING:
     from trainwright.profilers import AdvancedProfiler, Profiler, PyTorchProfiler, SimpleProfiler
     from trainwright.rank_zero import rank_zero_info, rank_zero_only, rank_zero_warn
     from trainwright.raw_loop.accelerator import Accelerator
+    from trainwright.raw_loop.memory import release_memory
+    from trainwright.raw_loop.options import (
+        AutocastKwargs,
+        DistributedDataParallelKwargs,
+        GradScalerKwargs,
+        InitProcessGroupKwargs,
+    )
+    from trainwright.raw_loop.plugins import DeepSpeedPlugin, FullyShardedDataParallelPlugin, GradientAccumulationPlugin
+    from trainwright.raw_loop.processes import DistributedType, PartialState
     from trainwright.strategies import Strategy
     from trainwright.strategies.ddp import DDPStrategy
     from trainwright.strategies.ddp_sharded import ShardedDDPStrategy
@@ -58,6 +67,10 @@ _HOMES = {
     "trainwright.data.datamodule": "DataModule",
     "trainwright.data.seeding": "isolate_rng seed_everything",
     "trainwright.raw_loop.accelerator": "Accelerator",
+    "trainwright.raw_loop.memory": "release_memory",
+    "trainwright.raw_loop.options": "AutocastKwargs DistributedDataParallelKwargs GradScalerKwargs InitProcessGroupKwargs",
+    "trainwright.raw_loop.plugins": "DeepSpeedPlugin FullyShardedDataParallelPlugin GradientAccumulationPlugin",
+    "trainwright.raw_loop.processes": "DistributedType PartialState",
     "trainwright.engine.engine": "Engine",
     "trainwright.engine.memory": "estimate_memory",
     "trainwright.engine.worker_calls": "notebook_launcher",
@@ -82,6 +95,7 @@ _ALIASES = {"LightningModule": "Module", "LightningDataModule": "DataModule"}
 __all__ = [
     "Accelerator",
     "AdvancedProfiler",
+    "AutocastKwargs",
     "BasePredictionWriter",
     "CSVLogger",
     "Callback",
@@ -89,11 +103,18 @@ __all__ = [
     "CombinedLoader",
     "DDPStrategy",
     "DataModule",
+    "DeepSpeedPlugin",
     "DeepSpeedStrategy",
+    "DistributedDataParallelKwargs",
+    "DistributedType",
     "EarlyStopping",
     "Engine",
     "FSDPStrategy",
+    "FullyShardedDataParallelPlugin",
+    "GradScalerKwargs",
+    "GradientAccumulationPlugin",
     "GradientAccumulationScheduler",
+    "InitProcessGroupKwargs",
     "LambdaCallback",
     "LaunchError",
     "LearningRateMonitor",
@@ -103,6 +124,7 @@ __all__ = [
     "ModelCheckpoint",
     "ModelSummary",
     "Module",
+    "PartialState",
     "Precision",
     "Profiler",
     "PyTorchProfiler",
@@ -126,6 +148,7 @@ __all__ = [
     "rank_zero_info",
     "rank_zero_only",
     "rank_zero_warn",
+    "release_memory",
     "seed_everything",
 ]
 

@@ -14,7 +14,7 @@ from trainwright.engine import gathering
 Pair = namedtuple("Pair", "left right")
 
 
-def gathered(values: list[Any], sizes: list[int] | None = None) -> Any:
+def gathered(values: list[Any], keep: list[bool] | None = None) -> Any:
     """Return what rank 0 gets of plain data, which each rank has one of."""
     sent: list[bytes] = []
 
@@ -24,8 +24,8 @@ def gathered(values: list[Any], sizes: list[int] | None = None) -> Any:
 
     for value in values:
         with pytest.raises(StopIteration):
-            gathering.gather(value, lambda tensor: tensor, sizes, post)
-    return gathering.gather(values[0], lambda tensor: tensor, sizes, lambda _: sent)
+            gathering.gather(value, lambda tensor, structure: tensor, keep, post)
+    return gathering.gather(values[0], lambda tensor, structure: tensor, keep, lambda _: sent)
 
 
 def test_plain_data_is_joined_by_rank() -> None:
@@ -43,10 +43,15 @@ def test_plain_data_is_joined_by_rank() -> None:
     assert gathered([Pair("a", 1), Pair("b", 2)]) == Pair(["a", "b"], [1, 2])
 
 
-def test_the_last_round_is_trimmed() -> None:
-    assert gathered([["a", "b"], ["c", "c"]], [2, 1]) == ["a", "b", "c"]
-    assert gathered([("a", "b"), ("c", "c")], [1, 0]) == ("a",)
-    assert gathered([1, 2], [2, 0]) == [1, 2]  # no samples
+def test_ranks_without_samples_give_nothing() -> None:
+    assert gathered([["a", "b"], ["c", "c"]], [True, False]) == ["a", "b"]
+    assert gathered([("a", "b"), ("c", "c")], [False, True]) == ("c", "c")
+    assert gathered([1, 2], [True, False]) == [1]
+
+
+def test_what_cannot_be_sent_is_refused_by_name() -> None:
+    with pytest.raises(TypeError, match=r"gather: gather\[0\]\[0\].* is a builtins.object"):
+        gathered([[object()], [1]])
 
 
 def test_unlike_structures_are_named() -> None:

@@ -153,7 +153,7 @@ class _Encoder:
             )
         kind = type(value)
         parted = " Of a sharded one that is its full_tensor()." if kind.__qualname__ == "DTensor" else ""
-        raise TypeError(f"{path} is a {kind.__module__}.{kind.__qualname__}; a checkpoint stores {ACCEPTED}.{parted}")
+        raise TypeError(f"{path} is a {kind.__module__}.{kind.__qualname__}; accepted are {ACCEPTED}.{parted}")
 
     def _numpy(self, value: Any, path: str) -> Any:
         import numpy

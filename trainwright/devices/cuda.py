@@ -13,6 +13,9 @@ NAME = "cuda"
 GENERATOR_BYTES = 16
 """A seed and an offset."""
 
+VARIABLES = ("CUDA", "CUBLAS", "NCCL", "NVIDIA", "HIP", "ROCR")
+"""What the names of its environment variables begin with."""
+
 
 def is_available() -> bool:
     """Return whether torch sees a CUDA device."""

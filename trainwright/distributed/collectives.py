@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import warnings
 import zlib
 from datetime import timedelta
@@ -45,12 +46,13 @@ def refuse_unequal(tensor: Tensor) -> None:
 
 def _unequal(shapes: list[tuple[int, ...]]) -> ValueError:
     return ValueError(
-        f"all_gather got tensors of different shapes ({_listed(shapes)}); they have to be equal. Pad them first, or join them "
+        f"all_gather got tensors of different shapes ({listed(shapes)}); they have to be equal. Pad them first, or join them "
         "along their first dimension with trainer.engine.gather."
     )
 
 
-def _listed(shapes: list[tuple[int, ...]]) -> str:
+def listed(shapes: list[tuple[int, ...]]) -> str:
+    """Return the ranks' shapes in words."""
     return ", ".join(f"rank {rank}: {shape}" for rank, shape in enumerate(shapes))
 
 
@@ -72,8 +74,11 @@ def filled_up(tensor: Tensor) -> tuple[Tensor, list[int]]:
     return tensor[index], rows
 
 
-def gather_uneven(tensor: Tensor) -> list[Tensor]:
-    """Return the tensors of all ranks, by rank; the first dimension may differ. Collective: call on every rank."""
+def gather_uneven(tensor: Tensor, structure: int = 0) -> list[Tensor]:
+    """Return the tensors of all ranks, by rank; the first dimension may differ. Collective: call on every rank.
+
+    `structure` is a number that has to be the same on every rank, such as a digest of what the tensor is part of.
+    """
     if not 0 < tensor.dim() <= _MAX_DIMS:
         raise ValueError(
             f"gather_uneven got a tensor of {tensor.dim()} dimensions; 1 to {_MAX_DIMS} are accepted. "
@@ -81,19 +86,40 @@ def gather_uneven(tensor: Tensor) -> list[Tensor]:
         )
     if _world_size() == 1:
         return [tensor]
-    shapes = _gather_shapes(tensor, "gather_uneven")
+    shapes = _gather_shapes(tensor, "gather", structure)
     if len({shape[1:] for shape in shapes}) > 1:
-        raise ValueError(
-            f"gather_uneven got shapes that differ beyond the first dimension ({_listed(shapes)}); only the first may differ. "
-            "Pad or reshape the tensors first."
-        )
+        raise _unlike_rows(shapes)
     longest = max(shape[0] for shape in shapes)
-    padded = tensor.detach().new_zeros((longest, *tensor.shape[1:]))
-    padded[: tensor.shape[0]] = tensor.detach()
-    if padded.numel() == 0:
-        return [padded.new_empty(shape) for shape in shapes]
+    if longest * math.prod(tensor.shape[1:]) == 0:
+        return [tensor.new_empty(shape) for shape in shapes]
+    padded = tensor.detach()
+    if any(shape[0] != longest for shape in shapes):
+        padded = padded.new_zeros((longest, *tensor.shape[1:]))
+        padded[: tensor.shape[0]] = tensor.detach()
+    pieces = all_gather(padded)
     # The copy frees the padding.
-    return [piece[: shape[0]].clone() for piece, shape in zip(all_gather(padded), shapes, strict=True)]
+    return [
+        piece if len(piece) == shape[0] else piece[: shape[0]].clone()
+        for piece, shape in zip(pieces, shapes, strict=True)
+    ]
+
+
+def shapes_of(tensor: Tensor, call: str) -> list[tuple[int, ...]]:
+    """Return the shapes of the tensors of all ranks, by rank; TypeError on every rank if the dtype differs. Collective."""
+    return [tuple(tensor.shape)] if _world_size() == 1 else _gather_shapes(tensor, call)
+
+
+def _unlike_rows(shapes: list[tuple[int, ...]]) -> ValueError:
+    remedy = "reshape them to the same number of dimensions first"
+    if len({len(shape) for shape in shapes}) == 1:
+        lengths = list(zip(*shapes, strict=True))
+        dims = [dim for dim in range(1, len(lengths)) if len(set(lengths[dim])) > 1]
+        remedy = f"pad them first with pad_across_processes(tensor, dim={dims[0]})"
+        remedy += f", and so for dimension(s) {', '.join(map(str, dims[1:]))}" if dims[1:] else ""
+    return ValueError(
+        f"gather got tensors whose shapes differ beyond the first dimension ({listed(shapes)}); {remedy}. Objects of "
+        "different shapes come in a list from gather_for_metrics(objects, use_gather_object=True)."
+    )
 
 
 def gather_object(obj: object) -> list[Any]:
@@ -191,11 +217,15 @@ def _to_group(tensor: Tensor) -> Tensor:
     return tensor.to(torch.device(devices[0], torch.get_device_module(devices[0]).current_device())).contiguous()
 
 
-def _gather_shapes(tensor: Tensor, name: str) -> list[tuple[int, ...]]:
+def _gather_shapes(tensor: Tensor, name: str, structure: int = 0) -> list[tuple[int, ...]]:
     # The dtype is sent as a checksum of its name: a collective of different dtypes would read wrong bytes, or hang.
     numbers = [tensor.dim(), *tensor.shape] + [-1] * (_MAX_DIMS - tensor.dim())
-    packed = torch.tensor([*numbers, zlib.crc32(str(tensor.dtype).encode())])
+    packed = torch.tensor([*numbers, structure, zlib.crc32(str(tensor.dtype).encode())])
     rows = [row.tolist() for row in all_gather(packed)]
+    if others := [rank for rank, row in enumerate(rows) if row[-2] != rows[0][-2]]:
+        raise ValueError(
+            f"{name} got a structure with other tensors on rank(s) {others} than on rank 0; give the same on every rank."
+        )
     others = [rank for rank, row in enumerate(rows) if row[-1] != rows[0][-1]]
     if others:
         raise TypeError(

@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from typing import Any
 
 from trainwright.distributed.clusters import (
     Task,
@@ -37,7 +38,8 @@ class Environment(Task):
     strategy: str | None = None
     precision: str | None = None
     accelerator: str | None = None
-    """This and the two before: from the command line, for settings that the script leaves open."""
+    gradient_accumulation_steps: int | None = None
+    """This and the three before: from the command line or its config, for settings that the script leaves open."""
 
     @classmethod
     def detect(cls, variables: Mapping[str, str] | None = None) -> Environment:
@@ -73,7 +75,7 @@ def _read_torchrun(variables: Mapping[str, str]) -> Environment | None:
     more = {"GROUP_RANK": rank // local_world_size, "GROUP_WORLD_SIZE": -(-world_size // local_world_size)}
     more["TORCHELASTIC_RESTART_COUNT"] = 0
     more |= {name: read_number(variables, name, "torchrun") for name in more if variables.get(name)}
-    job: dict[str, str | None] = json.loads(variables.get(JOB_VARIABLE) or "{}")
+    job: dict[str, Any] = json.loads(variables.get(JOB_VARIABLE) or "{}")
     return Environment(
         rank=rank,
         local_rank=local_rank,
@@ -87,7 +89,7 @@ def _read_torchrun(variables: Mapping[str, str]) -> Environment | None:
         has_agent_store=variables.get("TORCHELASTIC_USE_AGENT_STORE", "") == "True",
         restart_count=more["TORCHELASTIC_RESTART_COUNT"],
         error_file=variables.get("TORCHELASTIC_ERROR_FILE") or None,
-        **{name: job.get(name) for name in ("strategy", "precision", "accelerator")},
+        **{name: job.get(name) for name in ("strategy", "precision", "accelerator", "gradient_accumulation_steps")},
     )
 
 

@@ -20,14 +20,29 @@ def fill_open(environment: Environment, accelerator: Any, strategy: Any, precisi
         is_open = setting in (None, "auto")
         if argument is not None and not is_open and _name_of(name, setting) != _name_of(name, argument):
             flag = "--cpu" if name == "accelerator" else f"--{name} {argument}"
-            rank_zero_warn(
-                f"the command line says {flag}, and the script {name}={setting!r}; the script's is used. Leave {name}= out "
-                "of the script for the command line to choose.",
-                stacklevel=4,
-            )
+            _warn(flag, name, setting)
         chosen.append(argument if is_open and argument is not None else setting)
     accelerator, strategy, precision = chosen
     return accelerator, strategy, precision
+
+
+def fill_accumulation(environment: Environment, name: str, given: int) -> int:
+    """Return the batches per optimizer step: the script's, or those of `trainwright launch` where the script says 1."""
+    steps = environment.gradient_accumulation_steps
+    if steps is None or given == steps:
+        return given
+    if given == 1:
+        return steps
+    _warn(f"--gradient-accumulation-steps {steps}", name, given)
+    return given
+
+
+def _warn(flag: str, name: str, setting: Any) -> None:
+    rank_zero_warn(
+        f"the command line or its config says {flag}, and the script {name}={setting!r}; the script's is used. Leave {name}= "
+        "out of the script for the command line to choose.",
+        stacklevel=5,
+    )
 
 
 def _name_of(setting: str, value: Any) -> Any:

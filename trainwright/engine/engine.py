@@ -30,7 +30,7 @@ from trainwright.distributed.ranks import Ranks
 from trainwright.engine.command_line import fill_open
 from trainwright.engine.devices import check_nodes, device_index, resolve_num_processes
 from trainwright.engine.finiteness import Finiteness
-from trainwright.engine.gathering import broadcast
+from trainwright.engine.gathering import broadcast, join
 from trainwright.engine.lazy_tensors import (
     LazyTensor,
     check_lazy_shapes,
@@ -208,9 +208,11 @@ class Engine:
         """Return this rank's part of a loader; pass `seed` to its `set_epoch` in each epoch, since a load may change it."""
         return ShardedLoader(loader, rank=self.rank, world_size=self.world_size, mode=mode)
 
-    def take_seed(self) -> None:
-        """Seed the data's order with rank 0's current torch seed. Collective: call on every rank."""
-        self.seed = self.ranks.broadcast(torch.initial_seed() % 2**63, "the choice of a seed")
+    def take_seed(self, seed: int | None = None) -> None:
+        """Seed the data's order with rank 0's seed, by default its current torch seed. Collective: call on every rank."""
+        self.seed = self.ranks.broadcast(
+            (torch.initial_seed() if seed is None else seed) % 2**63, "the choice of a seed"
+        )
 
     def run(self, module: nn.Module, name: str, /, *args: Any, **kwargs: Any) -> Any:
         """Run a named step of a prepared module, or its "forward", in the precision's context."""
@@ -230,15 +232,12 @@ class Engine:
         """Clip, if given a limit, and step; return the gradient norm, if it was computed, and whether the step was skipped."""
         return self.strategy.step(optimizer, clipping, closure)
 
-    def gather(self, tensor: Tensor, sizes: Sequence[int] | None = None) -> Tensor:
+    def gather(self, tensor: Tensor, keep: Sequence[bool] | None = None) -> Tensor:
         """Return the tensors of all ranks joined along their first dimension, rank by rank; a 0-dim one becomes a row.
 
-        `sizes` is how many rows to keep of each rank's; None keeps all. Collective: call on every rank.
+        `keep` is whether to keep each rank's; None keeps all. Collective: call on every rank.
         """
-        parts = collectives.gather_uneven(tensor.reshape(1) if tensor.dim() == 0 else tensor)
-        if sizes is not None and tensor.dim() > 0:
-            parts = [part[:size] for part, size in zip(parts, sizes, strict=True)]
-        return torch.cat(parts) if len(parts) > 1 else parts[0]
+        return join(tensor, keep)
 
     def reduce(self, tensor: Tensor, op: str = "mean") -> Tensor:
         """Return the elementwise mean, sum, min or max over the ranks. Collective: call on every rank."""

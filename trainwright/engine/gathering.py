@@ -1,7 +1,8 @@
-"""Gathering: nested structures of tensors, numbers and plain data, joined, reduced, broadcast or split over the ranks."""
+"""Gathering: nested structures of tensors and plain data, joined, reduced, padded, broadcast or split over the ranks."""
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -9,15 +10,20 @@ import torch
 from torch import Tensor
 
 from trainwright.checkpoint.codec import decode, encode
-from trainwright.data.transfer import with_values
-from trainwright.distributed.nests import broadcast_tensors, table_of
+from trainwright.data.transfer import to_device, with_values
+from trainwright.distributed import collectives
+from trainwright.distributed.nests import broadcast_tensors, gather_nests, table_of
 from trainwright.distributed.ranks import Ranks
 
 Exchange = Callable[[Any], list[Any]]
 """Returns the values of all ranks for this rank's, by rank: `Ranks.exchange`."""
 Leaves = list[tuple[str, Any]]
 """Each tensor and piece of plain data in a structure, with its path there, in the order of the walk."""
-ACCEPTED = {"gather": "tensors, numbers, texts, lists of plain data", "reduce": "tensors, numbers"}
+ACCEPTED = {
+    "gather": "tensors, numbers, texts, lists of plain data",
+    "reduce": "tensors, numbers",
+    "pad_across_processes": "tensors",
+}
 REDUCTIONS: dict[str, Callable[[Sequence[Any]], Any]] = {
     "sum": sum,
     "mean": lambda values: sum(values) / len(values),
@@ -26,11 +32,12 @@ REDUCTIONS: dict[str, Callable[[Sequence[Any]], Any]] = {
 }
 
 
-def gather(value: Any, join: Callable[[Tensor], Tensor], sizes: Sequence[int] | None, exchange: Exchange) -> Any:
+def gather(value: Any, join: Callable[[Tensor, int], Tensor], keep: Sequence[bool] | None, exchange: Exchange) -> Any:
     """Return a nested structure with the values of all ranks, rank by rank, for each leaf.
 
-    Tensors are joined by `join`. A list of plain data is joined item by item, as is a tuple of numbers and texts; a number
-    or a text becomes a list with one item per rank. `sizes` is how many items to keep of each rank's; None keeps all.
+    Tensors are joined by `join`, which gets a digest of the structure too. A list of plain data is joined item by item, as is
+    a tuple of numbers and texts; a number or a text becomes a list with one item per rank. `keep` is whether to keep each
+    rank's; None keeps all.
 
     Raises:
         TypeError: something else is in the structure; the message has its path.
@@ -38,9 +45,9 @@ def gather(value: Any, join: Callable[[Tensor], Tensor], sizes: Sequence[int] | 
     """
 
     def joined(own: Any, ranks: list[Any]) -> Any:
+        kept = _kept(ranks, keep)
         if _is_item(own):
-            return ranks
-        kept = ranks if sizes is None else [part[:size] for part, size in zip(ranks, sizes, strict=True)]
+            return kept
         items = [item for part in kept for item in part]
         return tuple(items) if isinstance(own, tuple) else items
 
@@ -49,8 +56,73 @@ def gather(value: Any, join: Callable[[Tensor], Tensor], sizes: Sequence[int] | 
 
     leaves = list(_leaves("gather", value, takes))  # all of them, so that a refusal comes before any communication
     plain = _exchanged("gather", leaves, exchange)
-    results = [join(each) if isinstance(each, Tensor) else joined(each, next(plain)) for _, each in leaves]
+    structure = zlib.crc32(repr([path for path, each in leaves if isinstance(each, Tensor)]).encode())
+    results = [join(each, structure) if isinstance(each, Tensor) else joined(each, next(plain)) for _, each in leaves]
     return _rebuilt(value, takes, iter(results))
+
+
+def join(tensor: Tensor, keep: Sequence[bool] | None = None, structure: int = 0) -> Tensor:
+    """Return the tensors of all ranks joined along their first dimension; a 0-dim one becomes a row. Collective.
+
+    `keep` is whether to keep each rank's; None keeps all. Ranks with different `structure` all raise.
+    """
+    parts = _kept(collectives.gather_uneven(tensor.reshape(1) if tensor.dim() == 0 else tensor, structure), keep)
+    return torch.cat(parts) if len(parts) > 1 else parts[0]
+
+
+def gather_objects(value: Any, keep: Sequence[bool] | None, device: torch.device) -> list[Any]:
+    """Return the items of all ranks' lists, rank by rank: plain data and tensors of any shape, none of them joined.
+
+    Something that is not a list or a tuple counts as one item. Collective.
+
+    Raises:
+        TypeError: on every rank, if an item is neither plain data nor a tensor.
+    """
+    try:
+        plain, tensors = encode(list(value) if isinstance(value, (list, tuple)) else [value], "the list")
+        own = {"items": plain}
+    except TypeError as error:  # an answer too: the other ranks wait for one
+        own, tensors = {"error": str(error)}, {}
+    received = gather_nests(own, tensors)
+    for rank, (answer, _) in enumerate(received):
+        if "error" in answer:
+            raise TypeError(f"gather of objects, rank {rank}: {answer['error']}")
+    decoded = [decode(answer["items"], blobs) for answer, blobs in received]
+    return [to_device(item, device) for items in _kept(decoded, keep) for item in items]
+
+
+def pad(value: Any, dim: int, pad_index: float, pad_first: bool) -> Any:
+    """Return a nested structure whose tensors are padded along a dimension to the longest of all ranks. Collective.
+
+    Raises:
+        TypeError: something else than tensors is in the structure.
+        ValueError: on every rank, if a rank's tensor has another number of dimensions.
+    """
+    leaves = list(_leaves("pad_across_processes", value, lambda each: False))
+    return _rebuilt(value, lambda each: False, iter([_padded(each, dim, pad_index, pad_first) for _, each in leaves]))
+
+
+def _padded(tensor: Tensor, dim: int, pad_index: float, pad_first: bool) -> Tensor:
+    shapes = collectives.shapes_of(tensor, "pad_across_processes")
+    if len({len(shape) for shape in shapes}) > 1:
+        raise ValueError(
+            f"pad_across_processes got tensors with different numbers of dimensions ({collectives.listed(shapes)}); reshape "
+            "them first."
+        )
+    if not -tensor.dim() <= dim < tensor.dim():
+        return tensor  # such as labels beside logits
+    longest, length = max(shape[dim] for shape in shapes), tensor.shape[dim]
+    if longest == length:
+        return tensor
+    shape = list(tensor.shape)
+    shape[dim] = longest - length
+    padding = tensor.new_full(shape, pad_index)
+    return torch.cat([padding, tensor] if pad_first else [tensor, padding], dim)
+
+
+def _kept(parts: list[Any], keep: Sequence[bool] | None) -> list[Any]:
+    """Return the parts of the ranks to keep."""
+    return parts if keep is None else [part for part, is_kept in zip(parts, keep, strict=True) if is_kept]
 
 
 def reduce(value: Any, reduction: str, reduce_tensor: Callable[[Tensor], Tensor], exchange: Exchange) -> Any:
@@ -148,21 +220,25 @@ def _exchanged(call: str, leaves: Leaves, exchange: Exchange) -> Iterator[list[A
     own = [(path, each) for path, each in leaves if not isinstance(each, Tensor)]
     if not own:
         return iter(())
+    reason = ""
     try:
         encoded, tensors = encode([each for _, each in own], call)
+        if tensors:
+            reason = f"{call} was given arrays within a list; accepted are plain data there. Gather tensors."
     except TypeError as error:
-        raise TypeError(f"{call}: {error}") from None
-    if tensors:
-        raise TypeError(f"{call} was given arrays within a list; accepted are plain data there. Gather tensors.")
-    received = exchange([[path for path, _ in own], encoded])  # paths show ranks whose structures differ
+        reason = f"{call}: {error}"
+    # A refusal is an answer too, as the other ranks wait for one. Paths show ranks whose structures differ.
+    received = exchange([[path for path, _ in own], None if reason else encoded, reason])
+    if reason := next((each for *_, each in received if each), ""):
+        raise TypeError(reason)
     first = received[0][0]
-    for rank, (paths, _) in enumerate(received):
+    for rank, (paths, *_) in enumerate(received):
         if paths != first:
             raise ValueError(
                 f"{call} was given different structures: rank 0 has plain data at {first[:5]}, rank {rank} at {paths[:5]}. "
                 "Give the same structure on every rank."
             )
-    decoded = [decode(plain, {}) for _, plain in received]
+    decoded = [decode(plain, {}) for _, plain, _ in received]
     return iter([list(ranks) for ranks in zip(*decoded, strict=True)])
 
 

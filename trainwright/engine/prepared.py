@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from functools import wraps
 from typing import Any
 
 import torch
@@ -200,18 +202,47 @@ class PreparedOptimizer(Optimizer):
 class PreparedModule(nn.Module):
     """A module whose forward runs through the strategy's wrapper and in the precision's context.
 
-    Its parameters, buffers and submodules have the names that they have in the user's own module. A pickle is that module
-    alone; a deep copy has a copy of it and runs in the same precision, but belongs to no optimizer. With `to_float32`,
-    half-precision outputs are converted, so that a loss is computed in full precision.
+    Its parameters, buffers and submodules have the names that they have in the user's own module, whose other attributes it
+    has too: a method of the user's, such as `generate`, runs in the precision's context, but not through the strategy's
+    wrapper, so it must not be trained through. A pickle is that module alone; a deep copy has a copy of it and runs in the
+    same precision, but belongs to no optimizer. With `to_float32`, half-precision outputs are converted, so that a loss is
+    computed in full precision.
     """
 
     def __init__(self, engine: Engine, module: nn.Module, *, to_float32: bool) -> None:
         super().__init__()
         self.module = module
+        self.forwards = 0
+        """How often it was called with gradients enabled."""
         self._engine = engine
         self._to_float32 = to_float32
         self.register_state_dict_post_hook(_own_names)  # type: ignore[no-untyped-call]
         self.register_load_state_dict_pre_hook(_inner_names)  # type: ignore[no-untyped-call]
+
+    def __getattr__(self, name: str) -> Any:
+        if name in (own := self.__dict__.get("_modules", {})):
+            return own[name]
+        if "module" not in own:  # a copy that has no attributes yet
+            raise AttributeError(name)
+        value = getattr(own["module"], name)
+        context = self._engine.precision.forward_context()
+        if context is None or not (inspect.ismethod(value) and value.__self__ is own["module"]):
+            return value
+
+        @wraps(value)
+        def in_context(*args: Any, **kwargs: Any) -> Any:
+            with self._engine.precision.forward_context() or nullcontext():
+                return value(*args, **kwargs)
+
+        return in_context
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        inner = self.__dict__.get("_modules", {}).get("module")
+        is_inners = inner is not None and name not in self.__dict__ and name != "module" and hasattr(inner, name)
+        if is_inners:
+            setattr(inner, name, value)
+        else:
+            super().__setattr__(name, value)
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         return self.module.named_parameters(*args, **kwargs)
@@ -241,6 +272,7 @@ class PreparedModule(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         precision = self._engine.precision
+        self.forwards += torch.is_grad_enabled()
         if precision.converts_batch:
             args, kwargs = precision.convert_batch(args), precision.convert_batch(kwargs)
         outputs = self._engine.run(self.module, "forward", *args, **kwargs)
@@ -248,11 +280,25 @@ class PreparedModule(nn.Module):
 
 
 class PreparedScheduler:
-    """A scheduler that skips its step when its optimizers skipped theirs; other attributes are the user's scheduler's."""
+    """A scheduler that skips its step when its optimizers skipped theirs; other attributes are the user's scheduler's.
 
-    def __init__(self, scheduler: Any, optimizers: Sequence[PreparedOptimizer], windows: AccumulationWindows) -> None:
+    Args:
+        with_optimizer: False makes every call step.
+        repeats: steps of the user's scheduler for each step, up to its `total_steps`.
+    """
+
+    def __init__(
+        self,
+        scheduler: Any,
+        optimizers: Sequence[PreparedOptimizer],
+        windows: AccumulationWindows,
+        *,
+        with_optimizer: bool = True,
+        repeats: int = 1,
+    ) -> None:
         self.scheduler = scheduler
         self._optimizers, self._windows = optimizers, windows
+        self._with_optimizer, self._repeats = with_optimizer, repeats
         self._called, self._made = self._counts()
 
     def __getattr__(self, name: str) -> Any:
@@ -266,7 +312,12 @@ class PreparedScheduler:
         # A loop may step it after each call of the optimizer's step, or, as at the end of an epoch, without one in between.
         is_due = made > self._made or (called == self._called and self._windows.current.is_at_end)
         self._called, self._made = called, made
-        if is_due:
+        if self._with_optimizer and not is_due:
+            return
+        for _ in range(self._repeats):
+            total = getattr(self.scheduler, "total_steps", None)
+            if self._repeats > 1 and total is not None and self.scheduler.last_epoch >= total:
+                return  # OneCycleLR refuses a step beyond its last
             self.scheduler.step(*args, **kwargs)
 
     def steps_since(self) -> list[int]:

@@ -119,11 +119,13 @@ class ModelWindow(AccumulationWindow, AbstractContextManager[None]):
         if self._position == 0:
             self._iteration = iteration
             self._corrected.clear()
+        if not windows.ends_with_loader:
+            loader = None
         # A loader that the batch may not be from must not cut the window short.
         left = loader.batches_left if loader is not None and is_certain else None
         self.begin_batch(windows.usual_length, left, loader is not None and loader.is_at_end)
         self.end_batch()  # here and not on exit: a user may leave the block by an exception, or a break
-        windows.engine.sync_gradients(self.is_at_end)
+        windows.engine.sync_gradients(self.is_at_end or windows.syncs_each_batch)
 
     def __exit__(self, *error: object) -> None:
         return None
@@ -140,7 +142,11 @@ class ModelWindow(AccumulationWindow, AbstractContextManager[None]):
 
 
 class AccumulationWindows:
-    """The windows of a raw loop, one for each set of models passed to `of`; `drop_gradients` clears a set's gradients."""
+    """The windows of a raw loop, one for each set of models passed to `of`; `drop_gradients` clears a set's gradients.
+
+    With `ends_with_loader` False the next pass fills a window that the end of a loader has cut; with `syncs_each_batch` every
+    backward averages gradients over the ranks.
+    """
 
     def __init__(
         self,
@@ -148,9 +154,13 @@ class AccumulationWindows:
         usual_length: int,
         iterations: Iterations,
         drop_gradients: Callable[[tuple[nn.Module, ...]], None],
+        *,
+        ends_with_loader: bool = True,
+        syncs_each_batch: bool = False,
     ) -> None:
         self.engine, self.iterations, self.drop_gradients = engine, iterations, drop_gradients
         self.usual_length = usual_length
+        self.ends_with_loader, self.syncs_each_batch = ends_with_loader, syncs_each_batch
         self.backwards = 0
         """Number of losses sent backward so far."""
         self.reset()
@@ -168,7 +178,10 @@ class AccumulationWindows:
         return self._has_gradients or any(each.is_open for each in self._windows.values())
 
     def of(self, models: tuple[nn.Module, ...]) -> ModelWindow:
-        return self._windows.setdefault(models, ModelWindow(self, models))
+        window = self._windows.get(models)
+        if window is None:
+            window = self._windows[models] = ModelWindow(self, models)
+        return window
 
     def set_length(self, length: int) -> None:
         """Set the usual length of the windows that begin from now on."""

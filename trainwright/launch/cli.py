@@ -1,28 +1,28 @@
 """The command line: `trainwright launch` runs a script or a module in several processes, on one machine or several.
 
 Each subcommand is a line in `COMMANDS`, or one that `__main__.py` adds. Flags override the environment, which overrides
-defaults.
+the config, which overrides defaults (sources.py).
 """
 
 from __future__ import annotations
 
 import argparse
-import difflib
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, NoReturn
+from typing import NoReturn
 
-from trainwright.distributed.clusters import main_port, read_number
 from trainwright.distributed.environment import JOB_VARIABLE
 from trainwright.distributed.network import DEFAULT_PORT, LOOPBACK
+from trainwright.launch.config import CONFIG_VARIABLE, find_config, nearest
+from trainwright.launch.dry_run import describe_job
 from trainwright.launch.nodes import WAIT_SECONDS, Job, Nodes
 from trainwright.launch.output import refuse_links
-from trainwright.launch.processes import GRACE_SECONDS, GRACE_VARIABLE, grace_seconds, num_cores, supervise
+from trainwright.launch.processes import GRACE_SECONDS, GRACE_VARIABLE, num_cores, supervise
+from trainwright.launch.sources import FLAGS, Given, NameCheck, Setting, Sources
+from trainwright.launch.variables import shown
 
-NameCheck = Callable[[str | None, str | None, int, str], None]
-"""Refuses an unknown strategy or precision; also gets the number of processes and the device type."""
-NODE_SETTINGS = {
+NODE_FIELDS = {
     "num_nodes": "count",
     "node_rank": "rank",
     "main_address": "address",
@@ -33,13 +33,6 @@ NODE_SETTINGS = {
 """The settings that describe the job's machines, with the fields of `Nodes`; the last two are those of several machines."""
 Command = tuple[Callable[[Sequence[str], NameCheck], int], str]
 """The function of a subcommand, which gets the arguments after its name and returns the exit code, and a line of help."""
-
-
-class Setting(NamedTuple):
-    """A value and its source: a flag, a variable of the environment, or "default"."""
-
-    value: Any
-    source: str
 
 
 class Parser(argparse.ArgumentParser):
@@ -61,7 +54,7 @@ def main(arguments: Sequence[str], check_names: NameCheck, others: Mapping[str, 
         )
         return 0
     if name not in commands:
-        parser.error(f"{name!r} is not a command; choose from {', '.join(commands)}.{_hint(name, commands)}")
+        parser.error(f"{name!r} is not a command; choose from {', '.join(commands)}.{nearest(name, commands)}")
     run, _ = commands[name]
     return run(arguments[1:], check_names)
 
@@ -71,32 +64,41 @@ def launch_command(arguments: Sequence[str], check_names: NameCheck) -> int:
     own, command = _split(parser, actions, arguments)
     options = parser.parse_args(own)
     try:
-        settings = resolve(options, os.environ)
-        check_names(options.strategy, options.precision, settings["devices"].value, settings["accelerator"].value)
+        config = find_config(options.config_file, os.environ)
+        new = {name: entry.text for name, entry in config.variables.items() if name not in os.environ}
+        os.environ.update(new)  # before torch looks for GPUs
+        sources = Sources(options, os.environ, config)
+        settings = resolve(sources)
+        sources.check_names(check_names, settings)
         if not command:
             raise ValueError("no script was given; pass one, or -m and a module, after the options.")
         if command[0] != "-m" and not os.path.exists(command[0]):
             raise ValueError(
                 f"file {command[0]!r} does not exist; pass the path of a script, or -m and the name of a module."
             )
-        nodes = Nodes(**{name: settings[each].value for each, name in NODE_SETTINGS.items() if each in settings})
-        if options.logs is not None:
-            os.makedirs(options.logs, exist_ok=True)
-            refuse_links(options.logs)
+        nodes = Nodes(**{field: settings[name].value for name, field in NODE_FIELDS.items() if name in settings})
+        if (logs := settings["logs"].value) is not None and not options.dry_run:
+            os.makedirs(logs, exist_ok=True)
+            refuse_links(logs)
     except (ValueError, TypeError, ImportError, OSError) as error:
         parser.error(str(error))
-    sys.stderr.write(_describe(command, settings))
-    sys.stderr.flush()
     job = Job(
         [sys.executable, *command],
         settings["devices"].value,
         nodes,
         max_restarts=settings["max_restarts"].value,
-        logs=options.logs,
+        logs=logs,
         grace_seconds=settings["grace_seconds"].value,
     )
-    accelerator = "cpu" if options.cpu else None
-    return supervise(job, {"strategy": options.strategy, "precision": options.precision, "accelerator": accelerator})
+    passed_on = {name: settings[name].value for name in ("strategy", "precision", "gradient_accumulation_steps")}
+    passed_on["strategy"] = None if passed_on["strategy"] == "auto" else passed_on["strategy"]
+    passed_on["accelerator"] = "cpu" if sources.on_cpu() else None
+    sys.stderr.write(_describe(command, settings, sources, new))
+    sys.stderr.flush()
+    if options.dry_run:
+        print(describe_job(job, passed_on, new))
+        return 0
+    return supervise(job, passed_on)
 
 
 COMMANDS: dict[str, Command] = {
@@ -116,9 +118,10 @@ def _launch_parser() -> tuple[Parser, list[argparse.Action]]:
     actions = [
         add("--devices", metavar="N", help="processes on this machine, one for each device; -1 for all, auto (the default) for "
             "every GPU, or one process"),
-        add("--cpu", action="store_true", help="compute on the CPU even if there is a GPU"),
+        add("--cpu", action=argparse.BooleanOptionalAction, help="compute on the CPU even if there is a GPU"),
         add("--strategy", metavar="NAME", help="how the processes divide the work, such as ddp or deepspeed"),
         add("--precision", metavar="NAME", help="such as 32, 16-mixed or bf16-mixed"),
+        add("--gradient-accumulation-steps", metavar="N", help="batches per optimizer step"),
         add("--num-nodes", metavar="N", help="machines of the job; run this command on each of them (default: 1)"),
         add("--nodes", metavar="MIN:MAX", help="instead of --num-nodes and --node-rank: the job runs on MIN to MAX machines, "
             "numbered as they arrive; one number is both"),
@@ -131,6 +134,9 @@ def _launch_parser() -> tuple[Parser, list[argparse.Action]]:
         add("--grace-seconds", metavar="N", help="on SIGTERM, SIGUSR1 or Ctrl-C, how long the ranks have to save and leave (or "
             f"the variable {GRACE_VARIABLE}; default: {GRACE_SECONDS})"),
         add("--logs", metavar="DIR", help="also append each rank's output to DIR/rank0.log and so on"),
+        add("--config-file", metavar="PATH", help=f"a YAML file for what flags leave open (or the variable {CONFIG_VARIABLE}; "
+            "default: ~/.config/trainwright/config.yaml, if it is there; trainwright config writes it)"),
+        add("--dry-run", action="store_true", help="print what would run, and run nothing"),
         add("-m", "--module", metavar="MODULE", help="run a module, as python -m does, instead of a script"),
     ]  # fmt: skip
     return parser, [*actions, *(each for each in parser._actions if each.dest == "help")]
@@ -153,135 +159,148 @@ def _split(parser: Parser, actions: Sequence[argparse.Action], arguments: Sequen
             return list(arguments[:index]), list(arguments[index:])
         if flag not in flags:
             parser.error(
-                f"{flag!r} is not an option of trainwright launch.{_hint(flag, flags)} Put options of the script after its "
+                f"{flag!r} is not an option of trainwright launch.{nearest(flag, flags)} Put options of the script after its "
                 "name."
             )
         index += 1 if is_joined or flags[flag].nargs == 0 else 2
     return list(arguments), []
 
 
-def _hint(word: str, known: Mapping[str, Any]) -> str:
-    close = difflib.get_close_matches(word, known, n=1)
-    return f" Did you mean {close[0]!r}?" if close else ""
-
-
-def resolve(options: argparse.Namespace, variables: Mapping[str, str]) -> dict[str, Setting]:
+def resolve(sources: Sources) -> dict[str, Setting]:
     """Return all settings with the source of each (ValueError if one is wrong, or two exclude each other)."""
-    if JOB_VARIABLE in variables or "RANK" in variables:
+    if JOB_VARIABLE in sources.variables or "RANK" in sources.variables:
         raise ValueError(
             "this process is itself a rank of a job (the environment has RANK); start one launcher on each machine. Run the "
             "script without trainwright launch here, or unset the variable."
         )
     from trainwright.devices import accelerator
 
-    num_gpus = 0 if options.cpu else accelerator.count()
+    on_cpu = sources.on_cpu()
+    num_gpus = 0 if on_cpu else accelerator.count()
     kind = (accelerator.built_for() if num_gpus else None) or "cpu"
+    cpu = sources.find("cpu")
     settings = {
-        "devices": _devices(options.devices, num_gpus, kind),
-        "accelerator": Setting(kind, "--cpu" if options.cpu else f"default: {num_gpus} GPU(s) here"),
-        "strategy": _given(options.strategy, "--strategy", "auto"),
-        "precision": _given(options.precision, "--precision", None),
-        "num_nodes": _number(options.num_nodes, "--num-nodes", default=1, least=1),
+        "devices": _devices(sources.find("devices"), num_gpus, kind),
+        "accelerator": Setting(kind, cpu.source if cpu is not None else f"default: {num_gpus} GPU(s) here"),
+        "strategy": _text(sources.find("strategy"), "auto"),
+        "precision": _text(sources.find("precision"), None),
+        "gradient_accumulation_steps": _number(sources.find("gradient_accumulation_steps"), default=None, least=1),
+        "num_nodes": _number(sources.find("num_nodes"), default=1, least=1),
     }
-    if options.nodes is not None:
-        settings["min_nodes"], settings["num_nodes"] = _range(options)
-    settings |= _node(options, variables, settings["num_nodes"].value)
-    settings["max_restarts"] = _number(options.max_restarts, "--max-restarts", default=0)
-    settings["grace_seconds"] = _number(options.grace_seconds, "--grace-seconds", default=grace_seconds(variables))
-    if options.grace_seconds is None and variables.get(GRACE_VARIABLE):
-        settings["grace_seconds"] = Setting(settings["grace_seconds"].value, GRACE_VARIABLE)
-    settings["logs"] = _given(options.logs, "--logs", None)
+    if (span := _range(sources)) is not None:
+        settings["min_nodes"], settings["num_nodes"] = span
+    settings |= _node(sources, settings["num_nodes"], is_range=span is not None)
+    settings["max_restarts"] = _number(sources.find("max_restarts"), default=0)
+    settings["grace_seconds"] = _number(sources.find("grace_seconds"), default=GRACE_SECONDS)
+    settings["logs"] = _text(sources.find("logs"), None)
     return settings
 
 
-def _devices(given: str | None, num_gpus: int, kind: str) -> Setting:
-    if given is None or given == "auto":
+def _devices(given: Given | None, num_gpus: int, kind: str) -> Setting:
+    if given is None or given.text == "auto":
         from trainwright.devices.abilities import num_together
 
-        return Setting(num_together(kind) or 1, "default" if given is None else "--devices auto")
-    if given == "-1":
-        return Setting(num_gpus or num_cores(), "--devices -1")
-    number = _number(given, "--devices", default=1, least=1, more=", -1 for all, or auto").value
+        return Setting(num_together(kind) or 1, "default" if given is None else f"{given.source} (auto)")
+    if given.text == "-1":
+        return Setting(num_gpus or num_cores(), given.source)
+    number = _number(given, default=1, least=1, more=", -1 for all, or auto").value
     if num_gpus and number > num_gpus:
-        raise ValueError(
-            f"--devices {number}: torch sees {num_gpus} GPU(s) here; pass at most that many, or add --cpu."
-        )
-    return Setting(number, "--devices")
+        raise ValueError(f"{given.label}: torch sees {num_gpus} GPU(s) here; pass at most that many, or add --cpu.")
+    return Setting(number, given.source)
 
 
-def _range(options: argparse.Namespace) -> tuple[Setting, Setting]:
-    """Return the fewest and the most machines that --nodes allows."""
-    for flag, value in (("--num-nodes", options.num_nodes), ("--node-rank", options.node_rank)):
-        if value is not None:
+def _range(sources: Sources) -> tuple[Setting, Setting] | None:
+    """Return the fewest and the most machines, if a range was given; a flag for a fixed number overrides the config's range."""
+    given = sources.find("nodes")
+    for name in ("num_nodes", "node_rank") if given is not None else ():
+        other = sources.find(name, environment=False)
+        if other is None:
+            continue
+        is_flag = other.source == FLAGS[name]
+        if is_flag == (given.source == FLAGS["nodes"]):
             raise ValueError(
-                f"{flag} {value} was given with --nodes {options.nodes}, which replaces it: the machines are numbered as they "
-                "arrive. Leave one of the two out."
+                f"{other.label} was given with {given.label}, which replaces it: the machines are numbered as they arrive. "
+                "Leave one of the two out."
             )
-    first, is_range, last = options.nodes.partition(":")
-    numbers = [each for each in (first, last if is_range else first) if each.isascii() and each.isdigit()]
-    if len(numbers) < 2 or not 1 <= int(numbers[0]) <= int(numbers[1]):
+        if is_flag:
+            return None
+    if given is None:
+        return None
+    first, is_range, last = given.text.partition(":")
+    numbers = [int(each) for each in (first, last if is_range else first) if each.isascii() and each.isdigit()]
+    if len(numbers) < 2 or not 1 <= numbers[0] <= numbers[1]:
         raise ValueError(
-            f"--nodes {options.nodes}: expected MIN:MAX, two whole numbers from 1 of which the second is not smaller, such as "
-            "1:4, or one number."
+            f"{given.label}: expected MIN:MAX, two whole numbers from 1 of which the second is not smaller, such as 1:4, or one "
+            "number."
         )
-    return Setting(int(numbers[0]), "--nodes"), Setting(int(numbers[1]), "--nodes")
+    return Setting(numbers[0], given.source), Setting(numbers[1], given.source)
 
 
-def _node(options: argparse.Namespace, variables: Mapping[str, str], num_nodes: int) -> dict[str, Setting]:
+def _node(sources: Sources, num_nodes: Setting, *, is_range: bool) -> dict[str, Setting]:
     """Return which of the job's machines this is, and the address and port at which they meet."""
-    if num_nodes == 1:
-        several = {"--main-address": options.main_address, "--rendezvous-seconds": options.rendezvous_seconds}
-        for flag, value in several.items():
-            if value is not None:
+    names = ("node_rank", "main_address", "main_port", "rendezvous_seconds")
+    if num_nodes.value == 1:
+        # What the config says of several nodes does not count where a flag says that there is one.
+        flags_only = num_nodes.source in (FLAGS["num_nodes"], FLAGS["nodes"])
+        rank, address, port, wait = (sources.find(name, flags_only=flags_only, environment=False) for name in names)
+        for each in (address, wait):
+            if each is not None:
                 raise ValueError(
-                    f"{flag} {value} is for several machines; add --num-nodes N or --nodes, or leave it out."
+                    f"{each.label} is for several machines; add --num-nodes N or --nodes, or leave it out."
                 )
         return {
-            "node_rank": _number(options.node_rank, "--node-rank", default=0),
+            "node_rank": _number(rank, default=0),
             "main_address": Setting(LOOPBACK, "default"),
-            "main_port": _number(options.main_port, "--main-port", default=0),
+            "main_port": _number(port, default=0),
         }
-    is_numbered = options.nodes is None
-    rank = _number(options.node_rank, "--node-rank", default=-1) if is_numbered else Setting(None, "by arrival")
-    if rank.source == "default" and variables.get("NODE_RANK"):
-        rank = Setting(read_number(variables, "NODE_RANK", "trainwright launch --node-rank"), "NODE_RANK")
-    if is_numbered and rank.value < 0:
+    rank, address, port, wait = (sources.find(name) for name in names)
+    flag = (
+        f"--nodes {nodes.text}"
+        if (nodes := sources.find("nodes")) is not None and is_range
+        else f"--num-nodes {num_nodes.value}"
+    )
+    if rank is None and not is_range:
         raise ValueError(
-            f"--num-nodes {num_nodes} was given, but not this machine's number; pass --node-rank, from 0 to "
-            f"{num_nodes - 1}, or set NODE_RANK."
+            f"{flag} was given, but not this machine's number; pass --node-rank, from 0 to {num_nodes.value - 1}, or set "
+            "NODE_RANK."
         )
-    address = _given(options.main_address, "--main-address", None)
-    if address.value is None:
-        address = Setting(variables.get("MASTER_ADDR"), "MASTER_ADDR")
-    if not address.value:
-        flag = f"--num-nodes {num_nodes}" if is_numbered else f"--nodes {options.nodes}"
+    number = Setting(None, "by arrival") if is_range else _number(rank, default=0)
+    if address is None:
+        which = "at which all meet" if is_range else "with --node-rank 0"
         raise ValueError(
-            f"{flag} was given, but no main address; pass --main-address, the name or address of the main machine (that "
-            "with --node-rank 0, if they are numbered), or set MASTER_ADDR, the same on every machine."
+            f"{flag} was given, but no main address; pass --main-address, the name or address of the machine {which}, or set "
+            "MASTER_ADDR, the same on every machine."
         )
-    port = _number(options.main_port, "--main-port", default=DEFAULT_PORT)
-    if port.source == "default" and variables.get("MASTER_PORT"):
-        port = Setting(main_port(variables, DEFAULT_PORT), "MASTER_PORT")
-    wait = _number(options.rendezvous_seconds, "--rendezvous-seconds", default=WAIT_SECONDS)
-    return {"node_rank": rank, "main_address": address, "main_port": port, "rendezvous_seconds": wait}
+    return {
+        "node_rank": number,
+        "main_address": Setting(address.text, address.source),
+        "main_port": _number(port, default=DEFAULT_PORT),
+        "rendezvous_seconds": _number(wait, default=WAIT_SECONDS),
+    }
 
 
-def _given(value: Any, flag: str, default: Any) -> Setting:
-    return Setting(default, "default") if value is None else Setting(value, flag)
+def _text(given: Given | None, default: str | None) -> Setting:
+    return Setting(default, "default") if given is None else Setting(given.text, given.source)
 
 
-def _number(given: str | None, flag: str, *, default: int, least: int = 0, more: str = "") -> Setting:
+def _number(given: Given | None, *, default: int | None, least: int = 0, more: str = "") -> Setting:
     if given is None:
         return Setting(default, "default")
-    if not given.isdigit() or int(given) < least:
-        raise ValueError(f"{flag} {given}: expected a whole number from {least}{more}.")
-    return Setting(int(given), flag)
+    if not (given.text.isascii() and given.text.isdigit()) or int(given.text) < least:
+        raise ValueError(f"{given.label}: expected a whole number from {least}{more}.")
+    return Setting(int(given.text), given.source)
 
 
-def _describe(command: Sequence[str], settings: Mapping[str, Setting]) -> str:
+def _describe(command: Sequence[str], settings: Mapping[str, Setting], sources: Sources, new: Mapping[str, str]) -> str:
     what = command[1] if command[0] == "-m" else command[0]
     lines = [f"trainwright launch: {settings['devices'].value} process(es) of {what} on this machine"]
+    config = sources.config
+    rows = [("config", config.path or "none", config.source)]
     for name, (value, source) in settings.items():
-        shown = "a free one" if name == "main_port" and value == 0 else "none" if value is None else value
-        lines.append(f"  {name:<15}{shown!s:<15} {source}")
-    return "\n".join(lines) + "\n"
+        if value is not None or name != "gradient_accumulation_steps":
+            is_free = name == "main_port" and value == 0
+            rows.append((name, "a free one" if is_free else "none" if value is None else str(value), source))
+    rows += [(f"env {name}", shown(name, value), config.variables[name].place) for name, value in new.items()]
+    widths = [max(len(row[column]) for row in rows) + 2 for column in (0, 1)]
+    lines += [f"  {name:<{widths[0]}}{value:<{widths[1]}}{source}" for name, value, source in rows]
+    return "\n".join([*lines, *sources.contradictions(settings)]) + "\n"

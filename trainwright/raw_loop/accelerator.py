@@ -2,39 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from contextlib import AbstractContextManager, nullcontext
+import inspect
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from itertools import chain, repeat
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trainwright.checkpoint.reader import Verify
 from trainwright.data.seeding import set_rng_state
-from trainwright.engine import gathering
+from trainwright.engine.command_line import fill_accumulation
 from trainwright.engine.engine import Engine
-from trainwright.engine.prepared import (
-    Preparations,
-    PreparedModule,
-    PreparedOptimizer,
-    PreparedScheduler,
-    kind_of,
-    stepped_by,
-)
-from trainwright.engine.prepared_loader import Iterations, PreparedLoader
-from trainwright.engine.window import AccumulationWindows, in_float32
+from trainwright.engine.prepared import PreparedModule, PreparedOptimizer, PreparedScheduler, stepped_by
+from trainwright.engine.window import in_float32
 from trainwright.errors import CheckpointError
 from trainwright.precision import Precision
 from trainwright.rank_zero import rank_zero_warn
-from trainwright.raw_loop.processes import Processes
+from trainwright.raw_loop.collectives import Collectives
+from trainwright.raw_loop.loss_graph import graph_leaves
+from trainwright.raw_loop.memory import release_memory
+from trainwright.raw_loop.options import AutocastKwargs
+from trainwright.raw_loop.plugins import (
+    DeepSpeedPlugin,
+    FullyShardedDataParallelPlugin,
+    GradientAccumulationPlugin,
+    check_length,
+)
+from trainwright.raw_loop.preparation import Preparation, PreparationOptions
+from trainwright.raw_loop.settings import MIXED, LoopSettings, refuse_unknown
 from trainwright.strategies import Strategy
 from trainwright.strategies.base import Optimization, StepResult
 
-MIXED = {"no": "32-true", "fp16": "16-mixed", "bf16": "bf16-mixed"}
 
-
-class Accelerator(Processes):
+class Accelerator(Collectives):
     """Strategy, precision, data sharding and checkpoints for a training loop that you write.
 
     Collective: create it on every rank.
@@ -43,6 +47,14 @@ class Accelerator(Processes):
         mixed_precision: "no", "fp16" or "bf16".
         gradient_accumulation_steps: batches per optimizer step, inside `accumulate`.
         cpu: the same as accelerator="cpu".
+        deepspeed_plugin, fsdp_plugin: a strategy with its options, instead of strategy=.
+        gradient_accumulation_plugin: further options of the accumulation.
+        step_scheduler_with_optimizer: False lets each call of a prepared scheduler's step step it.
+        kwargs_handlers: options of parts: AutocastKwargs, DistributedDataParallelKwargs, GradScalerKwargs,
+            InitProcessGroupKwargs.
+        dynamo_backend: compile prepared models with this backend of torch.compile, such as "inductor".
+        fused_optimizers: run optimizers fused if torch can and their `fused` and `foreach` were not set.
+        scale_schedulers: step prepared schedulers once for each process at each optimizer step, as Accelerate does.
         accelerator: the kind of device, as for the Trainer: "auto" (the accelerator that torch finds, else the CPU), "gpu",
             "cpu", "cuda", "mps", "xpu", or the name of a backend that another package registers.
         devices: number of processes on this node, one per device, or a list of devices. "auto": the launcher's count if
@@ -71,43 +83,66 @@ class Accelerator(Processes):
         mixed_precision: str | None = None,
         gradient_accumulation_steps: int = 1,
         cpu: bool = False,
+        deepspeed_plugin: DeepSpeedPlugin | None = None,
+        fsdp_plugin: FullyShardedDataParallelPlugin | None = None,
+        gradient_accumulation_plugin: GradientAccumulationPlugin | None = None,
+        step_scheduler_with_optimizer: bool = True,
+        kwargs_handlers: Sequence[Any] | None = None,
+        dynamo_backend: Any = None,
+        fused_optimizers: bool = True,
+        scale_schedulers: bool = False,
         accelerator: str = "auto",
         devices: int | str | list[int] = "auto",
         strategy: str | Strategy = "auto",
         precision: str | int | Precision | None = None,
         num_nodes: int = 1,
+        **unknown: Any,
     ) -> None:
-        if mixed_precision is not None and precision is not None:
-            raise ValueError(
-                f"mixed_precision={mixed_precision!r} and precision={precision!r} were both given; pass one."
-            )
-        if mixed_precision is not None and mixed_precision not in MIXED:
-            of_trainer = next((word for word, name in MIXED.items() if name == mixed_precision), None)
-            hint = f" precision={mixed_precision!r} means mixed_precision={of_trainer!r}." if of_trainer else ""
-            hint = hint or " precision= takes every precision of the Trainer."
-            raise ValueError(f"mixed_precision={mixed_precision!r} is unknown; choose from {', '.join(MIXED)}.{hint}")
-        if cpu and accelerator not in ("auto", "cpu"):
-            raise ValueError(f"cpu=True and accelerator={accelerator!r} were both given; pass one.")
-        _check_length(gradient_accumulation_steps)
+        refuse_unknown(unknown, _arguments())
+        settings = LoopSettings(
+            mixed_precision,
+            precision,
+            cpu,
+            accelerator,
+            strategy,
+            deepspeed_plugin,
+            fsdp_plugin,
+            gradient_accumulation_steps,
+            gradient_accumulation_plugin,
+            kwargs_handlers,
+            dynamo_backend,
+        )
         engine = Engine(
             devices=devices,
-            strategy=strategy,
-            precision=MIXED[mixed_precision] if mixed_precision is not None else precision,
-            accelerator="cpu" if cpu else accelerator,
+            strategy=settings.chosen_strategy,
+            precision=settings.chosen_precision,
+            accelerator=settings.device_type,
+            timeout_seconds=settings.timeout_seconds,
             num_nodes=num_nodes,
         )
         super().__init__(engine)
-        self._optimization = engine.strategy.resolve(Optimization(accumulate=gradient_accumulation_steps))
+        of_script = settings.accumulation.num_steps or 1
+        steps = fill_accumulation(engine.environment, "gradient_accumulation_steps", of_script)
+        optimization = Optimization(accumulate=steps, clip_norm=settings.clip_norm)
+        self._optimization = engine.strategy.resolve(optimization)
         """Accumulation and clipping; a strategy's own configuration overrides the arguments."""
-        self.step_count = 0
-        """Number of optimizer steps, summed over the optimizers; skipped steps count."""
-        self._has_warned_of_norm = False
-        self._weighs_rounds = self.engine.world_size > 1  # one process has no uneven rounds
-        self._preparations = Preparations()
-        self._iterations = Iterations()
-        self._windows = AccumulationWindows(
-            self.engine, self._optimization.accumulate, self._iterations, self._drop_gradients
+        self._autocast = settings.autocast
+        if settings.compiler is not None and not engine.strategy.takes_compile:
+            raise ValueError(
+                f"dynamo_backend={settings.compiler!r} is not accepted with strategy {engine.strategy.name!r}, whose hooks "
+                "torch.compile cannot trace; leave it out, or choose another strategy."
+            )
+        options = PreparationOptions(
+            fused_optimizers,
+            settings.compiler,
+            step_scheduler_with_optimizer,
+            engine.world_size if scale_schedulers else 1,
         )
+        self._new_preparation = partial(Preparation, engine, self._optimization, settings.accumulation, options)
+        self._preparations = self._new_preparation()
+        self._has_warned_of_norm = False
+        self._weighs_rounds = engine.world_size > 1  # one process has no uneven rounds
+        self._has_checked_loss = False
 
     def prepare(self, *objects: Any) -> Any:
         """Return the models, optimizers, loaders and schedulers, prepared by the strategy, in the same order.
@@ -119,58 +154,8 @@ class Accelerator(Processes):
             TypeError: an object of another kind.
             ValueError: an optimizer whose parameters belong to no prepared model, or were replaced before it was prepared.
         """
-        done = self._preparations
-        objects = tuple(done.to_prepare(each) for each in objects)
-        new: dict[str, list[Any]] = {"module": [], "optimizer": [], "loader": [], "scheduler": []}
-        for each in objects:
-            kind = kind_of(each)
-            if kind is None:
-                raise TypeError(
-                    f"prepare was given an object of type {type(each).__name__}; accepted are torch modules, optimizers "
-                    "(subclasses of torch.optim.Optimizer), DataLoaders and LR schedulers."
-                )
-            if done.of(each) is None and each not in new[kind]:
-                new[kind].append(each)
-        if not done.loaders:
-            self.engine.take_seed()  # once: the loaders of a loop are shuffled from one seed
-        # The strategy may replace parameters, so the models come before the optimizers that step them.
-        done.models.extend(self._prepare_module(each) for each in new["module"])
-        if new["optimizer"]:
-            self._prepare_optimizers(new["optimizer"])
-        done.loaders.extend(PreparedLoader(self.engine, each, self._iterations) for each in new["loader"])
-        for each in new["scheduler"]:
-            own = done.of(getattr(each, "optimizer", None))
-            optimizers = done.optimizers if own is None else [own]
-            done.schedulers.append(PreparedScheduler(each, optimizers, self._windows))
-        results = tuple(done.of(each) for each in objects)
-        return results[0] if len(results) == 1 else results
-
-    def _prepare_module(self, module: nn.Module) -> nn.Module:
-        before = stepped_by(*self._preparations.optimizers).intersection(module.parameters())
-        self.engine.prepare_module(module, self._optimization)
-        if any(self.engine.replaced.current(each) is not each for each in before):
-            raise ValueError(
-                f"the optimizer of {type(module).__name__} was prepared before it, and the strategy has replaced its "
-                "parameters; prepare the model before its optimizer, or in the same call."
-            )
-        is_mixed = self.engine.precision.forward_context() is not None
-        if not is_mixed and module not in self.engine.strategy.wrapped:
-            return module  # its own forward does all that a wrapper would
-        return PreparedModule(self.engine, module, to_float32=is_mixed)
-
-    def _prepare_optimizers(self, optimizers: list[Optimizer]) -> None:
-        self.engine.replaced.update(optimizers)
-        for each in optimizers:
-            self._refuse_strangers(each)
-        earlier = len(self.engine.optimizers)
-        # The strategies expect those that an earlier call returned first in the list.
-        inner = self.engine.prepare_optimizers([*self.engine.optimizers, *optimizers])[earlier:]
-        norm = self._optimization.clip_norm
-        for given, each in zip(optimizers, inner, strict=True):
-            prepared = PreparedOptimizer(
-                self.engine, each, self._windows, self._count_step, given=given, clip_norm=norm, admit=self._admit
-            )
-            self._preparations.optimizers.append(prepared)
+        prepared = self._preparations.prepare(objects)
+        return prepared[0] if len(prepared) == 1 else prepared
 
     def unwrap_model(self, model: nn.Module) -> nn.Module:
         """Return the module that was given to `prepare`."""
@@ -183,18 +168,18 @@ class Accelerator(Processes):
         before that, the window's gradients are dropped and the next batch begins a new one. Each set of models passed here
         has its own windows.
         """
-        return self._windows.of(models)
+        return self._preparations.windows.of(models)
 
     def backward(self, loss: Tensor, **options: Any) -> None:
         """Run backward on a loss, divided by the length of its window, and weighted by its samples in an uneven last round.
 
         The keyword arguments are those of Tensor.backward.
         """
-        if not isinstance(loss, Tensor):
-            raise TypeError(f"backward was given a {type(loss).__name__}; accepted is a loss tensor.")
-        loss = self._windows.divide(loss)
+        if not self._has_checked_loss:
+            self._check_loss(loss)
+        loss = self._preparations.windows.divide(loss)
         if self._weighs_rounds:
-            iteration, _ = self._iterations.current()
+            iteration, _ = self._preparations.iterations.current()
             if iteration is not None and (weight := iteration.loader.weight) != 1.0:
                 loss = in_float32(loss) * weight
         self.engine.backward(loss, **options)
@@ -221,67 +206,104 @@ class Accelerator(Processes):
         """Clip each element of a prepared optimizer's gradients, at the window's end."""
         self._clip(parameters, None, clip_value)
 
-    def autocast(self) -> AbstractContextManager[Any]:
-        """Return the context that forwards run in, for code outside the model."""
-        return self.engine.precision.forward_context() or nullcontext()
+    def autocast(self, autocast_handler: AutocastKwargs | None = None) -> AbstractContextManager[Any]:
+        """Return the context that forwards run in, for code outside the model; the argument replaces the constructor's."""
+        options = self._autocast if autocast_handler is None else autocast_handler
+        inner = self.engine.precision.forward_context()
+        if inner is None or options == AutocastKwargs():
+            return inner or nullcontext()
+        return torch.autocast(self.device.type, enabled=options.enabled, cache_enabled=options.cache_enabled)
+
+    @contextmanager
+    def no_sync(self, model: nn.Module | None = None) -> Iterator[None]:
+        """Accumulate gradients within the block without averaging them over the ranks; `model` is accepted, all are meant."""
+        self.engine.sync_gradients(False)
+        try:
+            yield
+        finally:
+            self.engine.sync_gradients(True)
+
+    def trigger_sync_in_backward(self, model: nn.Module | None = None) -> None:
+        """Average the gradients over the ranks in the next backward, though its forward ran in `no_sync`."""
+        self.engine.sync_gradients(True)
+
+    def unscale_gradients(self, optimizer: Optimizer | None = None) -> None:
+        """Divide the gradients by the loss scale before the step, of one prepared optimizer or of all."""
+        for prepared in self._preparations.optimizers:
+            if self.sync_gradients and optimizer in (None, prepared, prepared.given):
+                prepared.clip(None, None)
+
+    def prepare_model(
+        self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
+    ) -> nn.Module:
+        """Return one prepared model; with evaluation_mode it will not be trained. Collective: call on every rank."""
+        if not evaluation_mode or self._preparations.of(model) is not None:
+            prepared: nn.Module = self.prepare(model)
+            return prepared
+        return self._preparations.add_module(model, is_trained=False)
+
+    def prepare_optimizer(self, optimizer: Optimizer, device_placement: bool | None = None) -> PreparedOptimizer:
+        """Return one prepared optimizer; prepare its models before. Collective: call on every rank."""
+        prepared: PreparedOptimizer = self.prepare(optimizer)
+        return prepared
+
+    def prepare_scheduler(self, scheduler: Any) -> PreparedScheduler:
+        """Return one prepared scheduler; prepare its optimizer before."""
+        prepared: PreparedScheduler = self.prepare(scheduler)
+        return prepared
+
+    def free_memory(self, *objects: Any) -> Any:
+        """Release all that was prepared, and return None for each object given, to replace it by; collects garbage.
+
+        Collective: call on every rank.
+        """
+        self.engine.close()
+        self._preparations = self._new_preparation()
+        self._has_checked_loss = False
+        return release_memory(*objects)
+
+    clear = free_memory
+
+    def verify_device_map(self, model: nn.Module) -> bool:
+        """Refused: models are sharded by a strategy, never spread over devices by a device map."""
+        raise NotImplementedError("verify_device_map: device maps are not supported; strategy='fsdp' shards a model.")
+
+    def lomo_backward(self, loss: Tensor, learning_rate: float) -> None:
+        """Refused: LOMO steps within backward, so that no strategy could average its gradients."""
+        raise NotImplementedError(
+            "lomo_backward: LOMO is not supported; strategy='fsdp' with cpu_offload saves memory."
+        )
+
+    @property
+    def step_count(self) -> int:
+        """Return the number of optimizer steps, summed over the optimizers; skipped steps count."""
+        return self._preparations.step_count
+
+    @property
+    def mixed_precision(self) -> str:
+        """Return "no", "fp16" or "bf16"; for a precision that has no such name, its own."""
+        name = self.engine.precision.name
+        return next((word for word, precision in MIXED.items() if precision == name), name)
 
     @property
     def sync_gradients(self) -> bool:
         """Return whether the current batch ends its accumulation window."""
-        return self._windows.current.is_at_end
+        return self._preparations.windows.current.is_at_end
 
     @property
     def gradient_accumulation_steps(self) -> int:
         """Return the batches per optimizer step, inside `accumulate`; a new value applies from the next window on."""
-        return self._windows.usual_length
+        return self._preparations.windows.usual_length
 
     @gradient_accumulation_steps.setter
     def gradient_accumulation_steps(self, length: int) -> None:
-        _check_length(length)
-        self._windows.set_length(self.engine.strategy.resolve(Optimization(accumulate=length)).accumulate)
+        check_length(length, "gradient_accumulation_steps")
+        self._preparations.windows.set_length(self.engine.strategy.resolve(Optimization(accumulate=length)).accumulate)
 
     @property
     def optimizer_step_was_skipped(self) -> bool:
         """Return whether an optimizer's latest step was skipped because its gradients were not finite."""
         return any(optimizer.step_was_skipped for optimizer in self._preparations.optimizers)
-
-    def gather(self, tensors: Any) -> Any:
-        """Return a nested structure with the values of all ranks, rank by rank. Collective: call on every rank.
-
-        Tensors are joined along their first dimension; lists of plain data, and tuples of numbers and texts, item by item. A
-        number or a text becomes a list with one item per rank. None stays None.
-
-        Raises:
-            TypeError: the structure holds something else.
-        """
-        return gathering.gather(tensors, self.engine.gather, None, self._exchange)
-
-    def gather_for_metrics(self, tensors: Any) -> Any:
-        """Gather without the samples that pad the last round, so that each sample of the loader is there once.
-
-        Of each rank's tensors and lists, the first items are taken, as many as it has samples. Collective: call on every
-        rank, for each batch of the loader that is being iterated.
-
-        Raises:
-            TypeError: see `gather`.
-        """
-        iteration, _ = self._iterations.current()
-        sizes = iteration.loader.last_sizes if iteration is not None and iteration.loader.is_at_end else None
-        return gathering.gather(tensors, lambda tensor: self.engine.gather(tensor, sizes), sizes, self._exchange)
-
-    def reduce(self, tensors: Any, reduction: str = "sum") -> Any:
-        """Return a nested structure with the sum, mean, min or max over the ranks of each number and each tensor element.
-
-        Collective: call on every rank.
-
-        Raises:
-            TypeError: the structure holds something else.
-        """
-        return gathering.reduce(tensors, reduction, lambda each: self.engine.reduce(each, reduction), self._exchange)
-
-    def broadcast(self, obj: Any, from_process: int = 0) -> Any:
-        """Return one process's plain data and tensors on every process. Collective: call on every rank."""
-        return self.engine.broadcast(obj, from_process)
 
     def save_state(self, output_dir: str, blocking: bool = True, overwrite: bool = False) -> str:
         """Write a checkpoint of everything that was prepared, in the Trainer's format; return its path.
@@ -296,7 +318,7 @@ class Accelerator(Processes):
             CheckpointError: on every rank, if it was not written or the path exists (with overwrite, as something else).
             RuntimeError: within an accumulation window, since checkpoints hold no gradients.
         """
-        if self._windows.is_open and self.gradient_accumulation_steps > 1:
+        if self._preparations.windows.is_open and self.gradient_accumulation_steps > 1:
             raise RuntimeError(
                 "save_state was called within an accumulation window, and checkpoints hold no gradients; call it when "
                 "accelerator.sync_gradients is True and the optimizer has stepped."
@@ -363,8 +385,7 @@ class Accelerator(Processes):
         for scheduler, since in zip(schedulers, restored.state.get("steps_of_schedulers", []), strict=False):
             scheduler.take_steps(*since)
         position = restored.state["position"]
-        self.step_count = int(position["step"])
-        self._windows.reset()
+        self._preparations.resume_at(int(position["step"]))
         if position.get("epoch_ended"):  # a Trainer's, saved between two epochs
             position = {"epoch": position["epoch"] + 1, "batch": 0}
         states = restored.state.get("loaders", [position])
@@ -374,35 +395,33 @@ class Accelerator(Processes):
         if restored.rng is not None:
             set_rng_state(restored.rng)
 
-    def _exchange(self, value: Any) -> list[Any]:
-        return self.engine.ranks.exchange(value, "gather or reduce of plain data")
-
-    def _count_step(self, result: StepResult) -> None:
-        self.step_count += 1
-
-    def _drop_gradients(self, models: tuple[nn.Module, ...]) -> None:
-        """Clear the gradients of these models; of all if none is given."""
-        own = {parameter for model in models for parameter in model.parameters()}
-        for each in self._preparations.optimizers:
-            if not models or not own.isdisjoint(stepped_by(each)):
-                each.drop_gradients()
-        self._windows.clear()
-
-    def _refuse_strangers(self, optimizer: Optimizer) -> None:
-        """Refuse parameters of a module that is not prepared (ValueError), since its replicas would drift apart."""
-        if self.num_processes == 1:
-            return
-        own = {parameter for module in self.engine.modules for parameter in module.parameters()}
-        if not stepped_by(optimizer) <= own:
+    def _check_loss(self, loss: Any) -> None:
+        """Refuse what backward cannot use, in a loop's first backward."""
+        if not isinstance(loss, Tensor):
+            raise TypeError(f"backward was given a {type(loss).__name__}; accepted is a loss tensor.")
+        if not loss.requires_grad:
             raise ValueError(
-                f"the {type(optimizer).__name__} has parameters of no prepared model, which each of the {self.num_processes} "
-                "ranks would train by itself; pass the models and their optimizers to prepare in one call."
+                "backward was given a loss that needs no gradients; compute it from the outputs of a prepared model, outside "
+                "torch.no_grad(), and do not detach it."
             )
+        if self.engine.strategy.holds_modules and self._preparations.models:
+            own = {parameter for module in self.engine.modules for parameter in module.parameters()}
+            leaves = graph_leaves(loss)
+            if leaves and own.isdisjoint(leaves):
+                raise ValueError(
+                    "backward was given a loss that no prepared model made: none of their parameters are in its graph. Call "
+                    "the model that accelerator.prepare returned."
+                )
+        wrapped = [each for each in self._preparations.models if isinstance(each, PreparedModule)]
+        if self.use_distributed and wrapped and not any(each.forwards for each in wrapped):
+            raise ValueError(
+                "backward was given a loss that a method of a prepared model made, whose gradients no strategy averages over "
+                "the ranks; call the model itself, and let its forward call the method."
+            )
+        self._has_checked_loss = True
 
-    def _admit(self, optimizer: Optimizer) -> None:
-        """Check a group that was added to a prepared optimizer, and let the strategy train it. Collective."""
-        self._refuse_strangers(optimizer)
-        self.engine.refresh_trainable(if_changed=True)
+    def _ranks_with_samples(self, loader: Any) -> Sequence[bool] | None:
+        return self._preparations.ranks_with_samples(loader)
 
     def _warn_of_norm(self, norm: float | None) -> None:
         used = self._optimization.clip_norm
@@ -431,6 +450,5 @@ class Accelerator(Processes):
         )
 
 
-def _check_length(length: Any) -> None:
-    if isinstance(length, bool) or not isinstance(length, int) or length < 1:
-        raise ValueError(f"gradient_accumulation_steps={length!r} is not accepted; pass a whole number from 1.")
+def _arguments() -> list[str]:
+    return [name for name in inspect.signature(Accelerator).parameters if name != "unknown"]

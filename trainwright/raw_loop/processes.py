@@ -27,7 +27,7 @@ class DistributedType(StrEnum):
 
 
 class Processes:
-    """The processes of an Engine's job, as this one sees them: a view, with no state of its own."""
+    """The processes of an Engine's job, as this one sees them: a view on the Engine."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine

@@ -52,6 +52,12 @@ def _imported(path: str) -> Any:
     return getattr(importlib.import_module(module_name), class_name)
 
 
+def make_strategy(name: str, options: dict[str, Any]) -> Strategy:
+    """Return the strategy of one of the names in `STRATEGIES`, with its options."""
+    strategy: Strategy = _imported(STRATEGIES[name])(**options)
+    return strategy
+
+
 def resolve_strategy(strategy: str | Strategy, num_processes: int) -> Strategy:
     """Return the strategy of a name or an instance; "auto" is single_device, or ddp for several processes."""
     if isinstance(strategy, str):
@@ -70,7 +76,7 @@ def resolve_strategy(strategy: str | Strategy, num_processes: int) -> Strategy:
                 f"strategy={strategy!r} is unknown; choose from auto, {', '.join(STRATEGIES)}, or pass a Strategy "
                 f"instance.{hint}"
             )
-        strategy = _imported(STRATEGIES[name])(**options)
+        strategy = make_strategy(name, options)
     if not isinstance(strategy, Strategy):
         raise TypeError(
             f"strategy={strategy!r} is a {type(strategy).__name__}; accepted are a name ({', '.join(STRATEGIES)}) or a "
@@ -79,4 +85,4 @@ def resolve_strategy(strategy: str | Strategy, num_processes: int) -> Strategy:
     return strategy
 
 
-__all__ = ["STRATEGIES", "Strategy", "resolve_strategy"]
+__all__ = ["STRATEGIES", "Strategy", "make_strategy", "resolve_strategy"]

@@ -33,7 +33,8 @@ def prepare_fit(run: TrainingRun) -> None:
     if run.is_manual and (settings.accumulate_grad_batches > 1 or settings.gradient_clip_val):
         raise ValueError(
             "accumulate_grad_batches and gradient_clip_val are automatic optimization's, but this module has "
-            "automatic_optimization = False; accumulate and clip in training_step, and leave them at their defaults."
+            "automatic_optimization = False; accumulate and clip in training_step, and leave them at their defaults, in "
+            "trainwright launch and its config too."
         )
     arguments = read_step(module, "training_step")
     if arguments.pulls and settings.accumulate_grad_batches > 1:

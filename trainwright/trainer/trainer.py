@@ -6,7 +6,7 @@ import builtins
 import os
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import fields
+from dataclasses import fields, replace
 from datetime import timedelta
 from numbers import Integral
 from pathlib import Path
@@ -17,6 +17,8 @@ import torch
 from trainwright.callbacks.base import Callback
 from trainwright.checkpoint.reader import Verify
 from trainwright.data.datamodule import DataModule
+from trainwright.distributed.environment import Environment
+from trainwright.engine.command_line import fill_accumulation
 from trainwright.engine.engine import Engine
 from trainwright.loggers.base import Logger
 from trainwright.module import Module
@@ -163,7 +165,9 @@ class Trainer(Status):
         self._arguments = {name: value for name, value in given.items() if name not in ("self", "unknown")}
         refuse_unknown(unknown, list(self._arguments))
         given_settings = Settings(**{each.name: given[each.name] for each in fields(Settings)})
-        self._settings = given_settings.effective
+        of_script = given_settings.accumulate_grad_batches
+        accumulate = fill_accumulation(Environment.detect(), "accumulate_grad_batches", of_script)
+        self._settings = replace(given_settings.effective, accumulate_grad_batches=accumulate)
         self._keeps_order = bool(given_settings.overfit_batches)
         root = choose_root(default_root_dir)
         self.profiler = resolve_profiler(profiler)

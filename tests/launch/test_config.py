@@ -1,0 +1,209 @@
+"""The config under `trainwright launch`: what overrides what, what is shown of it, and what is refused with its line."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trainwright.__main__ import check_names
+from trainwright.distributed.environment import JOB_VARIABLE, Environment
+from trainwright.launch import cli
+from trainwright.launch.cli import main
+from trainwright.launch.config import KEYS, config_path
+from trainwright.launch.processes import GRACE_VARIABLE
+
+CONFIG = """\
+devices: 2   # of this machine
+cpu: true
+strategy: fsdp
+precision: 16-mixed
+gradient_accumulation_steps: 4
+num_nodes: ~
+grace_seconds: 7
+env:
+  FIRST: one two
+  SECOND: no
+  MY_TOKEN: sesame
+"""
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The jobs that launch would have started, and what it passes on."""
+    for name in ("NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "RANK", GRACE_VARIABLE):
+        monkeypatch.delenv(name, raising=False)
+    for name in ("FIRST", "SECOND", "MY_TOKEN"):
+        monkeypatch.setenv(name, "")  # so that it is restored
+        monkeypatch.delenv(name)
+    started: list[Any] = []
+    monkeypatch.setattr(cli, "supervise", lambda *given: started.append(given) or 0)
+    Path("train.py").touch()
+    return started
+
+
+def launch(text: str, *arguments: str) -> int:
+    Path("mine.yaml").write_text(text)
+    return main(["launch", "--config-file", "mine.yaml", *arguments, "train.py"], check_names)
+
+
+def rows(text: str) -> set[str]:
+    return {" ".join(line.split()) for line in text.splitlines()}
+
+
+def test_a_config_fills_what_flags_leave_open(started: list[Any], capsys: pytest.CaptureFixture[str]) -> None:
+    assert launch(CONFIG) == 0
+    job, passed_on = started[0]
+    assert (job.num_processes, job.grace_seconds, job.nodes.count) == (2, 7, 1)
+    assert passed_on == {
+        "strategy": "fsdp",
+        "precision": "16-mixed",
+        "gradient_accumulation_steps": 4,
+        "accelerator": "cpu",
+    }
+    assert (os.environ["FIRST"], os.environ["SECOND"], os.environ["MY_TOKEN"]) == ("one two", "no", "sesame")
+    said = capsys.readouterr().err
+    shown = [
+        "config mine.yaml --config-file",
+        "devices 2 mine.yaml:1",
+        "accelerator cpu mine.yaml:2",
+        "gradient_accumulation_steps 4 mine.yaml:5",
+        "num_nodes 1 default",
+        "grace_seconds 7 mine.yaml:7",
+        "env FIRST one two mine.yaml:9",
+        "env MY_TOKEN (not shown) mine.yaml:11",
+    ]
+    assert not set(shown) - rows(said)
+    assert "sesame" not in said
+    assert "overrides" not in said
+
+
+def test_flags_override_the_environment_which_overrides_the_config(
+    started: list[Any], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(GRACE_VARIABLE, "8")
+    monkeypatch.setenv("FIRST", "mine")
+    flags = ["--devices", "3", "--precision=32", "--strategy", "fsdp", "--gradient-accumulation-steps", "1", "--no-cpu"]
+    assert launch(CONFIG, *flags) == 0
+    job, passed_on = started[0]
+    assert (job.num_processes, job.grace_seconds, os.environ["FIRST"]) == (3, 8, "mine")
+    assert passed_on == {
+        "strategy": "fsdp",
+        "precision": "32",
+        "gradient_accumulation_steps": 1,
+        "accelerator": None,
+    }
+    said = rows(capsys.readouterr().err)
+    assert {line for line in said if "overrides" in line} == {
+        "--devices 3 overrides devices: 2 of mine.yaml:1",
+        "--no-cpu overrides cpu: true of mine.yaml:2",
+        "--precision 32 overrides precision: 16-mixed of mine.yaml:4",
+        "--gradient-accumulation-steps 1 overrides gradient_accumulation_steps: 4 of mine.yaml:5",
+        f"{GRACE_VARIABLE}=8 overrides grace_seconds: 7 of mine.yaml:7",
+        "the environment's FIRST overrides env: FIRST of mine.yaml:9",
+    }
+    assert "devices 3 --devices" in said
+
+
+def test_a_flag_makes_one_node_of_a_config_of_several(started: list[Any]) -> None:
+    several = "num_nodes: 2\nnode_rank: 1\nmain_address: 10.0.0.1\nmain_port: 1234\n"
+    assert launch(several) == 0
+    assert launch(several, "--num-nodes", "1") == 0
+    nodes = [job.nodes for job, _ in started]
+    assert [(each.count, each.rank, each.address, each.port) for each in nodes] == [
+        (2, 1, "10.0.0.1", 1234),
+        (1, 0, "127.0.0.1", 0),
+    ]
+
+
+def test_a_dry_run_starts_nothing(started: list[Any], capsys: pytest.CaptureFixture[str]) -> None:
+    assert launch(CONFIG + "logs: kept\n", "--dry-run") == 0
+    assert not started
+    assert not Path("kept").exists()
+    said = capsys.readouterr().out
+    assert "would run 2 process(es) on machine 0 of 1" in said
+    assert "train.py\nwith LOCAL_RANK 0 to 1, LOCAL_WORLD_SIZE=2, WORLD_SIZE=2, and:\n  FIRST='one two'" in said
+    assert '{"strategy": "fsdp", "precision": "16-mixed", "gradient_accumulation_steps": 4' in said
+    assert "sesame" not in said
+
+
+def test_where_the_config_is(started: list[Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert config_path("a.yaml", {"TRAINWRIGHT_CONFIG": "b.yaml"}) == ("a.yaml", "--config-file")
+    assert config_path(None, {"TRAINWRIGHT_CONFIG": "b.yaml", "XDG_CONFIG_HOME": "/x"})[0] == "b.yaml"
+    assert config_path(None, {"XDG_CONFIG_HOME": "/x"}) == ("/x/trainwright/config.yaml", "default")
+    monkeypatch.setenv("HOME", "/home/one")
+    assert config_path(None, {})[0] == "/home/one/.config/trainwright/config.yaml"
+    monkeypatch.delenv("TRAINWRIGHT_CONFIG")
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    assert main(["launch", "train.py"], check_names) == 0  # the user's own need not exist
+    (tmp_path / "trainwright").mkdir()
+    (tmp_path / "trainwright/config.yaml").write_text("devices: 3")
+    assert main(["launch", "train.py"], check_names) == 0
+    assert [job.num_processes for job, _ in started] == [1, 3]
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("# one\ndevcies: 2", "mine.yaml:2: 'devcies' is not a key of a config; accepted are devices, cpu,"),
+        ("devcies: 2", "Did you mean 'devices'?"),
+        ("mixed_precision: fp16", "Did you mean 'precision'?"),
+        ("devices: two", "mine.yaml:1: devices: two: expected a whole number from 1, -1 for all, or auto."),
+        ("devices: [1, 2]", "mine.yaml:1: devices is a list; accepted is a single value."),
+        ("devices: 1\ndevices: 2", "mine.yaml:2: 'devices' is there twice, first at mine.yaml:1; remove one."),
+        ("cpu: yes", "mine.yaml:1: cpu: yes: accepted are true and false."),
+        ("strategy: dpd", "mine.yaml:1: strategy='dpd' is unknown; choose from auto"),
+        ("\nprecision: half", "mine.yaml:2: precision='half' is unknown; choose from"),
+        (
+            "gradient_accumulation_steps: 0",
+            "mine.yaml:1: gradient_accumulation_steps: 0: expected a whole number from 1",
+        ),
+        ("main_address: a", "mine.yaml:1: main_address: a is for several machines"),
+        ("a: [1", "mine.yaml:1: this is not YAML"),
+        ("a: 'b", "this is not YAML"),
+        ("a: \x00", "mine.yaml: this is not YAML"),
+        ("- devices", "mine.yaml:1: a config holds lines of `name: value`, not a list."),
+        ("env: [A]", "mine.yaml:1: env holds lines of `name: value`, not a list."),
+        ("env:\n  A-B: 1", "mine.yaml:2: 'A-B' is not the name of a variable"),
+        ("env:\n  MASTER_PORT: 1", "mine.yaml:2: env has MASTER_PORT; set the key 'main_port' instead."),
+        ("env:\n  RANK: 1", "mine.yaml:2: env has RANK, which trainwright launch sets itself; remove it."),
+        ("env:\n  A: {B: 1}", "mine.yaml:2: A is a mapping; accepted is a single value."),
+    ],
+)
+def test_what_is_wrong_in_a_config_has_its_line(
+    text: str, said: str, started: list[Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        launch(text)
+    assert caught.value.code == 2
+    assert said in capsys.readouterr().err
+    assert not started
+
+
+def test_a_config_that_cannot_be_read(
+    started: list[Any], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Path("bytes.yaml").write_bytes(b"devices: \xff")
+    for name, said in (
+        ("none.yaml", "TRAINWRIGHT_CONFIG names 'none.yaml', which does not exist; pass the path of a config"),
+        (".", ".: the config cannot be read"),
+        ("bytes.yaml", "bytes.yaml: the config cannot be read"),
+    ):
+        monkeypatch.setenv("TRAINWRIGHT_CONFIG", name)
+        with pytest.raises(SystemExit):
+            main(["launch", "train.py"], check_names)
+        assert said in capsys.readouterr().err
+
+
+def test_what_a_config_may_hold_are_flags() -> None:
+    _, actions = cli._launch_parser()
+    assert set(KEYS) - {"env"} <= {each.dest for each in actions}
+
+
+def test_accumulation_reaches_the_ranks() -> None:
+    variables = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+    job = '{"gradient_accumulation_steps": 4, "precision": "bf16"}'
+    environment = Environment.detect({**variables, JOB_VARIABLE: job})
+    assert (environment.gradient_accumulation_steps, environment.precision) == (4, "bf16")

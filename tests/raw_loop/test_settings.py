@@ -1,0 +1,225 @@
+"""What an Accelerator's arguments choose, and which are refused."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import trainwright as tw
+from trainwright.raw_loop.settings import LoopSettings
+
+OPEN: dict[str, Any] = {
+    "mixed_precision": None, "precision": None, "cpu": True, "accelerator": "auto", "strategy": "auto",
+    "deepspeed_plugin": None, "fsdp_plugin": None, "gradient_accumulation_steps": 1,
+    "gradient_accumulation_plugin": None, "kwargs_handlers": None, "dynamo_backend": None,
+}  # fmt: skip
+
+
+PLUGIN = tw.GradientAccumulationPlugin(3)
+
+
+def settings(**chosen: Any) -> LoopSettings:
+    return LoopSettings(**{**OPEN, **chosen})
+
+
+def test_plugins_become_strategies() -> None:
+    fsdp = settings(
+        fsdp_plugin=tw.FullyShardedDataParallelPlugin(
+            sharding_strategy="SHARD_GRAD_OP", transformer_cls_names_to_wrap=["Linear"], cpu_offload=True
+        )
+    ).chosen_strategy
+    assert isinstance(fsdp, tw.FSDPStrategy)
+    assert (fsdp.reshard_after_forward, fsdp.cpu_offload) == (False, True)
+    assert fsdp.auto_wrap_policy is not None
+    policy: Any = fsdp.auto_wrap_policy
+    assert (policy(nn.Linear(1, 1)), policy(nn.ReLU())) == (True, False)
+    plugin = tw.DeepSpeedPlugin(
+        zero_stage=3, offload_param_device="cpu", gradient_accumulation_steps=4, gradient_clipping=0.5
+    )
+    chosen = settings(deepspeed_plugin=plugin)
+    assert isinstance(chosen.chosen_strategy, tw.DeepSpeedStrategy)
+    assert (chosen.chosen_strategy.name, chosen.accumulation.num_steps, chosen.clip_norm) == (
+        "deepspeed_stage_3",
+        4,
+        0.5,
+    )
+    options = tw.DistributedDataParallelKwargs(find_unused_parameters=True, comm_hook=SimpleNamespace(value="fp16"))
+    ddp = settings(kwargs_handlers=[options]).chosen_strategy
+    assert isinstance(ddp, tw.DDPStrategy)
+    assert (ddp.find_unused_parameters, ddp.comm_hook) == (True, "fp16")
+    assert settings(kwargs_handlers=[options], strategy="fsdp").chosen_strategy == "fsdp"
+
+
+def test_options_of_other_parts() -> None:
+    chosen = settings(
+        mixed_precision="fp16",
+        kwargs_handlers=[
+            tw.GradScalerKwargs(init_scale=8.0, growth_interval=3),
+            tw.InitProcessGroupKwargs(timeout=timedelta(seconds=90)),
+            tw.AutocastKwargs(enabled=False),
+        ],
+        gradient_accumulation_plugin=tw.GradientAccumulationPlugin(3, sync_each_batch=True),
+        dynamo_backend="INDUCTOR",
+    )
+    precision: Any = chosen.chosen_precision
+    assert (precision.name, precision.scaler.get_scale()) == ("16-mixed", 8.0)
+    assert (chosen.timeout_seconds, chosen.autocast.enabled, chosen.compiler) == (90.0, False, "inductor")
+    assert (chosen.accumulation.num_steps, chosen.accumulation.sync_each_batch) == (3, True)
+    assert settings(kwargs_handlers=[tw.GradScalerKwargs()]).chosen_precision is None
+    assert settings(dynamo_backend="no").compiler is None
+
+
+@pytest.mark.parametrize(
+    ("chosen", "words"),
+    [
+        ({"gradient_acumulation_steps": 2}, "Did you mean gradient_accumulation_steps="),
+        ({"megatron_lm_plugin": 1}, "Megatron-LM is not supported"),
+        ({"mixed_precision": "fp8"}, "choose from no, fp16, bf16"),
+        ({"fsdp_plugin": object()}, "fsdp_plugin is a object; accepted is a FullyShardedDataParallelPlugin"),
+        ({"gradient_accumulation_steps": 2, "gradient_accumulation_plugin": PLUGIN}, "pass one number"),
+        ({"strategy": "ddp", "deepspeed_plugin": tw.DeepSpeedPlugin()}, "strategy='ddp' and DeepSpeedPlugin were given"),
+        ({"kwargs_handlers": [object()]}, "kwargs_handlers has a object; accepted are"),
+        ({"kwargs_handlers": [tw.AutocastKwargs()] * 2}, "has two AutocastKwargs"),
+    ],
+)  # fmt: skip
+def test_wrong_arguments(chosen: dict[str, Any], words: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=words.replace("(", r"\(")):
+        tw.Accelerator(**{"cpu": True, **chosen})
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (
+            lambda: tw.FullyShardedDataParallelPlugin(sharding_strategy="HYBRID_SHARD"),
+            "hybrid sharding is not supported",
+        ),
+        (lambda: tw.FullyShardedDataParallelPlugin(use_orig_params=False), "always keep their names"),
+        (lambda: tw.DeepSpeedPlugin(offload_param_device="nvme"), "choose 'none' or 'cpu'"),
+        (lambda: tw.GradientAccumulationPlugin(0), "whole number from 1"),
+        (lambda: tw.DistributedDataParallelKwargs(broadcast_buffers=False), "rank 0's buffers"),
+        (lambda: tw.InitProcessGroupKwargs(init_method="tcp://"), "launcher's address"),
+    ],
+)
+def test_wrong_options(make: Any, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        make()
+
+
+def make_loop(**chosen: Any) -> tuple[tw.Accelerator, Any, Any, Any]:
+    torch.manual_seed(0)
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    loader = torch.utils.data.DataLoader(torch.randn(10, 4), batch_size=2)
+    accelerator = tw.Accelerator(cpu=True, **chosen)
+    return (accelerator, *accelerator.prepare(model, optimizer, loader))
+
+
+def test_optimizers_are_fused_unless_told_otherwise() -> None:
+    _, _, optimizer, _ = make_loop()
+    assert optimizer.param_groups[0]["fused"] is True
+    _, _, optimizer, _ = make_loop(fused_optimizers=False)
+    assert optimizer.param_groups[0]["fused"] is None
+
+
+def test_a_window_may_pass_the_end_of_the_loader() -> None:
+    plugin = tw.GradientAccumulationPlugin(4, sync_with_dataloader=False)
+    accelerator, model, optimizer, loader = make_loop(gradient_accumulation_plugin=plugin)
+    ends = []
+    for _ in range(2):
+        for batch in loader:
+            with accelerator.accumulate(model):
+                accelerator.backward(model(batch).mean())
+                optimizer.step()
+                optimizer.zero_grad()
+                ends.append(accelerator.sync_gradients)
+    assert ends == [False, False, False, True, False, False, False, True, False, False]
+    assert accelerator.step_count == 2
+
+
+def test_schedulers_step_once_for_each_optimizer_step_or_as_chosen() -> None:
+    accelerator, model, optimizer, loader = make_loop(
+        gradient_accumulation_steps=2, step_scheduler_with_optimizer=False
+    )
+    scheduler = accelerator.prepare_scheduler(torch.optim.lr_scheduler.StepLR(optimizer, 1000))
+    for batch in loader:
+        with accelerator.accumulate(model):
+            accelerator.backward(model(batch).mean())
+            optimizer.step()
+            scheduler.step()
+    assert (accelerator.step_count, scheduler.last_epoch) == (3, 5)
+
+
+def test_losses_that_backward_cannot_use() -> None:
+    accelerator, model, _, _ = make_loop()
+    with pytest.raises(TypeError, match="given a float"):
+        accelerator.backward(1.0)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="needs no gradients"):
+        accelerator.backward(torch.tensor(1.0))
+    with pytest.raises(ValueError, match="no prepared model made"):
+        accelerator.backward(nn.Linear(4, 1)(torch.randn(2, 4)).mean())
+    accelerator.backward(model(torch.randn(2, 4)).mean())
+
+
+def test_memory_is_freed_and_a_new_model_prepared() -> None:
+    accelerator, model, optimizer, loader = make_loop()
+    model, optimizer, loader = accelerator.free_memory(model, optimizer, loader)
+    assert (model, optimizer, loader, accelerator.engine.modules) == (None, None, None, [])
+    fresh = nn.Linear(4, 1)
+    fresh, optimizer = accelerator.prepare(fresh, torch.optim.SGD(fresh.parameters(), lr=0.1))
+    accelerator.backward(fresh(torch.randn(2, 4)).mean())
+    optimizer.step()
+    assert accelerator.step_count == 1
+
+
+def test_what_compiles_and_what_is_refused() -> None:
+    accelerator, model, optimizer, loader = make_loop(dynamo_backend="eager")
+    for batch in loader:
+        accelerator.backward(model(batch).mean())
+        optimizer.step()
+    assert accelerator.unwrap_model(model)._compiled_call_impl is not None
+    with pytest.raises(NotImplementedError, match="device maps"):
+        accelerator.verify_device_map(model)
+    assert accelerator.prepare_model(nn.Linear(2, 2), evaluation_mode=True) is not None
+
+
+def test_processes_of_one() -> None:
+    state = tw.PartialState(cpu=True)
+    assert (state.num_processes, state.is_last_process, state.distributed_type) == (1, True, "NO")
+    assert state.on_main_process(lambda: 3)() == 3
+    assert state.on_process(process_index=0)(lambda: 4)() == 4
+    with pytest.raises(ValueError, match="process_index=2 is not accepted; pass a number from 0 to 0"):
+        state.on_process(process_index=2)(lambda: 4)
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+        self.config = {"width": 4}
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        outputs: torch.Tensor = self.inner(inputs)
+        return outputs
+
+    def generate(self, inputs: torch.Tensor) -> torch.Tensor:
+        outputs: torch.Tensor = self(inputs)
+        return outputs
+
+
+def test_a_prepared_model_has_what_the_users_has() -> None:
+    model = tw.Accelerator(cpu=True, mixed_precision="bf16").prepare(Net())
+    assert model.config == {"width": 4}
+    assert model(torch.ones(1, 4)).dtype == torch.float32
+    assert model.generate(torch.ones(1, 4)).dtype == torch.bfloat16  # in the precision's context
+    model.inner, model.config = nn.Linear(4, 4), {}
+    assert (model.module.inner is model.inner, model.module.config) == (True, {})
+    model.eval()
+    assert not model.module.training
+    with pytest.raises(AttributeError, match="'Net' object has no attribute 'nothing'"):
+        _ = model.nothing

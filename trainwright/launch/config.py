@@ -1,0 +1,183 @@
+"""Config: the YAML file that holds what `trainwright launch` uses where a flag or the environment says nothing."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from trainwright.distributed.environment import JOB_VARIABLE
+from trainwright.launch.processes import GRACE_VARIABLE
+
+CONFIG_VARIABLE = "TRAINWRIGHT_CONFIG"
+"""The variable that names the config, where --config-file does not."""
+KEYS = {
+    "devices": "processes on this machine, one for each device: a number, -1 for all, or auto",
+    "cpu": "true: compute on the CPU even if there is a GPU",
+    "strategy": "how the processes divide the work: auto, or the name of a strategy",
+    "precision": "such as 32-true, 16-mixed or bf16-mixed",
+    "gradient_accumulation_steps": "batches per optimizer step",
+    "num_nodes": "machines of the job",
+    "nodes": "instead of num_nodes and node_rank: MIN:MAX machines, numbered as they arrive",
+    "node_rank": "this machine's number, from 0",
+    "main_address": "name or address of machine 0",
+    "main_port": "port of machine 0",
+    "rendezvous_seconds": "how long the machines wait for each other",
+    "max_restarts": "how often all ranks are restarted, after a failed rank or a lost machine",
+    "grace_seconds": "how long the ranks have to save and leave after a signal",
+    "logs": "a folder that keeps the output of each rank",
+    "env": "environment variables of the processes; those that are set already stay",
+}
+"""What a config may hold, each with what it means."""
+OTHER_WORDS = {
+    "num_processes": "devices",
+    "num_machines": "num_nodes",
+    "machine_rank": "node_rank",
+    "main_process_ip": "main_address",
+    "main_process_port": "main_port",
+    "mixed_precision": "precision",
+    "distributed_type": "strategy",
+    "use_cpu": "cpu",
+}
+"""Keys of Accelerate's configs, and ours for each."""
+KEY_OF = {
+    "NODE_RANK": "node_rank",
+    "MASTER_ADDR": "main_address",
+    "MASTER_PORT": "main_port",
+    GRACE_VARIABLE: "grace_seconds",
+}
+"""Variables that a key of the config sets."""
+OWN_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", JOB_VARIABLE, CONFIG_VARIABLE)
+
+
+class Entry(NamedTuple):
+    """A value as the file spells it, and its place, "FILE:LINE"."""
+
+    text: str
+    place: str
+
+
+@dataclass(frozen=True)
+class Config:
+    """What a config holds, by key."""
+
+    path: str | None = None
+    source: str = "default"
+    """What named the file: a flag, a variable, or "default"."""
+    values: dict[str, Entry] = field(default_factory=dict)
+    variables: dict[str, Entry] = field(default_factory=dict)
+    """The variables under `env`."""
+
+
+def config_path(given: str | None, variables: Mapping[str, str]) -> tuple[str, str]:
+    """Return the path of the config and what named it: the flag, the variable, or "default" for the user's own."""
+    if given is not None:
+        return given, "--config-file"
+    if named := variables.get(CONFIG_VARIABLE):
+        return os.path.expanduser(named), CONFIG_VARIABLE
+    folder = variables.get("XDG_CONFIG_HOME") or os.path.join(os.path.expanduser("~"), ".config")
+    return os.path.join(folder, "trainwright", "config.yaml"), "default"
+
+
+def find_config(given: str | None, variables: Mapping[str, str]) -> Config:
+    """Return the config that a flag or the environment names, or else the user's, which need not exist.
+
+    Raises:
+        ValueError: the file that was named does not exist or cannot be read, or what it holds is wrong; with file and line.
+    """
+    path, source = config_path(given, variables)
+    if not os.path.exists(path):
+        if source == "default":
+            return Config()
+        raise ValueError(
+            f"{source} names {path!r}, which does not exist; pass the path of a config, or write one with trainwright config."
+        )
+    try:
+        with open(path, encoding="utf-8") as file:
+            text = file.read()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path}: the config cannot be read ({error}); pass the path of a YAML file.") from error
+    return Config(path, source, *_parse(path, text))
+
+
+def nearest(word: str, known: Mapping[str, Any]) -> str:
+    """Return the known name that is nearest to a word as a question, or ""."""
+    close = difflib.get_close_matches(word, known, n=1)
+    return f" Did you mean {close[0]!r}?" if close else ""
+
+
+def _parse(path: str, text: str) -> tuple[dict[str, Entry], dict[str, Entry]]:
+    import yaml
+
+    try:
+        root = yaml.compose(text, yaml.SafeLoader)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        line = f":{mark.line + 1}" if mark is not None else ""
+        raise ValueError(f"{path}{line}: this is not YAML ({error.problem}); correct the line.") from error
+    except yaml.YAMLError as error:
+        raise ValueError(f"{path}: this is not YAML ({' '.join(str(error).split())}).") from error
+    values: dict[str, Entry] = {}
+    variables: dict[str, Entry] = {}
+    for key, place, node in _pairs(path, root, "a config"):
+        if key not in KEYS:
+            hint = f" Did you mean {OTHER_WORDS[key]!r}?" if key in OTHER_WORDS else nearest(key, KEYS)
+            raise ValueError(f"{place}: {key!r} is not a key of a config; accepted are {', '.join(KEYS)}.{hint}")
+        if key == "env":
+            variables = {
+                name: _variable(name, Entry(_scalar(each, name, where), where))
+                for name, where, each in _pairs(path, node, "env")
+            }
+        elif not _is_null(node):
+            values[key] = Entry(_scalar(node, key, place), place)
+    return values, variables
+
+
+def _pairs(path: str, node: Any, what: str) -> Iterator[tuple[str, str, Any]]:
+    """Yield the keys of a mapping with their places and values; a key that comes twice is refused."""
+    import yaml
+
+    if node is None or _is_null(node):
+        return
+    if not isinstance(node, yaml.MappingNode):
+        raise ValueError(f"{path}:{node.start_mark.line + 1}: {what} holds lines of `name: value`, not {_kind(node)}.")
+    seen: dict[str, str] = {}
+    for key, value in node.value:
+        place = f"{path}:{key.start_mark.line + 1}"
+        name = _scalar(key, what, place)
+        if name in seen:
+            raise ValueError(f"{place}: {name!r} is there twice, first at {seen[name]}; remove one.")
+        seen[name] = place
+        yield name, place, value
+
+
+def _scalar(node: Any, name: str, place: str) -> str:
+    """Return a value's text as the file spells it, so that `no` and `1:30` keep their letters."""
+    import yaml
+
+    if not isinstance(node, yaml.ScalarNode):
+        raise ValueError(f"{place}: {name} is {_kind(node)}; accepted is a single value.")
+    return str(node.value)
+
+
+def _is_null(node: Any) -> bool:
+    return bool(node.tag == "tag:yaml.org,2002:null")
+
+
+def _kind(node: Any) -> str:
+    return {"sequence": "a list", "mapping": "a mapping"}.get(node.id, "a single value")
+
+
+def _variable(name: str, entry: Entry) -> Entry:
+    if not re.fullmatch(r"[A-Za-z_]\w*", name, re.ASCII):
+        raise ValueError(f"{entry.place}: {name!r} is not the name of a variable; accepted are letters, digits and _.")
+    if name in KEY_OF:
+        raise ValueError(f"{entry.place}: env has {name}; set the key {KEY_OF[name]!r} instead.")
+    if name in OWN_VARIABLES:
+        raise ValueError(f"{entry.place}: env has {name}, which trainwright launch sets itself; remove it.")
+    if "\0" in entry.text:
+        raise ValueError(f"{entry.place}: the value of {name} holds a NUL character, which no variable can; remove it.")
+    return entry

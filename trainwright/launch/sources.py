@@ -1,0 +1,87 @@
+"""Sources: where `trainwright launch` finds each setting: a flag, the environment, the config, or a default."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from trainwright.launch.config import KEY_OF, KEYS, Config
+
+FLAGS = {name: f"--{name.replace('_', '-')}" for name in KEYS if name != "env"}
+VARIABLE_OF = {key: variable for variable, key in KEY_OF.items()}
+
+NameCheck = Callable[[str | None, str | None, int, str], None]
+"""Refuses an unknown strategy or precision; also gets the number of processes and the device type."""
+
+
+class Setting(NamedTuple):
+    """A value and its source: a flag, a variable of the environment, a line of the config, or "default"."""
+
+    value: Any
+    source: str
+
+
+class Given(NamedTuple):
+    """A value as it was given, its source, and how errors call both."""
+
+    text: str
+    source: str
+    label: str
+
+
+@dataclass(frozen=True)
+class Sources:
+    """The flags, the environment and the config of one command."""
+
+    options: argparse.Namespace
+    variables: Mapping[str, str]
+    config: Config
+
+    def find(self, name: str, *, environment: bool = True, flags_only: bool = False) -> Given | None:
+        """Return the first of the flag, the variable and the config's entry that is there."""
+        flag = getattr(self.options, name)
+        if isinstance(flag, bool):  # --cpu and --no-cpu
+            spelled = FLAGS[name] if flag else f"--no-{name}"
+            return Given(str(flag).lower(), spelled, spelled)
+        if flag is not None:
+            return Given(flag, FLAGS[name], f"{FLAGS[name]} {flag}")
+        variable = VARIABLE_OF.get(name, "")
+        if environment and not flags_only and (text := self.variables.get(variable)):
+            return Given(text, variable, f"{variable}={text}")
+        if flags_only or (entry := self.config.values.get(name)) is None:
+            return None
+        return Given(entry.text, entry.place, f"{entry.place}: {name}: {entry.text}")
+
+    def on_cpu(self) -> bool:
+        """Return whether --cpu or the config asks for the CPU (ValueError if the config's word is unknown)."""
+        given = self.find("cpu")
+        if given is None:
+            return False
+        if given.text.lower() not in ("true", "false"):
+            raise ValueError(f"{given.label}: accepted are true and false.")
+        return given.text.lower() == "true"
+
+    def check_names(self, check: NameCheck, settings: Mapping[str, Setting]) -> None:
+        """Refuse an unknown strategy or precision (ValueError), with the config's line if it is there."""
+        rest = settings["devices"].value * settings["num_nodes"].value, settings["accelerator"].value
+        for name in ("strategy", "precision"):
+            given = self.find(name)
+            names = {"strategy": None, "precision": None, name: given.text if given is not None else None}
+            try:
+                check(names["strategy"], names["precision"], *rest)
+            except ValueError as error:
+                if given is None or given.source == FLAGS[name]:
+                    raise
+                raise ValueError(f"{given.source}: {error}") from error
+
+    def contradictions(self, settings: Mapping[str, Setting]) -> Iterator[str]:
+        """Yield a line for each entry of the config that a flag or the environment overrides."""
+        for name, entry in self.config.values.items():
+            given = self.find(name)
+            if given is not None and given.source != entry.place and given.text != entry.text:
+                yield f"  {given.label} overrides {name}: {entry.text} of {entry.place}"
+        for name, entry in self.config.variables.items():
+            if self.variables[name] != entry.text:
+                yield f"  the environment's {name} overrides env: {name} of {entry.place}"

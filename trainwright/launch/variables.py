@@ -1,0 +1,45 @@
+"""Variables: which of the environment concern a job, and what of them may be shown."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+
+BEGINNINGS = (
+    "TRAINWRIGHT",
+    "TORCH",
+    "TORCHELASTIC",
+    "PYTORCH",
+    "GLOO",
+    "OMP",
+    "MKL",
+    "DS",
+    "DEEPSPEED",
+    "OMPI_COMM_WORLD",
+)
+"""What the names of a job's variables begin with, before an underscore."""
+NAMES = {
+    *("RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT"),
+    *("SLURM_JOB_ID", "SLURM_JOB_NUM_NODES", "SLURM_NTASKS", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID"),
+    *("PMI_RANK", "PMI_SIZE"),
+}
+SECRET = re.compile(r"TOKEN|SECRET|PASS|KEY|CREDENTIAL|AUTH|COOKIE", re.IGNORECASE)
+HIDDEN = "(not shown)"
+
+
+def of_jobs(variables: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Return the variables of this process, or those given, that concern launchers, torch and devices; secrets hidden."""
+    from trainwright.devices import cuda
+
+    variables = os.environ if variables is None else variables
+    beginnings = tuple(f"{each}_" for each in (*BEGINNINGS, *cuda.VARIABLES))
+    return {
+        name: shown(name, variables[name]) for name in sorted(variables) if name in NAMES or name.startswith(beginnings)
+    }
+
+
+def shown(name: str, value: str) -> str:
+    """Return a variable's value, unless its name or a password in an address says that it is secret."""
+    is_secret = SECRET.search(name) or re.search(r"://[^/\s]*:[^/\s]*@", value)
+    return HIDDEN if is_secret else value

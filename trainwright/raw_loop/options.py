@@ -1,0 +1,152 @@
+"""Options: the objects that `Accelerator(kwargs_handlers=)` takes, each for one part of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+from trainwright.precision import Precision
+from trainwright.strategies import Strategy, make_strategy
+
+REPLICATING = "ddp"
+"""The strategy that DistributedDataParallelKwargs are for."""
+
+
+@dataclass
+class AutocastKwargs:
+    """Options of `Accelerator.autocast`; `enabled=False` computes in full precision there."""
+
+    enabled: bool = True
+    cache_enabled: bool | None = None
+
+
+@dataclass
+class DistributedDataParallelKwargs:
+    """Options of strategy "ddp".
+
+    Args:
+        bucket_cap_mb: MiB of gradients that are averaged together.
+        find_unused_parameters: set it if some batches use only a part of the model.
+        gradient_as_bucket_view: let gradients be views of the buckets, which saves memory.
+        static_graph: every batch uses the same parameters.
+        comm_hook: "no", "fp16", "bf16", "power_sgd", a function, or an enum's member with such a value.
+        comm_state_option: options of the hook's state.
+
+    Raises:
+        ValueError: an option that the strategy cannot fulfil.
+    """
+
+    dim: int = 0
+    broadcast_buffers: bool = True
+    bucket_cap_mb: float | None = None
+    find_unused_parameters: bool = False
+    check_reduction: bool = False
+    gradient_as_bucket_view: bool = False
+    static_graph: bool = False
+    comm_hook: Any = "no"
+    comm_state_option: Any = None
+
+    def __post_init__(self) -> None:
+        for name, needed, reason in (
+            ("dim", 0, "a batch is not split between devices"),
+            (
+                "broadcast_buffers",
+                True,
+                "every training step starts with rank 0's buffers, so that the ranks train one model",
+            ),
+        ):
+            if (value := getattr(self, name)) != needed:
+                raise ValueError(
+                    f"DistributedDataParallelKwargs({name}={value!r}) is not accepted: {reason}. Leave it out."
+                )
+
+    def strategy(self, chosen: str | Strategy) -> str | Strategy:
+        """Return the strategy "ddp" with these settings, if that or "auto" was chosen; otherwise the one chosen."""
+        names = ("auto", REPLICATING)
+        if chosen not in names:
+            return chosen  # as scripts pass these options whatever the strategy is
+        hook = getattr(self.comm_hook, "value", self.comm_hook)
+        return make_strategy(
+            REPLICATING,
+            {
+                "find_unused_parameters": self.find_unused_parameters,
+                "static_graph": self.static_graph,
+                "gradient_as_bucket_view": self.gradient_as_bucket_view,
+                "bucket_cap_mb": self.bucket_cap_mb,
+                "comm_hook": None if hook in (None, "no") else hook,
+                "comm_state": self.comm_state_option,
+            },
+        )
+
+
+@dataclass
+class GradScalerKwargs:
+    """Options of the loss scale of mixed_precision="fp16", with torch.amp.GradScaler's names and defaults."""
+
+    init_scale: float = 65536.0
+    growth_factor: float = 2.0
+    backoff_factor: float = 0.5
+    growth_interval: int = 2000
+    enabled: bool = True
+
+    def precision(self, name: str, device_type: str) -> Precision:
+        """Return a precision whose losses are scaled so."""
+        from trainwright.precision.mixed import MixedPrecision
+
+        return MixedPrecision(name, device_type, torch.amp.GradScaler(device_type, **vars(self)))
+
+
+@dataclass
+class InitProcessGroupKwargs:
+    """Options of the process group.
+
+    Args:
+        backend: accepted if None, "nccl" or "gloo"; the device decides.
+        timeout: how long a rank waits for the others in a collective; half an hour by default.
+
+    Raises:
+        ValueError: an init_method, since the launcher's is used, or another backend.
+    """
+
+    backend: str | None = None
+    init_method: str | None = None
+    timeout: timedelta | None = None
+
+    def __post_init__(self) -> None:
+        if self.backend not in (None, "nccl", "gloo"):
+            raise ValueError(
+                f"InitProcessGroupKwargs(backend={self.backend!r}) is not accepted; the device decides: leave it out."
+            )
+        if self.init_method is not None:
+            raise ValueError(
+                f"InitProcessGroupKwargs(init_method={self.init_method!r}) is not accepted: the processes meet at the "
+                "launcher's address. Pass --main-address and --main-port to trainwright launch."
+            )
+
+
+KINDS: tuple[type, ...] = (AutocastKwargs, DistributedDataParallelKwargs, GradScalerKwargs, InitProcessGroupKwargs)
+
+
+def by_kind(given: Iterable[Any] | None, kinds: tuple[type, ...] = KINDS) -> Callable[[type], Any]:
+    """Return a function that finds the object of a kind among those given; None if it was left out.
+
+    Raises:
+        TypeError: an object of another kind.
+        ValueError: two of one kind.
+    """
+    found: dict[type, Any] = {}
+    for each in given or ():
+        kind = next((kind for kind in kinds if isinstance(each, kind)), None)
+        if kind is None:
+            raise TypeError(
+                f"kwargs_handlers has a {type(each).__name__}; accepted are objects of trainwright's "
+                f"{', '.join(kind.__name__ for kind in kinds)}."
+            )
+        if kind in found:
+            raise ValueError(f"kwargs_handlers has two {kind.__name__}; pass one.")
+        found[kind] = each
+    return found.get

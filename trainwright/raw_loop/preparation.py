@@ -1,0 +1,179 @@
+"""Preparation: the models, optimizers, loaders and schedulers of a raw loop, and what the Engine makes of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+from torch import nn
+from torch.optim import Optimizer
+
+from trainwright.engine.engine import Engine
+from trainwright.engine.fused import use_fused
+from trainwright.engine.prepared import (
+    Preparations,
+    PreparedModule,
+    PreparedOptimizer,
+    PreparedScheduler,
+    kind_of,
+    stepped_by,
+)
+from trainwright.engine.prepared_loader import Iterations, PreparedLoader
+from trainwright.engine.window import AccumulationWindows
+from trainwright.raw_loop.plugins import GradientAccumulationPlugin
+from trainwright.strategies.base import Optimization, StepResult
+
+
+class PreparationOptions(NamedTuple):
+    """How objects are prepared."""
+
+    fuses: bool = True
+    """Whether optimizers run fused if torch can and nothing else was chosen."""
+    compiler: str | None = None
+    """The backend that compiles models."""
+    steps_with_optimizer: bool = True
+    """Whether schedulers step only where their optimizer has."""
+    scheduler_steps: int = 1
+    """Steps of a user's scheduler for each step of the prepared one."""
+
+
+class Preparation(Preparations):
+    """What a loop has prepared, the windows of its models and the passes over its loaders."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        optimization: Optimization,
+        accumulation: GradientAccumulationPlugin,
+        options: PreparationOptions,
+    ) -> None:
+        super().__init__()
+        self.step_count = 0
+        """Number of optimizer steps, summed over the optimizers; skipped steps count."""
+        self.iterations = Iterations()
+        self.windows = AccumulationWindows(
+            engine,
+            optimization.accumulate,
+            self.iterations,
+            self._drop_gradients,
+            ends_with_loader=accumulation.sync_with_dataloader,
+            syncs_each_batch=accumulation.sync_each_batch,
+        )
+        self._engine, self._optimization, self._options = engine, optimization, options
+
+    def prepare(self, given: Iterable[Any]) -> tuple[Any, ...]:
+        """Return the prepared objects for those given; see `Accelerator.prepare`. Collective."""
+        objects = [self.to_prepare(each) for each in given]
+        new: dict[str, list[Any]] = {"module": [], "optimizer": [], "loader": [], "scheduler": []}
+        for each in objects:
+            kind = kind_of(each)
+            if kind is None:
+                raise TypeError(
+                    f"prepare was given an object of type {type(each).__name__}; accepted are torch modules, optimizers "
+                    "(subclasses of torch.optim.Optimizer), DataLoaders and LR schedulers."
+                )
+            if self.of(each) is None and each not in new[kind]:
+                new[kind].append(each)
+        if not self.loaders:
+            self._engine.take_seed()  # once: the loaders of a loop are shuffled from one seed
+        # The strategy may replace parameters, so the models come before the optimizers that step them.
+        for module in new["module"]:
+            self.add_module(module)
+        if new["optimizer"]:
+            self._add_optimizers(new["optimizer"])
+        self.loaders.extend(PreparedLoader(self._engine, each, self.iterations) for each in new["loader"])
+        for each in new["scheduler"]:
+            self._add_scheduler(each)
+        return tuple(self.of(each) for each in objects)
+
+    def add_module(self, module: nn.Module, *, is_trained: bool = True) -> nn.Module:
+        """Prepare a model that is new, and return it. Collective."""
+        before = stepped_by(*self.optimizers).intersection(module.parameters())
+        if self._options.compiler is not None:
+            module.compile(backend=self._options.compiler)
+        self._engine.prepare_module(module, self._optimization if is_trained else None)
+        if any(self._engine.replaced.current(each) is not each for each in before):
+            raise ValueError(
+                f"the optimizer of {type(module).__name__} was prepared before it, and the strategy has replaced its "
+                "parameters; prepare the model before its optimizer, or in the same call."
+            )
+        is_mixed = self._engine.precision.forward_context() is not None
+        # Without either, the module's own forward does all that a wrapper would.
+        is_wrapped = is_mixed or module in self._engine.strategy.wrapped
+        self.models.append(PreparedModule(self._engine, module, to_float32=is_mixed) if is_wrapped else module)
+        return self.models[-1]
+
+    def ranks_with_samples(self, loader: Any = None) -> list[bool] | None:
+        """Return whether each rank has new samples in the current batch of a loader; None if all have.
+
+        Without `loader` it is the one that the loop is over.
+        """
+        prepared = self.of(loader) if loader is not None else None
+        if loader is not None and not isinstance(prepared, PreparedLoader):
+            raise ValueError(
+                "gather_for_metrics: this loader was not prepared; pass one that accelerator.prepare returned."
+            )
+        if prepared is None:
+            iteration, _ = self.iterations.current()
+            prepared = None if iteration is None else iteration.loader
+        sizes = None if prepared is None else prepared.last_sizes
+        return None if sizes is None else [size > 0 for size in sizes]
+
+    def resume_at(self, step_count: int) -> None:
+        """Continue with a number of optimizer steps made, at the start of a window."""
+        self.step_count = step_count
+        self.windows.reset()
+
+    def _add_optimizers(self, optimizers: list[Optimizer]) -> None:
+        engine = self._engine
+        engine.replaced.update(optimizers)
+        for each in optimizers:
+            self._refuse_strangers(each)
+            if self._options.fuses:
+                use_fused(each, engine.modules)
+        earlier = len(engine.optimizers)
+        # The strategies expect those that an earlier call returned first in the list.
+        inner = engine.prepare_optimizers([*engine.optimizers, *optimizers])[earlier:]
+        norm = self._optimization.clip_norm
+        for given, each in zip(optimizers, inner, strict=True):
+            prepared = PreparedOptimizer(
+                engine, each, self.windows, self._count_step, given=given, clip_norm=norm, admit=self._admit
+            )
+            self.optimizers.append(prepared)
+
+    def _add_scheduler(self, scheduler: Any) -> None:
+        own = self.of(getattr(scheduler, "optimizer", None))
+        prepared = PreparedScheduler(
+            scheduler,
+            self.optimizers if own is None else [own],
+            self.windows,
+            with_optimizer=self._options.steps_with_optimizer,
+            repeats=self._options.scheduler_steps,
+        )
+        self.schedulers.append(prepared)
+
+    def _count_step(self, result: StepResult) -> None:
+        self.step_count += 1
+
+    def _drop_gradients(self, models: tuple[nn.Module, ...]) -> None:
+        """Clear the gradients of these models; of all if none is given."""
+        own = {parameter for model in models for parameter in model.parameters()}
+        for each in self.optimizers:
+            if not models or not own.isdisjoint(stepped_by(each)):
+                each.drop_gradients()
+        self.windows.clear()
+
+    def _refuse_strangers(self, optimizer: Optimizer) -> None:
+        """Refuse parameters of a module that is not prepared (ValueError), since its replicas would drift apart."""
+        world_size = self._engine.world_size
+        own = {parameter for module in self._engine.modules for parameter in module.parameters()}
+        if world_size > 1 and not stepped_by(optimizer) <= own:
+            raise ValueError(
+                f"the {type(optimizer).__name__} has parameters of no prepared model, which each of the {world_size} "
+                "ranks would train by itself; pass the models and their optimizers to prepare in one call."
+            )
+
+    def _admit(self, optimizer: Optimizer) -> None:
+        """Check a group that was added to a prepared optimizer, and let the strategy train it. Collective."""
+        self._refuse_strangers(optimizer)
+        self._engine.refresh_trainable(if_changed=True)
