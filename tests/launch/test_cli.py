@@ -170,7 +170,7 @@ def test_a_main_port_in_use_is_reported_at_once(tmp_path: Path, started: list[St
         (["--nodes", "4:2", "x.py"], "--nodes 4:2: expected MIN:MAX, two whole numbers from 1"),
         (["--nodes", "0:2", "x.py"], "--nodes 0:2: expected MIN:MAX"),
         (["--nodes", "1:", "x.py"], "--nodes 1:: expected MIN:MAX"),
-        (["--nodes", "1:4", "x.py"], "--nodes 1:4 was given, but no main address; pass --main-address"),
+        (["--nodes", "1:4", "x.py"], "--nodes 4 was given, but no main address; pass --main-address"),
         (["--nodes", "1:4", "--main-address", "a", "--main-port", "0", __file__], "main_port=0 is not a port"),
         (["--logs", f"{__file__}/below", __file__], "Not a directory"),
     ],

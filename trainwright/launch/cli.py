@@ -212,7 +212,9 @@ def _devices(given: Given | None, num_gpus: int, kind: str) -> Setting:
 def _range(sources: Sources) -> tuple[Setting, Setting] | None:
     """Return the fewest and the most machines, if a range was given; a flag for a fixed number overrides the config's range."""
     given = sources.find("nodes")
-    for name in ("num_nodes", "node_rank") if given is not None else ():
+    if given is None:
+        return None
+    for name in ("num_nodes", "node_rank"):
         other = sources.find(name, environment=False)
         if other is None:
             continue
@@ -224,14 +226,12 @@ def _range(sources: Sources) -> tuple[Setting, Setting] | None:
             )
         if is_flag:
             return None
-    if given is None:
-        return None
     first, is_range, last = given.text.partition(":")
     numbers = [int(each) for each in (first, last if is_range else first) if each.isascii() and each.isdigit()]
     if len(numbers) < 2 or not 1 <= numbers[0] <= numbers[1]:
         raise ValueError(
-            f"{given.label}: expected MIN:MAX, two whole numbers from 1 of which the second is not smaller, such as 1:4, or one "
-            "number."
+            f"{given.label}: expected MIN:MAX, two whole numbers from 1 of which the second is not smaller, such as 1:4, or "
+            "one number."
         )
     return Setting(numbers[0], given.source), Setting(numbers[1], given.source)
 
@@ -254,11 +254,7 @@ def _node(sources: Sources, num_nodes: Setting, *, is_range: bool) -> dict[str, 
             "main_port": _number(port, default=0),
         }
     rank, address, port, wait = (sources.find(name) for name in names)
-    flag = (
-        f"--nodes {nodes.text}"
-        if (nodes := sources.find("nodes")) is not None and is_range
-        else f"--num-nodes {num_nodes.value}"
-    )
+    flag = f"--{'nodes' if is_range else 'num-nodes'} {num_nodes.value}"
     if rank is None and not is_range:
         raise ValueError(
             f"{flag} was given, but not this machine's number; pass --node-rank, from 0 to {num_nodes.value - 1}, or set "
