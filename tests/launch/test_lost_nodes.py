@@ -162,6 +162,20 @@ def test_a_failed_rank_restarts_all_nodes(network: Network) -> None:
     assert check_used_once(network.folder / "kept") == {0, 1}
 
 
+def test_a_node_that_is_told_to_stop_leaves_the_others_training(network: Network) -> None:
+    jobs = [start(network, node, "--nodes", "1:2") for node in (0, 1)]
+    jobs[0].wait_for("start 0 step 8.")
+    jobs[1].process.send_signal(signal.SIGTERM)
+    assert jobs[1].wait() == 75, jobs[1].stderr
+    assert jobs[0].wait() == 0, jobs[0].stderr
+    assert "trainwright: SIGTERM stopped node 1 (" in jobs[0].stderr
+    assert "restarting all ranks on 1 node(s), restart 1 of 3.\n" in jobs[0].stderr
+    entries = (network.folder / "kept" / "used-0-0").read_text().splitlines()
+    resumed = json.loads((network.folder / "kept" / "used-1-0").read_text().partition("\n")[0])
+    assert resumed["step"] == len(entries)  # no step was lost
+    assert check_used_once(network.folder / "kept") == {0, 1}
+
+
 def test_the_job_ends_with_its_main_node(network: Network) -> None:
     jobs = [start(network, node, "--nodes", "1:2") for node in (0, 1)]
     jobs[0].wait_for("start 0 step 2.")

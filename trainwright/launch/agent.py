@@ -135,7 +135,9 @@ class JobAgent(LocalElasticAgent):
         if self.shutdown.number:  # it came between two starts
             raise SignalException("between two starts", sigval=signal.Signals(self.shutdown.number))
         self.failures = self.rendezvous.failures(self.rendezvous.round.number)
-        self._first_codes, self._ended_before, self._reported_at, self._success = {}, [], None, None
+        self._first_codes, self._ended_before, self._reported_at = {}, [], None
+        self._success, self._stopped_code = None, None
+        self.shutdown.stop_timer()
         pids = cast("dict[int, Any]", super()._start_workers(worker_group))
         self.shutdown.install()
         assert self._pcontext is not None
@@ -152,7 +154,8 @@ class JobAgent(LocalElasticAgent):
         self._stop_workers(worker_group)
         self._kill_all()
         self.logs.output.finish()
-        _, self._reason, self._rest = self._summarize()
+        if self._stopped_code is None:
+            _, self._reason, self._rest = self._summarize()
         try:
             super()._restart_workers(worker_group)
         except LaunchError:
@@ -194,14 +197,33 @@ class JobAgent(LocalElasticAgent):
         try:
             if self._success is None:
                 self._success = result
-                self.rendezvous.say_finished()
-            if self.rendezvous.all_finished() or self.shutdown.has_timed_out:
+                self.rendezvous.say_finished(self.shutdown.number)
+            if self.rendezvous.all_finished():
+                return RunResult(state=WorkerState.FAILED) if self._trains_on() else result
+            if self.shutdown.has_timed_out:
                 return result
         except GONE:
             self._has_lost_main = True
         if not self._job_has_failed():
             return RunResult(state=WorkerState.HEALTHY)
         return result if self._stopped_code is not None else RunResult(state=WorkerState.FAILED)
+
+    def _trains_on(self) -> bool:
+        """Return whether a signal has stopped all ranks, but only the launchers of nodes that a range may lose."""
+        if self._stopped_code is None or self.rendezvous.nodes.rank is not None or self._remaining_restarts == 0:
+            return False
+        signals = self.rendezvous.signals()
+        left = [node for node, number in enumerate(signals) if number == 0]
+        if len(left) in (0, len(signals)) or left[0] != 0 or len(left) < self.rendezvous.nodes.least:
+            return False
+        hosts = [
+            f"node {node} ({self.rendezvous.round.members[node].host})" for node in set(range(len(signals))) - set(left)
+        ]
+        names = sorted({signal.Signals(number).name for number in signals if number})
+        self._reason = (
+            f"{' and '.join(names)} stopped {', '.join(hosts)}, after all ranks had saved what they save on a signal"
+        )
+        return not self.shutdown.number
 
     def _send(self, number: int) -> int:
         running = [handler.proc for handler in self._handlers().values() if handler.proc.poll() is None]

@@ -232,12 +232,16 @@ class NodeRendezvous(RendezvousHandler):
         arrivals = self.round.arrivals
         return [arrivals.index(each) for each in self.heartbeat.lost() if each in arrivals and not self.has_left(each)]
 
-    def say_finished(self) -> None:
-        """Announce that all processes of this node have succeeded."""
-        post(self._agents, self._finished(self._arrival), "1")  # this launcher may end right after
+    def say_finished(self, signal_number: int = 0) -> None:
+        """Announce that all processes of this node have succeeded, or were stopped by a signal; 0 if its launcher got none."""
+        post(self._agents, self._finished(self._arrival), str(signal_number))  # this launcher may end right after
 
     def all_finished(self) -> bool:
         return bool(self._agents.check([self._finished(each) for each in self.round.arrivals]))
+
+    def signals(self) -> list[int]:
+        """Return what each node has announced once all have finished, in the order of their ranks."""
+        return [int(self._agents.get(self._finished(each))) for each in self.round.arrivals]
 
     def _finished(self, arrival: int) -> str:
         return f"finished/{self.round.number}/{arrival}"
