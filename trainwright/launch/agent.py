@@ -216,13 +216,10 @@ class JobAgent(LocalElasticAgent):
         left = [node for node, number in enumerate(signals) if number == 0]
         if len(left) in (0, len(signals)) or left[0] != 0 or len(left) < self.rendezvous.nodes.least:
             return False
-        hosts = [
-            f"node {node} ({self.rendezvous.round.members[node].host})" for node in set(range(len(signals))) - set(left)
-        ]
-        names = sorted({signal.Signals(number).name for number in signals if number})
-        self._reason = (
-            f"{' and '.join(names)} stopped {', '.join(hosts)}, after all ranks had saved what they save on a signal"
-        )
+        gone = sorted(set(range(len(signals))) - set(left))
+        hosts = ", ".join(f"node {node} ({self.rendezvous.round.members[node].host})" for node in gone)
+        names = " and ".join(sorted({signal.Signals(number).name for number in signals if number}))
+        self._reason, self._rest = f"{names} stopped {hosts}", ""
         return not self.shutdown.number
 
     def _send(self, number: int) -> int:
