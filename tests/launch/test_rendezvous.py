@@ -175,7 +175,8 @@ def test_a_node_that_waits_learns_how_the_job_ended(range_: Range, capfd: pytest
     assert len(errors) == 1
     said = capfd.readouterr().err
     assert (
-        "trainwright: the job runs on other nodes; this one joins at its next restart, if there is a place.\n" in said
+        "trainwright: the job runs on other nodes; this one joins at its next restart, unless the job has its most nodes.\n"
+        in said
     )
     assert "trainwright: the job has ended without this node.\n" in said
 

@@ -151,8 +151,8 @@ class NodeRendezvous(RendezvousHandler):
                     "the job has started again without this node, whose ranks had not ended in time; start its launcher again "
                     "to join."
                 )
-            self.round = Round(found.number, found.restarts)  # of which it is no member
-            _say("the job runs on other nodes; this one joins at its next restart, if there is a place.")
+            self.round = Round(found.number, found.restarts)  # without its members
+            _say("the job runs on other nodes; this one joins at its next restart, unless the job has its most nodes.")
 
     def _arrive(self) -> None:
         assert self.heartbeat is not None

@@ -63,7 +63,7 @@ class Roster:
         self._arrived_at = time.monotonic()
 
     def admit(self) -> None:
-        """Take up the nodes that have arrived. Refuse one whose number another has, before the first start."""
+        """Add the nodes that have arrived. Refuse one whose number another has, before the first start."""
         for arrival in self._heartbeat.accept(self._store.add("arrivals", 0)):
             member = Member(**json.loads(self._store.get(f"node/{arrival}")))
             others = [self._members[each].node_rank for each in self.living()]
