@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 
@@ -18,19 +20,28 @@ def check_names(strategy: str | None, precision: str | None, num_processes: int,
     resolve_precision(precision, device_type)
 
 
-def run_checkpoint(arguments: Sequence[str], _: Any) -> int:
-    """Run `trainwright checkpoint`."""
-    from trainwright.checkpoint.commands import checkpoint_command
+COMMANDS = {
+    "config": ("trainwright.commands.config:config_command", "ask what launch should use, and write it; config show"),
+    "test": ("trainwright.commands.trials:trials_command", "train under every strategy here, and compare"),
+    "estimate": ("trainwright.commands.estimate:estimate_command", "the memory that training a model takes"),
+    "env": ("trainwright.commands.environment_report:env_command", "versions, devices and settings, for a bug report"),
+    "checkpoint": ("trainwright.checkpoint.commands:checkpoint_command", "show, verify, export or import a checkpoint"),
+}
+"""The subcommands beside launch: "module:function", imported when chosen, and a line of help."""
 
-    return checkpoint_command(arguments)
+
+def _run(where: str, arguments: Sequence[str], check: Any) -> int:
+    module, name = where.split(":")
+    code: int = getattr(importlib.import_module(module), name)(arguments, check)
+    return code
 
 
 def main() -> int:
     """Run the command line of this process."""
     from trainwright.launch.cli import main as run
 
-    commands = {"checkpoint": (run_checkpoint, "show, verify, export or import a checkpoint")}
-    return run(sys.argv[1:], check_names, commands)
+    others = {name: (partial(_run, where), about) for name, (where, about) in COMMANDS.items()}
+    return run(sys.argv[1:], check_names, others)
 
 
 if __name__ == "__main__":

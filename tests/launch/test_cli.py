@@ -246,4 +246,7 @@ def test_help_and_unknown_commands() -> None:
     assert "--main-address HOST" in run("launch", "--help").stdout
     wrong = run("lanch")
     assert wrong.returncode == 2
-    assert "'lanch' is not a command; choose from launch, checkpoint. Did you mean 'launch'?" in wrong.stderr
+    text = (
+        "'lanch' is not a command; choose from launch, config, test, estimate, env, checkpoint. Did you mean 'launch'?"
+    )
+    assert text in wrong.stderr

@@ -13,16 +13,14 @@ from typing import TYPE_CHECKING, Any
 from trainwright.callbacks.checkpoint_policy import Kept
 from trainwright.checkpoint.discovery import (
     is_checkpoint,
-    is_link,
     is_replaceable,
-    remove_checkpoint,
+    remove_older,
     replace_checkpoint,
     same_path,
 )
 from trainwright.checkpoint.filesystem import resolve
 from trainwright.checkpoint.reader import open_checkpoint
 from trainwright.errors import CheckpointError
-from trainwright.rank_zero import rank_zero_warn
 
 if TYPE_CHECKING:
     from trainwright.callbacks.trainer_protocol import TrainerProtocol
@@ -135,16 +133,8 @@ def remove_replaced(paths: Sequence[str], committed: str, trainer: TrainerProtoc
     whole checkpoint are left alone, and nothing is removed unless the committed one is whole.
     """
     kept = [each for each in paths if same_path(each, trainer.resume_source or "")]
-    if trainer.is_global_zero and is_checkpoint(committed):
-        for each in paths:
-            if each not in kept and not same_path(each, committed) and not is_link(each) and is_checkpoint(each):
-                try:
-                    remove_checkpoint(each)
-                except (OSError, CheckpointError) as error:  # a warning is enough: the newest checkpoint is whole
-                    rank_zero_warn(
-                        f"{each}, which {committed} replaces, could not be removed ({error}); remove it by hand.",
-                        stacklevel=2,
-                    )
+    if trainer.is_global_zero:
+        remove_older([each for each in paths if each not in kept], committed)
     return kept
 
 

@@ -32,7 +32,7 @@ class _Parser(argparse.ArgumentParser):
         self.exit(BAD_USAGE, f"{self.prog}: {message}. See `{self.prog} --help`.\n")
 
 
-def checkpoint_command(arguments: Sequence[str]) -> int:
+def checkpoint_command(arguments: Sequence[str], _: Any = None) -> int:
     """Run a subcommand and return its exit code."""
     options = _parser().parse_args(arguments)
     run: Callable[[argparse.Namespace], int] = options.run

@@ -12,6 +12,7 @@ import math
 import os
 import re
 import warnings
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from trainwright.checkpoint.filesystem import Files, describe, resolve, temporary_path
@@ -189,6 +190,25 @@ def remove_checkpoint(path: str) -> None:
         if name == MANIFEST_NAME:
             files.sync_directory(inside)
     files.remove_empty(inside)
+
+
+def remove_older(paths: Iterable[str], committed: str) -> None:
+    """Remove the checkpoints that a committed one replaces; warn of one that cannot be removed.
+
+    Symbolic links and anything that is not a whole checkpoint are left alone, and nothing is removed unless the committed one
+    is whole.
+    """
+    if not is_checkpoint(committed):
+        return
+    for each in paths:
+        if not same_path(each, committed) and not is_link(each) and is_checkpoint(each):
+            try:
+                remove_checkpoint(each)
+            except (OSError, CheckpointError) as error:  # a warning is enough: the newest checkpoint is whole
+                warnings.warn(
+                    f"{each}, which {committed} replaces, could not be removed ({error}); remove it by hand.",
+                    stacklevel=3,
+                )
 
 
 def _is_link(files: Files, path: str) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -15,7 +15,7 @@ from trainwright.errors import CheckpointError
 
 
 class Ranks:
-    """What the ranks agree on. Every method but `subchannel` and `give_up` is collective: call it on every rank.
+    """What the ranks agree on. Every method is collective (call it on every rank), unless its description says otherwise.
 
     Values are what JSON can hold. `call` names the step that they belong to; ranks that meet in different calls all raise.
     """
@@ -103,6 +103,16 @@ class Ranks:
             text = _joined(failures, len(replies))
             raise CheckpointError(f"{subject}: {text}" if subject else text) from cause
         return [json.loads(zlib.decompress(reply[1:])) if reads else None for reply in replies]
+
+    def announce(self, key: str) -> None:
+        """Post a key for the other ranks to find, whether or not they look. Not collective."""
+        if self._channel is not None:
+            self._channel.announce(key)
+
+    def announced(self, keys: Sequence[str], call: str) -> str:
+        """Wait until rank 0 has announced one of the keys, and return the first of them. Not collective."""
+        assert self._channel is not None
+        return self._channel.announced(keys, call=call, timeout_seconds=self.timeout_seconds)
 
     @contextmanager
     def first(self, is_first: bool) -> Iterator[None]:

@@ -6,6 +6,7 @@ import json
 import threading
 import time
 from collections import Counter
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 from trainwright.distributed.rank_positions import Locate, RankPosition, RankPositions
@@ -80,6 +81,29 @@ class StoreChannel:
         if len({other for other, _ in headers}) > 1:
             raise RuntimeError(_different_calls(headers))
         return [body for _, body in parts]
+
+    def announce(self, key: str) -> None:
+        """Post a key for the other ranks to find."""
+        post(self._store, f"announced/{self._name}/{key}", b"")
+
+    def announced(self, keys: Sequence[str], *, call: str, timeout_seconds: float) -> str:
+        """Wait until rank 0 has announced one of the keys, and return the first of them.
+
+        Raises:
+            RuntimeError: rank 0 has exited.
+            TimeoutError: it has announced none in time.
+        """
+        deadline = time.monotonic() + timeout_seconds
+        while True:
+            has_left = self._store.check(["left/0"])  # looked up first: it announces before it leaves
+            for key in keys:
+                if self._store.check([f"announced/{self._name}/{key}"]):
+                    return key
+            if has_left:
+                raise RuntimeError(f"rank 0 has exited while rank {self.rank} waits for it in {call}.")
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"rank {self.rank} waited {timeout_seconds:g} s in {call} for rank 0.")
+            time.sleep(LONGEST_PAUSE)
 
     def leave(self) -> None:
         """Post that this rank makes no more calls."""

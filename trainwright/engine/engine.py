@@ -145,6 +145,7 @@ class Engine:
         self.optimization = Optimization()
         self.finiteness = Finiteness(self.ranks, lambda: (self.modules, model_pieces(self.strategy, self.modules)))
         self.replaced = ReplacedParameters()
+        self._trains_apart = False
         self._trained: list[list[str]] = []
         """Which parameters of each module required gradients at the strategy's last setup or refresh."""
 
@@ -224,7 +225,12 @@ class Engine:
 
     def sync_gradients(self, enabled: bool) -> None:
         """Set, before a forward, whether its backward averages gradients over ranks, as at a window's end."""
-        self.strategy.sync_gradients(enabled)
+        self.strategy.sync_gradients(enabled and not self._trains_apart)
+
+    def train_apart(self, apart: bool) -> None:
+        """Set whether each rank steps its own copy of the model with its own gradients; the caller unites them afterwards."""
+        self._trains_apart = apart
+        self.sync_gradients(True)
 
     def step(
         self, optimizer: Optimizer, clipping: Clipping | None = None, closure: Closure | None = None
@@ -296,6 +302,10 @@ class Engine:
             self.ranks.wait(f"a save of step {step}")
             self.finish_save()
             refuse_lazy_tensors(path, self.modules)
+            if self._trains_apart:
+                raise RuntimeError(
+                    f"checkpoint {path} was requested within LocalSGD, where each rank has other weights; save after the block."
+                )
             for module in self.modules:
                 computed_entries(self.strategy, module)  # raises for entries that cannot be stored
             pieces = model_pieces(self.strategy, self.modules)

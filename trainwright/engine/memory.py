@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from trainwright.devices import accelerator
 from trainwright.engine.engine import Engine
 from trainwright.rank_zero import rank_zero_warn
-from trainwright.strategies.memory_plan import ALONE, FULLY_SHARDED, MEMORY_PLANS, MemoryPlan
+from trainwright.strategies.memory_plan import ALONE, FULLY_SHARDED, MEMORY_PLANS, DeviceBytes, MemoryPlan
 
 MOST_USED = 0.8
 """The part of a device's memory that an estimate may take; activations need the rest."""
@@ -45,8 +45,13 @@ class MemoryEstimate:
     num_devices: int
     available: int
     """Bytes that each device has."""
-    per_device: dict[str, int]
-    """Bytes that each device would hold, by the strategy's name."""
+    parts: dict[str, DeviceBytes]
+    """What each device would hold, by the strategy's name."""
+
+    @property
+    def per_device(self) -> dict[str, int]:
+        """Return the bytes that each device would hold, by the strategy's name."""
+        return {name: each.total for name, each in self.parts.items()}
 
     def fits(self, name: str) -> bool:
         """Return whether a strategy leaves at least a fifth of each device's memory for activations."""
@@ -57,24 +62,23 @@ class MemoryEstimate:
         """Return a sentence that names the strategy to use."""
         fitting = next((name for name in self.per_device if self.fits(name)), None)
         if fitting is not None:
-            return f"strategy={fitting!r} would need {_size(self.per_device[fitting])} of the {_size(self.available)}."
-        whole = MEMORY_PLANS[FULLY_SHARDED].bytes_on_device(
-            parameters=self.parameters, gradients=self.gradients, optimizer=self.optimizer, masters=0, num_devices=1
-        )
+            return f"strategy={fitting!r} would need {size_text(self.per_device[fitting])} of the {size_text(self.available)}."
+        whole = self.parameters + self.gradients + self.optimizer
         devices = math.ceil(whole / (MOST_USED * self.available))
         return (
-            f"no strategy fits it on {self.num_devices} device(s) of {_size(self.available)}: strategy={FULLY_SHARDED!r} would "
-            f"need {devices} of them."
+            f"no strategy fits it on {self.num_devices} device(s) of {size_text(self.available)}: "
+            f"strategy={FULLY_SHARDED!r} would need {devices} of them."
         )
 
     def __str__(self) -> str:
         assumed = ", counted as Adam's" if self.is_assumed else ""
         head = (
-            f"parameters {_size(self.parameters)}, gradients {_size(self.gradients)}, optimizer state "
-            f"{_size(self.optimizer)}{assumed}; on each of {self.num_devices} device(s) with {_size(self.available)}:"
+            f"parameters {size_text(self.parameters)}, gradients {size_text(self.gradients)}, optimizer state "
+            f"{size_text(self.optimizer)}{assumed}; on each of {self.num_devices} device(s) with {size_text(self.available)}:"
         )
         rows = [
-            f"  {name:<18} {_size(size):>10}  {size / self.available:7.1%}" for name, size in self.per_device.items()
+            f"  {name:<18} {size_text(size):>10}  {size / self.available:7.1%}"
+            for name, size in self.per_device.items()
         ]
         return "\n".join([head, *rows, f"{self.advice} Activations are not counted: they come on top."])
 
@@ -110,6 +114,7 @@ def estimate_memory(
         )
     trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
     state, is_assumed = _state_bytes(optimizer, trained)
+    of_masters, _ = _state_bytes(optimizer, trained, torch.float32)
     sizes = {
         "parameters": _bytes(tensors),
         "gradients": _bytes(trained),
@@ -122,7 +127,7 @@ def estimate_memory(
         **sizes,
         is_assumed=is_assumed,
         available=available_memory() if available_bytes is None else available_bytes,
-        per_device={name: plan.bytes_on_device(**sizes, masters=masters) for name, plan in plans.items()},
+        parts={name: plan.on_device(**sizes, masters=masters, of_masters=of_masters) for name, plan in plans.items()},
     )
 
 
@@ -156,8 +161,8 @@ def available_memory(device: torch.device | None = None, processes: int = 1) -> 
     return min(limits) // processes
 
 
-def _state_bytes(optimizer: Any, trained: Sequence[Tensor]) -> tuple[int, bool]:
-    """Return the bytes of the optimizers' state, and whether an optimizer was counted as Adam."""
+def _state_bytes(optimizer: Any, trained: Sequence[Tensor], dtype: torch.dtype | None = None) -> tuple[int, bool]:
+    """Return the bytes of the optimizers' state, for parameters of a dtype or their own, and whether any is a guess."""
     if isinstance(optimizer, (int, float)) and not isinstance(optimizer, bool):
         if not 0 <= optimizer < math.inf:
             raise ValueError(f"optimizer={optimizer!r} is not accepted; pass bytes for each parameter, from 0 on.")
@@ -177,18 +182,20 @@ def _state_bytes(optimizer: Any, trained: Sequence[Tensor]) -> tuple[int, bool]:
             for each in optimizers
             for group in each.param_groups
         ]
-    sizes = [_tried(*group) for group in groups]
+    sizes = [_tried(*group, dtype) for group in groups]
     counts = [sum(each.numel() for each in parameters) for *_, parameters in groups]
     total = sum(ADAM_BYTES * count if size is None else size for size, count in zip(sizes, counts, strict=True))
     return total, None in sizes
 
 
-def _tried(kind: type[Optimizer], options: dict[str, Any], parameters: Iterable[Tensor]) -> int | None:
+def _tried(
+    kind: type[Optimizer], options: dict[str, Any], parameters: Iterable[Tensor], own_dtype: torch.dtype | None
+) -> int | None:
     """Return the bytes of the state that one step on the meta device makes; None for an optimizer that cannot do that."""
     accepted = inspect.signature(kind).parameters
     options = {name: value for name, value in options.items() if name in accepted and name not in HOW_COMPUTED}
     total = 0
-    for (shape, dtype), count in Counter((each.shape, each.dtype) for each in parameters).items():
+    for (shape, dtype), count in Counter((each.shape, own_dtype or each.dtype) for each in parameters).items():
         parameter = nn.Parameter(torch.empty(shape, dtype=dtype, device="meta"))
         parameter.grad = torch.empty_like(parameter)
         optimizer: Optimizer | None = None
@@ -206,7 +213,8 @@ def _bytes(tensors: Iterable[Tensor]) -> int:
     return sum(each.numel() * each.element_size() for each in tensors)
 
 
-def _size(count: int) -> str:
+def size_text(count: int) -> str:
+    """Return a number of bytes in words, such as "1.5 GiB"."""
     for unit, power in (("GiB", 30), ("MiB", 20), ("KiB", 10)):
         if count >= 2**power:
             return f"{count / 2**power:.1f} {unit}"

@@ -14,7 +14,7 @@ from typing import NoReturn
 
 from trainwright.distributed.environment import JOB_VARIABLE
 from trainwright.distributed.network import DEFAULT_PORT, LOOPBACK
-from trainwright.launch.config import CONFIG_VARIABLE, find_config, nearest
+from trainwright.launch.config import CONFIG_VARIABLE, Config, find_config, nearest
 from trainwright.launch.dry_run import describe_job
 from trainwright.launch.nodes import WAIT_SECONDS, Job, Nodes
 from trainwright.launch.output import refuse_links
@@ -76,7 +76,7 @@ def launch_command(arguments: Sequence[str], check_names: NameCheck) -> int:
             raise ValueError(
                 f"file {command[0]!r} does not exist; pass the path of a script, or -m and the name of a module."
             )
-        nodes = Nodes(**{field: settings[name].value for name, field in NODE_FIELDS.items() if name in settings})
+        nodes = _nodes(settings)
         if (logs := settings["logs"].value) is not None and not options.dry_run:
             os.makedirs(logs, exist_ok=True)
             refuse_links(logs)
@@ -196,6 +196,19 @@ def resolve(sources: Sources) -> dict[str, Setting]:
     return settings
 
 
+def check_config(config: Config, check_names: NameCheck) -> dict[str, Setting]:
+    """Return the settings that a config gives without flags and environment (ValueError if one is wrong)."""
+    sources = Sources(argparse.Namespace(**dict.fromkeys(FLAGS)), {}, config)
+    settings = resolve(sources)
+    sources.check_names(check_names, settings)
+    _nodes(settings)
+    return settings
+
+
+def _nodes(settings: Mapping[str, Setting]) -> Nodes:
+    return Nodes(**{field: settings[name].value for name, field in NODE_FIELDS.items() if name in settings})
+
+
 def _devices(given: Given | None, num_gpus: int, kind: str) -> Setting:
     if given is None or given.text == "auto":
         from trainwright.devices.abilities import num_together
@@ -296,7 +309,7 @@ def _describe(command: Sequence[str], settings: Mapping[str, Setting], sources: 
         if value is not None or name != "gradient_accumulation_steps":
             is_free = name == "main_port" and value == 0
             rows.append((name, "a free one" if is_free else "none" if value is None else str(value), source))
-    rows += [(f"env {name}", shown(name, value), config.variables[name].place) for name, value in new.items()]
+    rows += [(f"env {name}", shown(name, value), config.variables[name].where) for name, value in new.items()]
     widths = [max(len(row[column]) for row in rows) + 2 for column in (0, 1)]
     lines += [f"  {name:<{widths[0]}}{value:<{widths[1]}}{source}" for name, value, source in rows]
     return "\n".join([*lines, *sources.contradictions(settings)]) + "\n"

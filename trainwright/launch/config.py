@@ -54,10 +54,10 @@ OWN_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", JOB_VAR
 
 
 class Entry(NamedTuple):
-    """A value as the file spells it, and its place, "FILE:LINE"."""
+    """A value as the file spells it, and its line, "FILE:LINE"."""
 
     text: str
-    place: str
+    where: str
 
 
 @dataclass(frozen=True)
@@ -72,8 +72,9 @@ class Config:
     """The variables under `env`."""
 
 
-def config_path(given: str | None, variables: Mapping[str, str]) -> tuple[str, str]:
+def config_path(given: str | None, variables: Mapping[str, str] | None = None) -> tuple[str, str]:
     """Return the path of the config and what named it: the flag, the variable, or "default" for the user's own."""
+    variables = os.environ if variables is None else variables
     if given is not None:
         return given, "--config-file"
     if named := variables.get(CONFIG_VARIABLE):
@@ -82,7 +83,7 @@ def config_path(given: str | None, variables: Mapping[str, str]) -> tuple[str, s
     return os.path.join(folder, "trainwright", "config.yaml"), "default"
 
 
-def find_config(given: str | None, variables: Mapping[str, str]) -> Config:
+def find_config(given: str | None, variables: Mapping[str, str] | None = None) -> Config:
     """Return the config that a flag or the environment names, or else the user's, which need not exist.
 
     Raises:
@@ -105,7 +106,7 @@ def find_config(given: str | None, variables: Mapping[str, str]) -> Config:
 
 def nearest(word: str, known: Mapping[str, Any]) -> str:
     """Return the known name that is nearest to a word as a question, or ""."""
-    close = difflib.get_close_matches(word, known, n=1)
+    close = [each for each in known if each.lower() == word.lower()] or difflib.get_close_matches(word, known, n=1)
     return f" Did you mean {close[0]!r}?" if close else ""
 
 
@@ -122,22 +123,22 @@ def _parse(path: str, text: str) -> tuple[dict[str, Entry], dict[str, Entry]]:
         raise ValueError(f"{path}: this is not YAML ({' '.join(str(error).split())}).") from error
     values: dict[str, Entry] = {}
     variables: dict[str, Entry] = {}
-    for key, place, node in _pairs(path, root, "a config"):
+    for key, where, node in _pairs(path, root, "a config"):
         if key not in KEYS:
             hint = f" Did you mean {OTHER_WORDS[key]!r}?" if key in OTHER_WORDS else nearest(key, KEYS)
-            raise ValueError(f"{place}: {key!r} is not a key of a config; accepted are {', '.join(KEYS)}.{hint}")
+            raise ValueError(f"{where}: {key!r} is not a key of a config; accepted are {', '.join(KEYS)}.{hint}")
         if key == "env":
             variables = {
-                name: _variable(name, Entry(_scalar(each, name, where), where))
+                name: checked_variable(name, Entry(_scalar(each, name, where), where))
                 for name, where, each in _pairs(path, node, "env")
             }
         elif not _is_null(node):
-            values[key] = Entry(_scalar(node, key, place), place)
+            values[key] = Entry(_scalar(node, key, where), where)
     return values, variables
 
 
 def _pairs(path: str, node: Any, what: str) -> Iterator[tuple[str, str, Any]]:
-    """Yield the keys of a mapping with their places and values; a key that comes twice is refused."""
+    """Yield the keys of a mapping with their lines and values; a key that comes twice is refused."""
     import yaml
 
     if node is None or _is_null(node):
@@ -146,20 +147,20 @@ def _pairs(path: str, node: Any, what: str) -> Iterator[tuple[str, str, Any]]:
         raise ValueError(f"{path}:{node.start_mark.line + 1}: {what} holds lines of `name: value`, not {_kind(node)}.")
     seen: dict[str, str] = {}
     for key, value in node.value:
-        place = f"{path}:{key.start_mark.line + 1}"
-        name = _scalar(key, what, place)
+        where = f"{path}:{key.start_mark.line + 1}"
+        name = _scalar(key, what, where)
         if name in seen:
-            raise ValueError(f"{place}: {name!r} is there twice, first at {seen[name]}; remove one.")
-        seen[name] = place
-        yield name, place, value
+            raise ValueError(f"{where}: {name!r} is there twice, first at {seen[name]}; remove one.")
+        seen[name] = where
+        yield name, where, value
 
 
-def _scalar(node: Any, name: str, place: str) -> str:
+def _scalar(node: Any, name: str, where: str) -> str:
     """Return a value's text as the file spells it, so that `no` and `1:30` keep their letters."""
     import yaml
 
     if not isinstance(node, yaml.ScalarNode):
-        raise ValueError(f"{place}: {name} is {_kind(node)}; accepted is a single value.")
+        raise ValueError(f"{where}: {name} is {_kind(node)}; accepted is a single value.")
     return str(node.value)
 
 
@@ -171,13 +172,14 @@ def _kind(node: Any) -> str:
     return {"sequence": "a list", "mapping": "a mapping"}.get(node.id, "a single value")
 
 
-def _variable(name: str, entry: Entry) -> Entry:
+def checked_variable(name: str, entry: Entry) -> Entry:
+    """Return the entry of a variable, which a config may set (ValueError otherwise)."""
     if not re.fullmatch(r"[A-Za-z_]\w*", name, re.ASCII):
-        raise ValueError(f"{entry.place}: {name!r} is not the name of a variable; accepted are letters, digits and _.")
+        raise ValueError(f"{entry.where}: {name!r} is not the name of a variable; accepted are letters, digits and _.")
     if name in KEY_OF:
-        raise ValueError(f"{entry.place}: env has {name}; set the key {KEY_OF[name]!r} instead.")
+        raise ValueError(f"{entry.where}: env has {name}; set the key {KEY_OF[name]!r} instead.")
     if name in OWN_VARIABLES:
-        raise ValueError(f"{entry.place}: env has {name}, which trainwright launch sets itself; remove it.")
+        raise ValueError(f"{entry.where}: env has {name}, which trainwright launch sets itself; remove it.")
     if "\0" in entry.text:
-        raise ValueError(f"{entry.place}: the value of {name} holds a NUL character, which no variable can; remove it.")
+        raise ValueError(f"{entry.where}: the value of {name} holds a NUL character, which no variable can; remove it.")
     return entry

@@ -52,7 +52,7 @@ class Sources:
             return Given(text, variable, f"{variable}={text}")
         if flags_only or (entry := self.config.values.get(name)) is None:
             return None
-        return Given(entry.text, entry.place, f"{entry.place}: {name}: {entry.text}")
+        return Given(entry.text, entry.where, f"{entry.where}: {name}: {entry.text}")
 
     def on_cpu(self) -> bool:
         """Return whether --cpu or the config asks for the CPU (ValueError if the config's word is unknown)."""
@@ -80,8 +80,8 @@ class Sources:
         """Yield a line for each entry of the config that a flag or the environment overrides."""
         for name, entry in self.config.values.items():
             given = self.find(name)
-            if given is not None and given.source != entry.place and given.text != entry.text:
-                yield f"  {given.label} overrides {name}: {entry.text} of {entry.place}"
+            if given is not None and given.source != entry.where and given.text != entry.text:
+                yield f"  {given.label} overrides {name}: {entry.text} of {entry.where}"
         for name, entry in self.config.variables.items():
             if self.variables[name] != entry.text:
-                yield f"  the environment's {name} overrides env: {name} of {entry.place}"
+                yield f"  the environment's {name} overrides env: {name} of {entry.where}"

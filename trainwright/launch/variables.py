@@ -6,6 +6,8 @@ import os
 import re
 from collections.abc import Mapping
 
+from trainwright.launch.config import Config
+
 BEGINNINGS = (
     "TRAINWRIGHT",
     "TORCH",
@@ -37,6 +39,11 @@ def of_jobs(variables: Mapping[str, str] | None = None) -> dict[str, str]:
     return {
         name: shown(name, variables[name]) for name in sorted(variables) if name in NAMES or name.startswith(beginnings)
     }
+
+
+def with_variables_of(config: Config) -> dict[str, str]:
+    """Return this process's variables and those of the config that are not set."""
+    return {name: entry.text for name, entry in config.variables.items()} | dict(os.environ)
 
 
 def shown(name: str, value: str) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 RunResult = Literal["success", "failed", "interrupted"]
 
@@ -14,7 +14,8 @@ class Logger:
 
     The trainer calls `start` on every rank at the start of a run, then on rank 0: `log_hyperparams` and `log_graph` once,
     `log_metrics` for each row, `state_dict` at each checkpoint, `flush` at each epoch's end, `finalize` and `close` at the end.
-    Calls from user code on other ranks have to do nothing.
+    Calls from user code on other ranks have to do nothing. An Accelerator calls `start` on a rank that does not write before it
+    has chosen where rank 0 writes, or never.
 
     A remote logger resumes its run with three methods. `state_dict` returns the remote run's id and the step up to which rows
     have arrived; with an empty state the next run is a new one. `load_state_dict` keeps the state of the logger of the same
@@ -33,6 +34,11 @@ class Logger:
     experiment: Any = None
     """The underlying writer, for anything beyond this contract."""
 
+    @classmethod
+    def of_project(cls, project: str, save_dir: str | None, **options: Any) -> Self:
+        """Return a logger for a raw loop that chose it by name; override it if the constructor has other arguments."""
+        return cls(**options)
+
     def start(self, agreed: Callable[[str], str], *, is_writer: bool) -> None:
         """Choose where this run logs. Collective: called at the start of each run, on every rank.
 
@@ -44,6 +50,9 @@ class Logger:
 
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
         """Write one row; the step defaults to that of the previous row."""
+
+    def log_images(self, values: Mapping[str, Any], step: int | None = None, **options: Any) -> None:
+        """Write images by name: each an array, a tensor or a list of images. A raw loop calls it on rank 0."""
 
     def log_graph(self, model: Any) -> None:
         """Record the graph of the model; called once by the trainer."""

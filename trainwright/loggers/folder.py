@@ -11,7 +11,7 @@ import re
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Self
 
 import fsspec
 from fsspec.implementations.local import LocalFileSystem
@@ -74,6 +74,10 @@ class FolderLogger(Logger):
         self._position: dict[str, Any] = {}
         """The position that a resumed run continues from, until its first row is written; empty then."""
 
+    @classmethod
+    def of_project(cls, project: str, save_dir: str | None, **options: Any) -> Self:
+        return cls(**{"save_dir": save_dir, "name": project, **options})
+
     @property
     def root_dir(self) -> str:
         """Return the folder of all runs, including the name."""
@@ -135,10 +139,13 @@ class FolderLogger(Logger):
         if self._folder is not None:
             self._is_resumed = False
             return  # a trainer's next run continues in its folder
+        folder = shared or agreed(claim_folder(self.root_dir, self.version) if is_writer else "")
+        if not folder:
+            return  # a raw loop's rank that does not write, and does not know where rank 0 does
         self._writes_hparams = shared is None  # in a shared folder, only its first logger
-        self._folder = shared or agreed(claim_folder(self.root_dir, self.version) if is_writer else "")
+        self._folder = folder
         if self.version is None:
-            folder = self._folder[len(self.root_dir) + 1 :]
+            folder = folder[len(self.root_dir) + 1 :]
             number = re.fullmatch(r"version_(\d+)", folder)
             self.version = int(number[1]) if number else folder
         self._written_at = time.monotonic()
@@ -222,7 +229,7 @@ def start_loggers(loggers: Sequence[Logger], agreed: Callable[[str], str], *, is
             others = [folder for folder in others if folder == logger.folder_of(logger.version)]
         joins = others and (logger.version is None or logger._is_resumed)
         logger._start(agreed, is_writer, others[0] if joins else None)
-        if logger._folder in taken:
+        if logger._folder is not None and logger._folder in taken:
             raise ValueError(
                 f"logger= holds two {type(logger).__name__} that write to {logger._folder}; leave out one of them, or give "
                 "them different names or versions."

@@ -11,6 +11,7 @@ import threading
 import time
 import warnings
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -185,6 +186,28 @@ class TensorBoardLogger(FolderLogger):
 
         self._writer.submit(write)
 
+    def log_images(self, values: Mapping[str, Any], step: int | None = None, **options: Any) -> None:
+        """Write images by name: arrays or tensors (rows, columns and channels, or channels first), or lists of images.
+
+        `options` are those of SummaryWriter.add_images, such as dataformats="NHWC".
+
+        Raises:
+            ImportError: pillow is not installed, which encodes them.
+        """
+        if not self._is_writer:
+            return
+        if importlib.util.find_spec("PIL") is None:
+            raise ImportError("TensorBoardLogger.log_images needs pillow: pip install pillow.")
+        self._step = step = self._step if step is None else step
+        self._latest_step = max(self._latest_step, step)
+        for name, images in values.items():
+            array, layout = _as_images(images)
+            write = partial(self._write_images, name, array, step, {"dataformats": layout, **options})
+            self._writer.submit(write)
+
+    def _write_images(self, name: str, images: Any, step: int, options: dict[str, Any]) -> None:
+        self._open().add_images(name, images, step, **options)
+
     def log_graph(self, model: Any) -> None:
         """Log the model's graph for its `example_input_array`, a tensor or a tuple of tensors; warn if that fails."""
         if not self._log_graph or not self._is_writer or self._folder is None:
@@ -247,6 +270,28 @@ class TensorBoardLogger(FolderLogger):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state, _opening=threading.Lock())
+
+
+def _as_images(images: Any) -> tuple[Any, str]:
+    """Return images as one array, a copy in host memory, and its layout as SummaryWriter calls it."""
+    import numpy
+
+    def as_array(image: Any) -> Any:
+        return numpy.array(image.detach().cpu().numpy() if isinstance(image, torch.Tensor) else image)
+
+    array = numpy.stack([as_array(each) for each in images]) if isinstance(images, (list, tuple)) else as_array(images)
+    if array.ndim == 2 or (array.ndim == 3 and isinstance(images, (list, tuple))):
+        array = array[..., None]
+    if array.ndim == 3:
+        array = array[None]
+    layouts = [layout for layout in ("NCHW", "NHWC") if array.ndim == 4 and array.shape[layout.index("C")] in (1, 3)]
+    if not layouts:
+        raise ValueError(
+            f"log_images was given an array of shape {tuple(array.shape)}; accepted are one image or a batch of them, with "
+            "1 or 3 channels first or last."
+        )
+    first = images[0] if isinstance(images, (list, tuple)) else images
+    return array, layouts[0 if isinstance(first, torch.Tensor) else -1]  # where both fit, as such images usually are
 
 
 class _StandIn(nn.Module):

@@ -3,28 +3,28 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Iterator, Sequence
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from itertools import chain, repeat
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.profiler import profile
 
 from trainwright.checkpoint.reader import Verify
-from trainwright.data.seeding import set_rng_state
 from trainwright.engine.command_line import fill_accumulation
 from trainwright.engine.engine import Engine
 from trainwright.engine.prepared import PreparedModule, PreparedOptimizer, PreparedScheduler, stepped_by
 from trainwright.engine.window import in_float32
-from trainwright.errors import CheckpointError
 from trainwright.precision import Precision
 from trainwright.rank_zero import rank_zero_warn
 from trainwright.raw_loop.collectives import Collectives
 from trainwright.raw_loop.loss_graph import graph_leaves
 from trainwright.raw_loop.memory import release_memory
+from trainwright.raw_loop.model_files import load_object, save_model, save_object, size_of, state_dict_of, unwrapped
 from trainwright.raw_loop.options import AutocastKwargs
 from trainwright.raw_loop.plugins import (
     DeepSpeedPlugin,
@@ -33,7 +33,11 @@ from trainwright.raw_loop.plugins import (
     check_length,
 )
 from trainwright.raw_loop.preparation import Preparation, PreparationOptions
-from trainwright.raw_loop.settings import MIXED, LoopSettings, refuse_unknown
+from trainwright.raw_loop.profiling import ProfileKwargs, profiled
+from trainwright.raw_loop.project import ProjectConfiguration, chosen_project
+from trainwright.raw_loop.saved_states import SavedStates, refuse_load_options, refuse_pickle
+from trainwright.raw_loop.settings import LoopSettings, refuse_unknown, word_for
+from trainwright.raw_loop.tracking import Options, Tracker, Trackers, chosen_loggers
 from trainwright.strategies import Strategy
 from trainwright.strategies.base import Optimization, StepResult
 
@@ -51,7 +55,7 @@ class Accelerator(Collectives):
         gradient_accumulation_plugin: further options of the accumulation.
         step_scheduler_with_optimizer: False lets each call of a prepared scheduler's step step it.
         kwargs_handlers: options of parts: AutocastKwargs, DistributedDataParallelKwargs, GradScalerKwargs,
-            InitProcessGroupKwargs.
+            InitProcessGroupKwargs, ProfileKwargs.
         dynamo_backend: compile prepared models with this backend of torch.compile, such as "inductor".
         fused_optimizers: run optimizers fused if torch can and their `fused` and `foreach` were not set.
         scale_schedulers: step prepared schedulers once for each process at each optimizer step, as Accelerate does.
@@ -62,10 +66,14 @@ class Accelerator(Collectives):
         strategy: a name or a Strategy.
         precision: any precision of the Trainer, instead of mixed_precision.
         num_nodes: nodes of the job, as for the Trainer.
+        log_with: "csv", "tensorboard", "all" for those that can be used here, a Logger, or a list of these.
+        project_dir: the folder of numbered checkpoints (`project_dir/checkpoints`) and of the logs; a path or an fsspec URL.
+        project_config: the same folders, and how many checkpoints are kept.
 
     Raises:
         ValueError, TypeError: a setting is wrong; raised before any process is started.
         RuntimeError: this machine does not have the accelerator.
+        ImportError: the package of a logger is not installed.
         LaunchError: the processes of the job could not be started.
 
     >>> accelerator = tw.Accelerator(gradient_accumulation_steps=2)
@@ -96,9 +104,13 @@ class Accelerator(Collectives):
         strategy: str | Strategy = "auto",
         precision: str | int | Precision | None = None,
         num_nodes: int = 1,
+        log_with: Any = None,
+        project_dir: str | os.PathLike[str] | None = None,
+        project_config: ProjectConfiguration | None = None,
         **unknown: Any,
     ) -> None:
         refuse_unknown(unknown, _arguments())
+        project, loggers = chosen_project(project_dir, project_config), chosen_loggers(log_with)
         settings = LoopSettings(
             mixed_precision,
             precision,
@@ -126,7 +138,7 @@ class Accelerator(Collectives):
         optimization = Optimization(accumulate=steps, clip_norm=settings.clip_norm)
         self._optimization = engine.strategy.resolve(optimization)
         """Accumulation and clipping; a strategy's own configuration overrides the arguments."""
-        self._autocast = settings.autocast
+        self._autocast, self._profiling = settings.autocast, settings.profiling
         if settings.compiler is not None and not engine.strategy.takes_compile:
             raise ValueError(
                 f"dynamo_backend={settings.compiler!r} is not accepted with strategy {engine.strategy.name!r}, whose hooks "
@@ -140,6 +152,8 @@ class Accelerator(Collectives):
         )
         self._new_preparation = partial(Preparation, engine, self._optimization, settings.accumulation, options)
         self._preparations = self._new_preparation()
+        self._trackers = Trackers(engine.ranks, loggers, project.logging_dir)
+        self._states = SavedStates(engine, project, self._trackers)
         self._has_warned_of_norm = False
         self._weighs_rounds = engine.world_size > 1  # one process has no uneven rounds
         self._has_checked_loss = False
@@ -157,9 +171,68 @@ class Accelerator(Collectives):
         prepared = self._preparations.prepare(objects)
         return prepared[0] if len(prepared) == 1 else prepared
 
-    def unwrap_model(self, model: nn.Module) -> nn.Module:
-        """Return the module that was given to `prepare`."""
-        return model.module if isinstance(model, PreparedModule) else model
+    def unwrap_model(
+        self, model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True
+    ) -> nn.Module:
+        """Return the module that was given to `prepare`, whose forward was not changed, so `keep_fp32_wrapper` has no effect.
+
+        With keep_torch_compile=False, of a module that torch.compile returned, return the one that it was given.
+        """
+        return unwrapped(model, keep_compiled=keep_torch_compile)
+
+    def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
+        """Return a model's whole state_dict, under the names of the user's module whether or not `unwrap` is set.
+
+        Under fsdp and ZeRO stage 3 it is a copy in host memory on rank 0, and empty on the others; otherwise every rank has
+        its own tensors. DeepSpeed's are in the precision that it computes in. Collective: call on every rank.
+        """
+        return state_dict_of(model)
+
+    def save_model(
+        self,
+        model: nn.Module,
+        save_directory: str | os.PathLike[str],
+        max_shard_size: int | str = "10GB",
+        safe_serialization: bool = True,
+    ) -> None:
+        """Write a model's weights as safetensors files, which safetensors and from_pretrained of transformers read.
+
+        One file is model.safetensors; several have an index, model.safetensors.index.json. Of tied weights the first name is
+        stored, and the others are in the file's metadata. Files of an earlier save_model are replaced. Collective: call on
+        every rank.
+
+        Args:
+            max_shard_size: the most bytes of a file ("5GB", "512MiB"); a larger tensor has a file by itself.
+            safe_serialization: True; no pickle is written.
+
+        Raises:
+            CheckpointError: on every rank, if they were not written.
+            ValueError: max_shard_size is not a size.
+        """
+        refuse_pickle("save_model", safe_serialization)
+        save_model(model, os.fspath(save_directory), size_of(max_shard_size), self.engine.ranks)
+
+    def save(self, obj: Any, f: str | os.PathLike[str], safe_serialization: bool = True) -> None:
+        """Write plain data and tensors into one file, on rank 0 (with save_on_each_node, on each node); an existing one goes.
+
+        A dict of tensors, or data with tensors, becomes a safetensors file whatever its name; data without tensors becomes
+        JSON. `load` reads both.
+
+        Raises:
+            TypeError: the object holds something else.
+            CheckpointError: the file was not written.
+        """
+        refuse_pickle("save", safe_serialization)
+        on_each = self.project_configuration.save_on_each_node
+        save_object(obj, f, is_writer=self.is_local_main_process if on_each else self.is_main_process)
+
+    def load(self, f: str | os.PathLike[str]) -> Any:
+        """Return what `save` wrote, or the tensors of any safetensors file, in host memory.
+
+        Raises:
+            CheckpointError: the file is missing, damaged or of another kind.
+        """
+        return load_object(f)
 
     def accumulate(self, *models: nn.Module) -> AbstractContextManager[None]:
         """Return the context of one batch, in which optimizers and schedulers step only at the end of a window.
@@ -252,6 +325,18 @@ class Accelerator(Collectives):
         prepared: PreparedScheduler = self.prepare(scheduler)
         return prepared
 
+    @contextmanager
+    def profile(self, profile_handler: ProfileKwargs | None = None) -> Iterator[profile]:
+        """Record the block with torch.profiler and yield that; the argument replaces the options of kwargs_handlers.
+
+        Every rank records, and writes its own traces if there is an output_trace_dir. Collective then: call on every rank.
+        """
+        options = self._profiling if profile_handler is None else profile_handler
+        with profiled(options) as recorder:
+            yield recorder
+        if options.output_trace_dir is not None:
+            self.wait_for_everyone()  # so that all traces are there
+
     def free_memory(self, *objects: Any) -> Any:
         """Release all that was prepared, and return None for each object given, to replace it by; collects garbage.
 
@@ -282,8 +367,7 @@ class Accelerator(Collectives):
     @property
     def mixed_precision(self) -> str:
         """Return "no", "fp16" or "bf16"; for a precision that has no such name, its own."""
-        name = self.engine.precision.name
-        return next((word for word, precision in MIXED.items() if precision == name), name)
+        return word_for(self.engine.precision)
 
     @property
     def sync_gradients(self) -> bool:
@@ -305,43 +389,53 @@ class Accelerator(Collectives):
         """Return whether an optimizer's latest step was skipped because its gradients were not finite."""
         return any(optimizer.step_was_skipped for optimizer in self._preparations.optimizers)
 
-    def save_state(self, output_dir: str, blocking: bool = True, overwrite: bool = False) -> str:
-        """Write a checkpoint of everything that was prepared, in the Trainer's format; return its path.
+    @property
+    def project_configuration(self) -> ProjectConfiguration:
+        """Return the folders of the project, and how its checkpoints are numbered and kept."""
+        return self._states.numbered.config
 
-        Collective: call on every rank.
+    @property
+    def project_dir(self) -> str | None:
+        """Return the project's folder; None without one."""
+        return self.project_configuration.project_dir
+
+    @property
+    def logging_dir(self) -> str | None:
+        """Return the folder of the project's logs; None without one."""
+        return self.project_configuration.logging_dir
+
+    @property
+    def save_iteration(self) -> int:
+        """Return the number of the next numbered checkpoint, unless the folder has that one already."""
+        return self.project_configuration.iteration
+
+    def save_state(
+        self,
+        output_dir: str | os.PathLike[str] | None = None,
+        safe_serialization: bool = True,
+        *,
+        blocking: bool = True,
+        overwrite: bool = False,
+    ) -> str:
+        """Write a checkpoint of everything that was prepared or registered, in the Trainer's format; return its path.
+
+        Without a path it is the next of `project_dir/checkpoints/checkpoint_0`, `checkpoint_1`, .., also after a resume;
+        `ProjectConfiguration(total_limit=...)` removes the oldest whole ones once it is committed, but not one that was loaded
+        by its path. Collective: call on every rank.
 
         Args:
+            safe_serialization: True; a checkpoint holds no pickle.
             blocking: False returns once all is copied to host memory, and a thread writes: see `finish_save`.
             overwrite: replace a whole checkpoint at that path, once the new one is committed.
 
         Raises:
-            CheckpointError: on every rank, if it was not written or the path exists (with overwrite, as something else).
+            CheckpointError: on every rank, if it was not written, the path exists (with overwrite, as something else), or
+                another run uses the project's checkpoints.
+            ValueError: no path, and no project.
             RuntimeError: within an accumulation window, since checkpoints hold no gradients.
         """
-        if self._preparations.windows.is_open and self.gradient_accumulation_steps > 1:
-            raise RuntimeError(
-                "save_state was called within an accumulation window, and checkpoints hold no gradients; call it when "
-                "accelerator.sync_gradients is True and the optimizer has stepped."
-            )
-        loaders = [loader.state_dict() for loader in self._preparations.loaders]
-        sources = [loader.pop("sources") for loader in loaders]
-        position = loaders[0] if loaders else {"epoch": 0, "batch": 0}
-        state = {
-            "position": {**position, "step": self.step_count},
-            "loaders": loaders,
-            "lr_schedulers": [scheduler.state_dict() for scheduler in self._preparations.schedulers],
-            "steps_of_schedulers": [scheduler.steps_since() for scheduler in self._preparations.schedulers],
-        }
-        self.engine.save(
-            str(output_dir),
-            step=self.step_count,
-            epoch=position["epoch"],
-            state=state,
-            rank_state={"sources": sources},
-            blocking=blocking,
-            overwrite=overwrite,
-        )
-        return str(output_dir)
+        refuse_pickle("save_state", safe_serialization)
+        return self._states.save(self._preparations, output_dir, blocking, overwrite)
 
     def finish_save(self) -> None:
         """Wait for a `save_state(..., blocking=False)`, as later saves and loads do too. Collective: call on every rank.
@@ -349,51 +443,107 @@ class Accelerator(Collectives):
         Raises:
             CheckpointError: on every rank, if that save failed; earlier checkpoints are unchanged.
         """
-        self.engine.finish_save()
+        self._states.numbered.finish()
 
-    def load_state(self, input_dir: str, verify: Verify = "full", *, weights_only: bool = False) -> None:
+    def load_state(
+        self,
+        input_dir: str | os.PathLike[str] | None = None,
+        verify: Verify = "full",
+        *,
+        weights_only: bool = False,
+        strict: bool = True,
+        **unknown: Any,
+    ) -> None:
         """Resume from a checkpoint of `save_state`, or of a Trainer with the same model, optimizers and schedulers.
 
         The next iteration of each loader resumes at its saved position; a Trainer's checkpoint has one for the first loader
-        only. Collective: call on every rank.
+        only. If it is the newest of its folder, loggers that have not written yet continue in its run. Collective: call on
+        every rank.
 
         Args:
-            input_dir: the checkpoint, of any strategy and number of processes.
+            input_dir: the checkpoint, of any strategy and number of processes; by default the newest whole one of
+                `project_dir/checkpoints`. Damaged ones are skipped with a warning.
             verify: how the files are checked first: "full" (every digest), "size", or "off".
             weights_only: load the model's weights and nothing else, also from an imported checkpoint.
+            strict: False skips tensors of the model that only one side has.
 
         Raises:
             CheckpointError: no checkpoint, a damaged one, or one of another model or optimizer.
+            RuntimeError: nothing was prepared.
+            ValueError: no path, and no project.
         """
+        refuse_load_options(unknown)
+        self._states.load(self._preparations, input_dir, verify, weights_only=weights_only, strict=strict)
 
-        schedulers = self._preparations.schedulers
+    def register_for_checkpointing(self, *objects: Any) -> None:
+        """Save and load the state of these objects in checkpoints, too: what rank 0's `state_dict` returns.
 
-        def check(state: dict[str, Any]) -> None:
-            if (saved := len(state.get("lr_schedulers", []))) != len(schedulers):
-                raise CheckpointError(
-                    f"{input_dir}: it was saved with {saved} schedulers, but {len(schedulers)} were prepared. Prepare the "
-                    "same ones."
-                )
+        Raises:
+            TypeError: an object without state_dict and load_state_dict.
+            CheckpointError: a state that holds more than plain data and tensors.
+        """
+        self._states.register(objects)
 
-        opened = self.engine.open(str(input_dir), verify=verify)
-        if weights_only:
-            self.engine.load(opened, weights_only=True)
-            return
-        restored = self.engine.load(opened, check=check)
-        for scheduler, saved in zip(schedulers, restored.state.get("lr_schedulers", []), strict=True):
-            scheduler.load_state_dict(saved)
-        for scheduler, since in zip(schedulers, restored.state.get("steps_of_schedulers", []), strict=False):
-            scheduler.take_steps(*since)
-        position = restored.state["position"]
-        self._preparations.resume_at(int(position["step"]))
-        if position.get("epoch_ended"):  # a Trainer's, saved between two epochs
-            position = {"epoch": position["epoch"] + 1, "batch": 0}
-        states = restored.state.get("loaders", [position])
-        sources = chain(restored.nearest_rank_state.get("sources", ()), repeat(()))
-        for loader, state, source in zip(self._preparations.loaders, states, sources, strict=False):
-            loader.load_state_dict({**state, "sources": source})
-        if restored.rng is not None:
-            set_rng_state(restored.rng)
+    @property
+    def trackers(self) -> list[Tracker]:
+        """Return the loggers of `init_trackers`, on each rank that has called it."""
+        return self._trackers.all
+
+    def init_trackers(self, project_name: str, config: Any = None, init_kwargs: Options | None = None) -> None:
+        """Make the loggers of log_with; call it on every rank, or on rank 0 alone.
+
+        Rank 0 writes, into `logging_dir/project_name/version_n` for a logger of a name. The loggers start when they are first
+        used, so that `load_state` can let them continue in the checkpoint's run.
+
+        Args:
+            config: hyper-parameters to record, a dict or a Namespace.
+            init_kwargs: by a logger's name, further arguments of its class.
+
+        Raises:
+            ValueError, TypeError: an argument is wrong.
+            RuntimeError: it was called before.
+        """
+        self._trackers.init(project_name, config, init_kwargs)
+
+    def get_tracker(self, name: str, unwrap: bool = False) -> Any:
+        """Return the logger of that name, or with `unwrap` what it writes with; elsewhere than on rank 0 its calls do nothing.
+
+        Raises:
+            ValueError: no logger has the name.
+            RuntimeError: before `init_trackers`.
+        """
+        return self._trackers.get(name, unwrap)
+
+    def log(self, values: Mapping[str, Any], step: int | None = None, log_kwargs: Options | None = None) -> None:
+        """Write a row of numbers, which may be tensors of one element, with each logger; only rank 0 writes.
+
+        Args:
+            step: by default `step_count`.
+            log_kwargs: by a logger's name, further arguments of its `log_metrics`.
+
+        Raises:
+            RuntimeError: on every rank, before `init_trackers`.
+            TypeError: a value that is not a number.
+        """
+        self._trackers.log(values, self.step_count if step is None else step, log_kwargs)
+
+    def log_images(self, values: Mapping[str, Any], step: int | None = None, log_kwargs: Options | None = None) -> None:
+        """Write images with each logger that can (TensorBoard); the arguments are those of `log`.
+
+        Each value is an array, a tensor or a list of images.
+        """
+        self._trackers.log_images(values, self.step_count if step is None else step, log_kwargs)
+
+    def end_training(self) -> None:
+        """Wait for a save in flight, and close the loggers. Collective: call on every rank.
+
+        Raises:
+            CheckpointError: on every rank, if the save failed; the loggers are closed.
+        """
+        try:
+            self.finish_save()
+        finally:
+            self._trackers.end()
 
     def _check_loss(self, loss: Any) -> None:
         """Refuse what backward cannot use, in a loop's first backward."""

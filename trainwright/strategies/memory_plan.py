@@ -3,11 +3,30 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 LARGEST_BUCKET = 500_000_000
 """The most elements of DeepSpeed's buffer for reducing gradients; smaller models get a smaller one."""
 MOST_GATHERED = 1_000_000_000
 """DeepSpeed's stage 3 keeps up to this many gathered elements instead of gathering them again."""
+
+
+class DeviceBytes(NamedTuple):
+    """What one device holds in training, without activations."""
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    """Of the optimizer's state."""
+    masters: int
+    """Of the float32 copies that an engine steps in place of the parameters."""
+    buffers: int
+    """Of what is reduced or gathered over the devices."""
+
+    @property
+    def total(self) -> int:
+        """Return the sum of all parts."""
+        return sum(self)
 
 
 @dataclass(frozen=True)
@@ -20,30 +39,33 @@ class MemoryPlan:
     has_buckets: bool = False
     """Whether gradients are copied into communication buckets."""
     has_masters: bool = False
-    """Whether each device keeps float32 masters of its shard of the trained parameters."""
+    """Whether each device keeps float32 masters of its shard of the trained parameters, which the optimizer steps."""
     reduces: str = ""
     """The dtype of the reduction buffer: "float32", "gradients" (theirs), or "" without one."""
     gathers: bool = False
     """Whether gathered parameters stay whole on each device until the step ends."""
 
-    def bytes_on_device(
-        self, *, parameters: int, gradients: int, optimizer: int, masters: int, num_devices: int
-    ) -> int:
-        """Return one device's bytes from the whole model's; `masters` are its trained parameters in float32."""
+    def on_device(
+        self, *, parameters: int, gradients: int, optimizer: int, masters: int, of_masters: int, num_devices: int
+    ) -> DeviceBytes:
+        """Return what one device holds of a whole model's bytes.
+
+        `masters` are its trained parameters in float32, and `of_masters` the optimizer's state for these.
+        """
         trained = masters // 4
         reduced = {"float32": masters, "gradients": gradients, "": 0}[self.reduces]
 
         def part(size: int, is_divided: bool) -> int:
             return -(-size // num_devices) if is_divided else size
 
-        return (
-            part(parameters, self.parameters)
-            + part(gradients, self.gradients)
-            + part(optimizer, self.optimizer)
-            + (gradients if self.has_buckets else 0)
-            + (part(masters, True) if self.has_masters else 0)
+        return DeviceBytes(
+            parameters=part(parameters, self.parameters),
+            gradients=part(gradients, self.gradients),
+            optimizer=part(of_masters if self.has_masters else optimizer, self.optimizer),
+            masters=part(masters, True) if self.has_masters else 0,
+            buffers=(gradients if self.has_buckets else 0)
             + (reduced if trained <= LARGEST_BUCKET else reduced * LARGEST_BUCKET // trained)
-            + (min(parameters, MOST_GATHERED * (gradients // trained if trained else 4)) if self.gathers else 0)
+            + (min(parameters, MOST_GATHERED * (gradients // trained if trained else 4)) if self.gathers else 0),
         )
 
 

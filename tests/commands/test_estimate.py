@@ -1,0 +1,147 @@
+"""`trainwright estimate`: the sizes of each part on each device, from a class or from a number, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trainwright.__main__ import check_names
+from trainwright.commands.estimate import estimate_command
+
+SCRIPT = """
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self, width, depth=1):
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(width, width, bias=False) for _ in range(depth)])
+        assert self.layers[0].weight.is_meta
+
+class Reads(nn.Linear):
+    def __init__(self):
+        super().__init__(2, 2)
+        self.weight.sum().item()
+
+def small():
+    return Net(4)
+
+made = nn.Linear(3, 5)
+number = 7
+"""
+
+
+@pytest.fixture(autouse=True)
+def _search_path() -> Iterator[None]:
+    before = list(sys.path), set(sys.modules)
+    Path("net.py").write_text(SCRIPT)
+    yield
+    sys.path[:] = before[0]
+    for name in set(sys.modules) - before[1]:
+        if name in ("alone", "estimated_net"):
+            del sys.modules[name]
+
+
+def estimated(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
+    assert estimate_command([*arguments, "--json"], check_names) == 0
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return found
+
+
+def row(found: dict[str, Any], precision: str, strategy: str, devices: int) -> dict[str, Any]:
+    (one,) = (
+        each
+        for each in found["rows"]
+        if (each["precision"], each["strategy"], each["devices"]) == (precision, strategy, devices)
+    )
+    return one
+
+
+def test_a_number_of_parameters(capsys: pytest.CaptureFixture[str]) -> None:
+    count = 7_000_000_000
+    found = estimated(
+        capsys, "--params", "7e9", "--memory", "80GiB", "--precision", "16-mixed,bf16-true", "--devices", "1,8"
+    )
+    assert (found["parameters"], found["memory"]) == (count, 80 * 2**30)
+    mixed = row(found, "16-mixed", "fsdp", 8)
+    assert (mixed["parameters"], mixed["gradients"], mixed["verdict"]) == (4 * count / 8, 4 * count / 8, "fits")
+    assert mixed["optimizer"] == pytest.approx(8 * count / 8, abs=8)
+    true = row(found, "bf16-true", "fsdp", 8)
+    assert true["total"] == pytest.approx(mixed["total"] / 2, abs=8)
+    assert row(found, "16-mixed", "single_device", 1)["verdict"] == "too large"
+    assert row(found, "bf16-true", "ddp", 8)["verdict"] == "tight"
+    staged = row(found, "bf16-true", "deepspeed_stage_2", 8)
+    assert (staged["parameters"], staged["gradients"], staged["masters"]) == (2 * count, 2 * count / 8, 4 * count / 8)
+    assert staged["optimizer"] == pytest.approx(8 * count / 8, abs=8), "the optimizer steps float32 masters"
+
+
+def test_a_class_of_a_script(capsys: pytest.CaptureFixture[str]) -> None:
+    options = ("--args", '{"width": 1000, "depth": 3}', "--optimizer", "SGD", "--devices", "2", "--strategies", "ddp")
+    found = estimated(capsys, "net.py:Net", *options)
+    assert found["parameters"] == 3_000_000
+    assert [(each["precision"], each["optimizer"]) for each in found["rows"]] == [
+        (name, 0) for name in ("32-true", "16-mixed", "bf16-mixed", "16-true", "bf16-true")
+    ]
+    assert [each["parameters"] for each in found["rows"]] == 3 * [12_000_000] + 2 * [6_000_000]
+    assert estimated(capsys, "net.py:small")["parameters"] == 16
+    assert estimated(capsys, "net.py:made")["parameters"] == 20
+    assert estimated(capsys, "torch.nn:Linear", "--args", '{"in_features": 2, "out_features": 3}')["parameters"] == 9
+    Path("alone.py").write_text(
+        "from net import nn\nclass One(nn.Linear):\n    def __init__(self):\n        super().__init__(1, 1)"
+    )
+    assert estimated(capsys, "alone")["parameters"] == 2  # the one class that it defines, in a module of this folder
+
+
+def test_the_table_groups_precisions_that_take_the_same(capsys: pytest.CaptureFixture[str]) -> None:
+    assert estimate_command(["--params", "1B", "--memory", "12GiB", "--devices", "1,2,4"], check_names) == 0
+    said = capsys.readouterr().out
+    assert said.startswith("--params 1B: 1,000,000,000 parameters, trained with AdamW. Bytes on each device")
+    assert "\n32-true, 16-mixed, bf16-mixed\n" in said
+    assert "\n16-true, bf16-true\n" in said
+    assert "fewest devices that fit: 2, with fsdp" in said
+    assert "fewest devices that fit: 1, with single_device" in said
+    line = next(" ".join(line.split()) for line in said.splitlines() if "fsdp" in line)
+    assert line == "fsdp 2 1.9 GiB 1.9 GiB 3.7 GiB - - 7.5 GiB fits"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["none.py"], "'none.py' is not a script that exists; pass the path of a .py file, or the name of a module."),
+        (["nonesuch.module"], "neither a script nor a module 'nonesuch.module' was found"),
+        (["net.py:Nett"], "net.py has no 'Nett'. It defines Net, Reads. Did you mean 'Net'?"),
+        (["net.py"], "net.py defines Net, Reads; add the class, or a function that returns the module: net.py:NAME."),
+        (["net.py:Net"], 'Net needs width; pass them as --args \'{"width": "..."}\', or name a function'),
+        (
+            ["net.py:Net", "--args", '{"widht": 2}'],
+            "Net takes no 'widht' (it was given --args {\"widht\": 2}); it takes width,",
+        ),
+        (["net.py:Net", "--args", '{"widht": 2}'], "Did you mean 'width'?"),
+        (["net.py:Net", "--args", "width=2"], "--args width=2 is not JSON"),
+        (["net.py:Net", "--args", "[2]"], "--args [2] is not an object; pass one such as"),
+        (["net.py:Net", "--args", '{"width": "wide"}'], "Net cannot be made on the meta device"),
+        (["net.py:Reads"], "Reads cannot be made on the meta device, whose tensors have no values (RuntimeError"),
+        (["net.py:number"], "number is a int; name a class of a torch module, or a function that returns one."),
+        (["json:dumps", "--args", '{"obj": 1}'], "dumps gave a str; name a torch module"),
+        (["fails.py"], "fails.py failed while it was imported (SystemExit: 3); put its work under"),
+        (["net.py:small", "--params", "3"], "pass either SCRIPT_OR_MODULE[:CLASS] or --params N."),
+        ([], "pass either SCRIPT_OR_MODULE[:CLASS] or --params N."),
+        (["--params", "many"], "--params many: expected a number such as 7e9 or 7B."),
+        (["--params", "1", "--memory", "80GiBs"], "--memory 80GiBs: expected a number such as 80GiB."),
+        (["--params", "1", "--devices", "1,x"], "--devices x: expected whole numbers from 1, separated by commas."),
+        (["--params", "1", "--strategies", "dpd"], "--strategies dpd: choose from single_device, ddp,"),
+        (["--params", "1", "--precision", "bf16"], "--precision bf16: choose from 64-true, 32-true,"),
+        (["--params", "1", "--optimizer", "Adamw"], "Did you mean 'AdamW'?"),
+    ],
+)
+def test_what_is_refused(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("fails.py").write_text("import sys\nsys.exit(3)")
+    with pytest.raises(SystemExit) as caught:
+        estimate_command(arguments, check_names)
+    assert caught.value.code == 2
+    assert said in capsys.readouterr().err

@@ -1,0 +1,205 @@
+"""Saved states: what a raw loop's checkpoint holds beside models and optimizers, and how a loop continues from it."""
+
+from __future__ import annotations
+
+import difflib
+import os
+from itertools import chain, repeat
+from typing import Any
+
+from trainwright.checkpoint.contents import encode_state
+from trainwright.checkpoint.discovery import find_checkpoints, same_path
+from trainwright.checkpoint.reader import Verify
+from trainwright.data.seeding import set_rng_state
+from trainwright.engine.engine import Engine
+from trainwright.errors import CheckpointError
+from trainwright.rank_zero import rank_zero_warn
+from trainwright.raw_loop.preparation import Preparation
+from trainwright.raw_loop.project import NumberedCheckpoints, ProjectConfiguration
+from trainwright.raw_loop.tracking import Trackers
+
+
+class SavedStates:
+    """The checkpoints of one Accelerator."""
+
+    def __init__(self, engine: Engine, project: ProjectConfiguration, trackers: Trackers) -> None:
+        self.numbered = NumberedCheckpoints(engine, project)
+        self._engine, self._trackers = engine, trackers
+        self._objects: list[Any] = []
+        self._has_warned = False
+
+    def register(self, objects: tuple[Any, ...]) -> None:
+        """Keep the state of these objects in checkpoints, too; see `Accelerator.register_for_checkpointing`."""
+        for each in objects:
+            kind = type(each).__name__
+            lacking = [name for name in ("state_dict", "load_state_dict") if not callable(getattr(each, name, None))]
+            if lacking or isinstance(each, type):
+                what = f"the class {each.__name__}" if isinstance(each, type) else f"a {kind} without {lacking[0]}"
+                raise TypeError(
+                    f"register_for_checkpointing was given {what}; accepted are objects with state_dict and load_state_dict."
+                )
+            try:
+                state = each.state_dict()
+            except Exception:  # it may not be ready yet; a save reports what is wrong
+                continue
+            encode_state(state, f"the state_dict of {kind}")
+        for each in objects:
+            if all(each is not one for one in self._objects):
+                self._objects.append(each)
+
+    def save(
+        self, preparation: Preparation, output_dir: str | os.PathLike[str] | None, blocking: bool, overwrite: bool
+    ) -> str:
+        """Write a checkpoint; see `Accelerator.save_state`. Collective."""
+        if preparation.windows.is_open and preparation.windows.usual_length > 1:
+            raise RuntimeError(
+                "save_state was called within an accumulation window, and checkpoints hold no gradients; call it when "
+                "accelerator.sync_gradients is True and the optimizer has stepped."
+            )
+        is_numbered = output_dir is None or self.numbered.config.automatic_checkpoint_naming
+        path, number = self.numbered.next() if is_numbered else (os.fspath(output_dir or ""), 0)
+        if output_dir is not None and is_numbered and not self._has_warned:
+            self._has_warned = True
+            rank_zero_warn(
+                f"automatic_checkpoint_naming=True numbers checkpoints, so this one is {path} and not {output_dir}.",
+                stacklevel=3,
+            )
+        loaders = [loader.state_dict() for loader in preparation.loaders]
+        sources = [loader.pop("sources") for loader in loaders]
+        position = loaders[0] if loaders else {"epoch": 0, "batch": 0}
+        state = {
+            "position": {**position, "step": preparation.step_count},
+            "loaders": loaders,
+            "lr_schedulers": [scheduler.state_dict() for scheduler in preparation.schedulers],
+            "steps_of_schedulers": [scheduler.steps_since() for scheduler in preparation.schedulers],
+            "registered": self._states_of_objects(),
+            "loggers": self._trackers.states(),
+        }
+        self._engine.save(
+            path,
+            step=preparation.step_count,
+            epoch=position["epoch"],
+            state=state,
+            rank_state={"sources": sources},
+            blocking=blocking,
+            number=number,
+            overwrite=overwrite,
+        )
+        if is_numbered:
+            self.numbered.note_save(path, number)
+        return path
+
+    def load(
+        self,
+        preparation: Preparation,
+        input_dir: str | os.PathLike[str] | None,
+        verify: Verify,
+        *,
+        weights_only: bool,
+        strict: bool,
+    ) -> None:
+        """Continue from a checkpoint; see `Accelerator.load_state`. Collective."""
+        engine = self._engine
+        if not preparation.models:
+            raise RuntimeError(
+                "load_state was called before prepare, and loads into what was prepared; call accelerator.prepare(model, "
+                "optimizer, ...) first."
+            )
+        opened = engine.open(self.numbered.newest(verify) if input_dir is None else os.fspath(input_dir), verify=verify)
+        path = opened.checkpoint.path
+        schedulers = preparation.schedulers
+
+        def check(state: dict[str, Any]) -> None:
+            if (saved := len(state.get("lr_schedulers", []))) != len(schedulers):
+                raise CheckpointError(
+                    f"{path}: it was saved with {saved} schedulers, but {len(schedulers)} were prepared. Prepare the same "
+                    "ones."
+                )
+            self._check_objects(state.get("registered", []), path)
+
+        if weights_only:
+            engine.load(opened, weights_only=True, strict=strict)
+            return
+        restored = engine.load(opened, strict=strict, check=check)
+        state = restored.state
+        for scheduler, saved in zip(schedulers, state.get("lr_schedulers", []), strict=True):
+            scheduler.load_state_dict(saved)
+        for scheduler, since in zip(schedulers, state.get("steps_of_schedulers", []), strict=False):
+            scheduler.take_steps(*since)
+        position = state["position"]
+        preparation.resume_at(int(position["step"]))
+        if position.get("epoch_ended"):  # a Trainer's, saved between two epochs
+            position = {"epoch": position["epoch"] + 1, "batch": 0}
+        states = state.get("loaders", [position])
+        sources = chain(restored.nearest_rank_state.get("sources", ()), repeat(()))
+        for loader, each, source in zip(preparation.loaders, states, sources, strict=False):
+            loader.load_state_dict({**each, "sources": source})
+        self._load_objects(state.get("registered", []), path)
+        if restored.rng is not None:
+            set_rng_state(restored.rng)
+        if input_dir is not None:
+            self.numbered.note_load(path)
+        if engine.rank == 0 and state.get("loggers") and (input_dir is None or _is_newest(path)):
+            self._trackers.resume(state["loggers"], path)
+
+    def _states_of_objects(self) -> list[dict[str, Any]]:
+        """Return the registered objects' states. Collective if there are any."""
+        states: list[dict[str, Any]] = []
+
+        def collect() -> None:
+            states.extend({"class": type(each).__name__, "state": each.state_dict()} for each in self._objects)
+
+        if self._objects:
+            call = "the states of registered objects"
+            self._engine.ranks.run_on_all(
+                collect, call, subject="save_state could not read a registered object's state"
+            )
+        return states
+
+    def _check_objects(self, saved: list[dict[str, Any]], path: str) -> None:
+        stored, own = [each["class"] for each in saved], [type(each).__name__ for each in self._objects]
+        if stored != own:
+            raise CheckpointError(
+                f"{path}: it was saved with the registered objects {', '.join(stored) or '(none)'}, but registered here are "
+                f"{', '.join(own) or '(none)'}. Register the same ones in the same order before load_state, or what it does "
+                "not have after it."
+            )
+
+    def _load_objects(self, saved: list[dict[str, Any]], path: str) -> None:
+        def load() -> None:
+            for each, one in zip(self._objects, saved, strict=True):
+                each.load_state_dict(one["state"])
+
+        if self._objects:
+            call, subject = "the load of registered objects", f"{path}: a registered object does not take its state"
+            self._engine.ranks.run_on_all(load, call, subject=subject)
+
+
+def refuse_pickle(call: str, safe_serialization: Any) -> None:
+    """Raise ValueError for a call that asks for pickled files."""
+    if safe_serialization is not True:
+        raise ValueError(
+            f"{call}(safe_serialization={safe_serialization!r}) would write a pickle, which trainwright does not; leave it out "
+            "for safetensors."
+        )
+
+
+def refuse_load_options(given: dict[str, Any]) -> None:
+    """Raise TypeError for arguments that load_state does not have."""
+    accepted = ["input_dir", "verify", "weights_only", "strict"]
+    for name, value in given.items():
+        close = difflib.get_close_matches(name, accepted, n=1)
+        hint = f" Did you mean {close[0]}=?" if close else f" Its arguments are {', '.join(accepted)}."
+        if name == "map_location":
+            hint = " Tensors are loaded to where the prepared objects are; leave it out."
+        raise TypeError(f"load_state has no argument {name}= (it was given {name}={value!r:.80}).{hint}")
+
+
+def _is_newest(path: str) -> bool:
+    """Return whether this is the newest whole checkpoint of its folder, those with weights only aside."""
+    try:
+        found = find_checkpoints(os.path.dirname(path.rstrip("/")) or ".")
+    except CheckpointError:  # the folder cannot be listed
+        return False
+    entries = [each for each in found if not each.weights_only]
+    return bool(entries) and same_path(entries[-1].path, path)

@@ -1,0 +1,228 @@
+"""Tracking: the loggers of a raw loop, under the names that Accelerate gives to trackers."""
+
+from __future__ import annotations
+
+import atexit
+import difflib
+import weakref
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from trainwright.distributed.ranks import Ranks
+from trainwright.loggers.base import Logger, SilentLogger, to_dict
+from trainwright.loggers.folder import FolderLogger, start_loggers
+from trainwright.loggers.names import available_loggers, logger_class, name_of
+from trainwright.loggers.position import logger_states, match_states, resume_loggers
+
+Chosen = list[tuple[str, type[Logger] | Logger]]
+"""The loggers of log_with, by their names: classes, or the user's own instances."""
+Options = Mapping[str, Mapping[str, Any]]
+"""Keyword arguments by a tracker's name."""
+
+
+class Tracker:
+    """A logger under its short name, such as "tensorboard"; attributes that it lacks are the logger's.
+
+    Calls do nothing on the ranks that do not write.
+    """
+
+    def __init__(self, name: str, logger: Logger) -> None:
+        self.name, self.logger = name, logger
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("name", "logger"):  # a copy that has no attributes yet
+            raise AttributeError(name)
+        return getattr(self.logger, name)
+
+    @property
+    def tracker(self) -> Any:
+        """Return what the logger writes with: its `experiment`."""
+        return self.logger.experiment
+
+    @property
+    def writer(self) -> Any:
+        """Return the same, as TensorBoard's users know it."""
+        return self.logger.experiment
+
+    def log(self, values: Mapping[str, Any], step: int | None = None, **options: Any) -> None:
+        """Write a row of numbers."""
+        self.logger.log_metrics(values, step, **options)
+
+    def log_images(self, values: Mapping[str, Any], step: int | None = None, **options: Any) -> None:
+        """Write images, if the logger can."""
+        self.logger.log_images(values, step, **options)
+
+    def store_init_configuration(self, values: Mapping[str, Any]) -> None:
+        """Write hyper-parameters."""
+        self.logger.log_hyperparams(values)
+
+
+def chosen_loggers(log_with: Any) -> Chosen:
+    """Return the loggers that log_with= names or holds; "all" is each that can be used here.
+
+    Raises:
+        TypeError, ValueError, ImportError: it holds something else, an unknown name, or one whose package is missing.
+    """
+    is_several = isinstance(log_with, Iterable) and not isinstance(log_with, (str, Logger))
+    given = list(log_with) if is_several else [] if log_with is None else [log_with]
+    chosen: Chosen = []
+    for each in given:
+        if isinstance(each, Logger):
+            chosen.append((name_of(each), each))
+        elif not isinstance(text := getattr(each, "value", each), str):  # a member of an enum of names, too
+            what = f"the class {each.__name__}" if isinstance(each, type) else f"a {type(each).__name__}"
+            raise TypeError(f"log_with holds {what}; accepted are names, Logger instances, and lists of them.")
+        else:
+            names = available_loggers() if text == "all" else [text]
+            chosen += [(name, logger_class(name)) for name in names if name not in [other for other, _ in chosen]]
+    return chosen
+
+
+class Trackers:
+    """The loggers of one Accelerator: made by `init`, started on rank 0 by the first call that writes.
+
+    So `load_state` may come before or after `init`: the loggers then continue in the run that the checkpoint was saved in.
+    """
+
+    def __init__(self, ranks: Ranks, chosen: Chosen, folder: str | None) -> None:
+        self._ranks, self._chosen, self._folder = ranks.subchannel("trackers"), chosen, folder
+        self._trackers: list[Tracker] = []
+        self._config: dict[str, Any] = {}
+        self._is_made = self._is_started = False
+        self._runs = 0
+        """How often `end` has ended a run, the same on every rank."""
+        self._refused = -1
+        """The run in which a call before `init` was last refused on this rank."""
+        self._resumed: tuple[list[dict[str, Any]], str] = ([], "")
+        """The loggers' states in the checkpoint that was loaded, and its path."""
+
+    def init(self, project_name: str, config: Any, init_kwargs: Options | None) -> None:
+        """Make the loggers; see `Accelerator.init_trackers`."""
+        if not isinstance(project_name, str) or not project_name:
+            raise ValueError(f"project_name={project_name!r} is not accepted; pass a name, such as the experiment's.")
+        if self._is_made:
+            raise RuntimeError("init_trackers was called before; call end_training() first to begin another run.")
+        values = to_dict(config) if config is not None else {}
+        options = self._options("init_kwargs", init_kwargs)
+        made = [
+            Tracker(name, each)
+            if isinstance(each, Logger)
+            else Tracker(name, each.of_project(project_name, self._folder, **options.get(name, {})))
+            for name, each in self._chosen
+        ]
+        for tracker in made:
+            if isinstance(tracker.logger, FolderLogger) and self._folder is not None:
+                tracker.logger.use_root(self._folder)
+        self._trackers, self._config, self._is_made = made, values, True
+        if self._ranks.rank == 0:
+            self._ranks.announce(f"made {self._runs}")
+        else:
+            start_loggers([each.logger for each in made], lambda text: text, is_writer=False)
+
+    @property
+    def all(self) -> list[Tracker]:
+        """Return the trackers, started; an empty list before `init`."""
+        if self._is_made:
+            self._start()
+        return list(self._trackers)
+
+    def get(self, name: str, unwrap: bool) -> Any:
+        """Return a tracker, or what it writes with; see `Accelerator.get_tracker`."""
+        if not self._is_ready("get_tracker"):
+            silent = SilentLogger()
+            return silent.experiment if unwrap else Tracker(name, silent)
+        found = next((each for each in self._trackers if name in (each.name, type(each.logger).__name__)), None)
+        if found is None:
+            raise ValueError(f"get_tracker: {self._unknown(name)}")
+        return found.tracker if unwrap else found
+
+    def log(self, values: Mapping[str, Any], step: int, log_kwargs: Options | None) -> None:
+        """Write a row with each logger; see `Accelerator.log`."""
+        if self._is_ready("log"):
+            options = self._options("log_kwargs", log_kwargs)
+            for tracker in self._trackers:
+                tracker.log(values, step, **options.get(tracker.name, {}))
+
+    def log_images(self, values: Mapping[str, Any], step: int, log_kwargs: Options | None) -> None:
+        """Write images with each logger that can; see `Accelerator.log_images`."""
+        if self._is_ready("log_images"):
+            options = self._options("log_kwargs", log_kwargs)
+            for tracker in self._trackers:
+                tracker.log_images(values, step, **options.get(tracker.name, {}))
+
+    def states(self) -> list[dict[str, Any]]:
+        """Return the loggers' positions for a checkpoint; empty on the ranks that do not write."""
+        if not self._is_made or self._ranks.rank != 0:
+            return []
+        self._start()
+        return logger_states([each.logger for each in self._trackers])
+
+    def resume(self, states: list[dict[str, Any]], path: str) -> None:
+        """Let loggers that have not started continue from their states in a checkpoint."""
+        self._resumed = states, path
+
+    def end(self) -> None:
+        """Close the loggers; the next `init` begins another run."""
+        if self._is_made and self._ranks.rank == 0:
+            self._start()
+            for tracker in reversed(self._trackers):
+                tracker.logger.finalize("success")
+                tracker.logger.close()
+        self._trackers, self._is_made, self._is_started, self._resumed = [], False, False, ([], "")
+        self._runs += 1
+
+    def _is_ready(self, call: str) -> bool:
+        """Return whether there are loggers to call on this rank, and start them; RuntimeError on each rank before `init`."""
+        if self._is_made:
+            self._start()
+            return self._ranks.rank == 0 or call == "get_tracker"
+        # Rank 0 alone may have called init_trackers, as scripts for Accelerate do, so the other ranks wait for what it does.
+        missing, made = (f"{word} {self._runs}" for word in ("missing", "made"))
+        if self._ranks.rank == 0:
+            self._ranks.announce(missing)
+        else:
+            keys = [made] if self._refused == self._runs else [missing, made]
+            if self._ranks.announced(keys, f"{call} before init_trackers") == made:
+                return False
+            self._refused = self._runs
+        raise RuntimeError(f"{call} was called before init_trackers; call accelerator.init_trackers(name) first.")
+
+    def _start(self) -> None:
+        """Start the loggers on rank 0, the only one that writes."""
+        if self._is_started or self._ranks.rank != 0:
+            return
+        self._is_started = True
+        loggers = [each.logger for each in self._trackers]
+        states, path = self._resumed
+        matches = match_states(loggers, states, path) if states else []
+        resume_loggers(loggers, states, path, matches or [None] * len(loggers))
+        start_loggers(loggers, lambda text: text, is_writer=True)
+        for logger in loggers:
+            if isinstance(logger, FolderLogger):
+                logger.drop_later_rows()
+        for logger in loggers if self._config else ():
+            logger.log_hyperparams(self._config)
+        for logger in loggers:  # rows are buffered, and a loop may end without end_training
+            _flush_at_exit(logger)
+
+    def _options(self, argument: str, given: Options | None) -> Options:
+        for name in given or {}:
+            if name not in [known for known, _ in self._chosen]:
+                raise ValueError(f"{argument} is for {self._unknown(name)}")
+        return given or {}
+
+    def _unknown(self, name: str) -> str:
+        known = [other for other, _ in self._chosen]
+        close = difflib.get_close_matches(str(name), known, n=1)
+        hint = f" Did you mean {close[0]!r}?" if close else ""
+        return f"{name!r}, which is not in log_with; its loggers are {', '.join(known) or '(none)'}.{hint}"
+
+
+def _flush_at_exit(logger: Logger) -> None:
+    kept = weakref.ref(logger)
+
+    def flush() -> None:
+        if (found := kept()) is not None:
+            found.flush()
+
+    atexit.register(flush)
