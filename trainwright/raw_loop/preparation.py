@@ -76,7 +76,7 @@ class Preparation(Preparations):
             if kind is None:
                 if isinstance(each, SkippedBatches):
                     raise TypeError(
-                        "prepare was given what skip_first_batches returned; pass the loader to prepare, and what that returns to "
+                        "prepare was given what skip_first_batches returned; pass the loader to prepare, and the result to "
                         "skip_first_batches."
                     )
                 raise TypeError(
