@@ -3,12 +3,15 @@
 >>> import trainwright as tw
 
 Public names are loaded at their first use, so importing the package costs little more than importing torch.
-`LightningModule` and `LightningDataModule` are aliases of Module and DataModule, for scripts that use them.
+`LightningModule` and `LightningDataModule` are aliases of Module and DataModule, and `from trainwright.utils import ...` finds
+the same names, for scripts that use them.
 """
 
 from __future__ import annotations
 
 import importlib
+import sys
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -32,7 +35,6 @@ if TYPE_CHECKING:
     from trainwright.data.seeding import isolate_rng, seed_everything
     from trainwright.engine.engine import Engine
     from trainwright.engine.memory import estimate_memory
-    from trainwright.engine.worker_calls import notebook_launcher
     from trainwright.errors import CheckpointError, LaunchError, RunStopped, TrainwrightError, WorkerFailed
     from trainwright.loggers import CSVLogger, Logger, TensorBoardLogger
     from trainwright.module import Module
@@ -41,6 +43,18 @@ if TYPE_CHECKING:
     from trainwright.profilers import AdvancedProfiler, Profiler, PyTorchProfiler, SimpleProfiler
     from trainwright.rank_zero import rank_zero_info, rank_zero_only, rank_zero_warn
     from trainwright.raw_loop.accelerator import Accelerator
+    from trainwright.raw_loop.batch_size import find_executable_batch_size
+    from trainwright.raw_loop.empty_weights import init_empty_weights, init_on_device
+    from trainwright.raw_loop.free_collectives import (
+        broadcast,
+        gather,
+        pad_across_processes,
+        reduce,
+        synchronize_rng_states,
+    )
+    from trainwright.raw_loop.launchers import debug_launcher, notebook_launcher
+    from trainwright.raw_loop.loaders import DataLoaderConfiguration, skip_first_batches
+    from trainwright.raw_loop.local_sgd import LocalSGD
     from trainwright.raw_loop.memory import release_memory
     from trainwright.raw_loop.options import (
         AutocastKwargs,
@@ -50,7 +64,11 @@ if TYPE_CHECKING:
     )
     from trainwright.raw_loop.plugins import DeepSpeedPlugin, FullyShardedDataParallelPlugin, GradientAccumulationPlugin
     from trainwright.raw_loop.processes import DistributedType, PartialState
+    from trainwright.raw_loop.profiling import ProfileKwargs
     from trainwright.raw_loop.project import ProjectConfiguration
+    from trainwright.raw_loop.seeds import set_seed
+    from trainwright.raw_loop.state_views import AcceleratorState, GradientState
+    from trainwright.raw_loop.unwrapping import extract_model_from_parallel
     from trainwright.strategies import Strategy
     from trainwright.strategies.ddp import DDPStrategy
     from trainwright.strategies.ddp_sharded import ShardedDDPStrategy
@@ -68,14 +86,23 @@ _HOMES = {
     "trainwright.data.datamodule": "DataModule",
     "trainwright.data.seeding": "isolate_rng seed_everything",
     "trainwright.raw_loop.accelerator": "Accelerator",
+    "trainwright.raw_loop.free_collectives": "broadcast gather pad_across_processes reduce synchronize_rng_states",
+    "trainwright.raw_loop.loaders": "DataLoaderConfiguration skip_first_batches",
+    "trainwright.raw_loop.batch_size": "find_executable_batch_size",
+    "trainwright.raw_loop.empty_weights": "init_empty_weights init_on_device",
+    "trainwright.raw_loop.launchers": "debug_launcher notebook_launcher",
+    "trainwright.raw_loop.local_sgd": "LocalSGD",
     "trainwright.raw_loop.memory": "release_memory",
     "trainwright.raw_loop.options": "AutocastKwargs DistributedDataParallelKwargs GradScalerKwargs InitProcessGroupKwargs",
     "trainwright.raw_loop.plugins": "DeepSpeedPlugin FullyShardedDataParallelPlugin GradientAccumulationPlugin",
     "trainwright.raw_loop.processes": "DistributedType PartialState",
+    "trainwright.raw_loop.profiling": "ProfileKwargs",
+    "trainwright.raw_loop.seeds": "set_seed",
+    "trainwright.raw_loop.state_views": "AcceleratorState GradientState",
+    "trainwright.raw_loop.unwrapping": "extract_model_from_parallel",
     "trainwright.raw_loop.project": "ProjectConfiguration",
     "trainwright.engine.engine": "Engine",
     "trainwright.engine.memory": "estimate_memory",
-    "trainwright.engine.worker_calls": "notebook_launcher",
     "trainwright.errors": "CheckpointError LaunchError RunStopped TrainwrightError WorkerFailed",
     "trainwright.loggers": "CSVLogger Logger TensorBoardLogger",
     "trainwright.module": "Module",
@@ -96,6 +123,7 @@ _ALIASES = {"LightningModule": "Module", "LightningDataModule": "DataModule"}
 
 __all__ = [
     "Accelerator",
+    "AcceleratorState",
     "AdvancedProfiler",
     "AutocastKwargs",
     "BasePredictionWriter",
@@ -104,6 +132,7 @@ __all__ = [
     "CheckpointError",
     "CombinedLoader",
     "DDPStrategy",
+    "DataLoaderConfiguration",
     "DataModule",
     "DeepSpeedPlugin",
     "DeepSpeedStrategy",
@@ -116,18 +145,21 @@ __all__ = [
     "GradScalerKwargs",
     "GradientAccumulationPlugin",
     "GradientAccumulationScheduler",
+    "GradientState",
     "InitProcessGroupKwargs",
     "LambdaCallback",
     "LaunchError",
     "LearningRateMonitor",
     "LightningDataModule",
     "LightningModule",
+    "LocalSGD",
     "Logger",
     "ModelCheckpoint",
     "ModelSummary",
     "Module",
     "PartialState",
     "Precision",
+    "ProfileKwargs",
     "Profiler",
     "ProjectConfiguration",
     "PyTorchProfiler",
@@ -143,16 +175,28 @@ __all__ = [
     "TrainwrightError",
     "WorkerFailed",
     "__version__",
+    "broadcast",
+    "debug_launcher",
     "estimate_memory",
+    "extract_model_from_parallel",
+    "find_executable_batch_size",
+    "gather",
     "gather_module",
+    "init_empty_weights",
+    "init_on_device",
     "isolate_rng",
     "load_predictions",
     "notebook_launcher",
+    "pad_across_processes",
     "rank_zero_info",
     "rank_zero_only",
     "rank_zero_warn",
+    "reduce",
     "release_memory",
     "seed_everything",
+    "set_seed",
+    "skip_first_batches",
+    "synchronize_rng_states",
 ]
 
 
@@ -165,11 +209,23 @@ def __getattr__(name: str) -> Any:
         return importlib.import_module(f"trainwright.{name}")
     original = _ALIASES.get(name, name)
     if original not in _HOME_OF:
-        raise AttributeError(f"module 'trainwright' has no attribute {name!r}")
+        raise AttributeError(f"module 'trainwright' has no attribute {name!r}.{_near(name)}", name=name)
     value = getattr(importlib.import_module(_HOME_OF[original]), original)
     globals()[name] = value  # so this is called once for each name
     return value
 
 
+def _near(name: str) -> str:
+    import difflib
+
+    close = difflib.get_close_matches(name, [*__all__, *_PACKAGES], n=1)
+    return f" Did you mean {close[0]!r}?" if close else ""
+
+
 def __dir__() -> list[str]:
     return __all__
+
+
+_utils = ModuleType("trainwright.utils", "The public names, for scripts that import them from accelerate.utils.")
+_utils.__getattr__ = __getattr__  # type: ignore[method-assign]
+sys.modules.setdefault(_utils.__name__, _utils)

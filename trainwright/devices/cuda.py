@@ -12,6 +12,16 @@ from torch import Tensor
 NAME = "cuda"
 GENERATOR_BYTES = 16
 """A seed and an offset."""
+OUT_OF_MEMORY = (
+    "CUDA out of memory",
+    "CUDA error: out of memory",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "CUDNN_STATUS_ALLOC_FAILED",
+    "CUDNN_STATUS_NOT_SUPPORTED",  # for a workspace that does not fit
+    "HIP out of memory",
+    "HIP error: out of memory",
+)
+"""What errors of too little memory contain."""
 
 VARIABLES = ("CUDA", "CUBLAS", "NCCL", "NVIDIA", "HIP", "ROCR")
 """What the names of its environment variables begin with."""

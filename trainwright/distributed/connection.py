@@ -95,6 +95,11 @@ class Connection:
             _destroy_group()
 
 
+def open_connection() -> Connection | None:
+    """Return this process's open connection to a job of several ranks; None if it has not opened one."""
+    return _connection
+
+
 _connection: Connection | None = None
 _generation = 0  # how often this process opened a group; equal on all ranks, as opening is collective
 

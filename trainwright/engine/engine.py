@@ -18,6 +18,7 @@ from trainwright.checkpoint.filesystem import describe
 from trainwright.checkpoint.reader import Checkpoint, Verify, open_checkpoint
 from trainwright.checkpoint.store import SAVE, CheckpointWriter
 from trainwright.checkpoint.tensors import Piece
+from trainwright.data.dispatched import DispatchedLoader
 from trainwright.data.index_stream import Mode
 from trainwright.data.loaders import ShardedLoader
 from trainwright.data.seeding import rng_state
@@ -145,6 +146,7 @@ class Engine:
         self.optimization = Optimization()
         self.finiteness = Finiteness(self.ranks, lambda: (self.modules, model_pieces(self.strategy, self.modules)))
         self.replaced = ReplacedParameters()
+        self._trains_apart = False
         self._trained: list[list[str]] = []
         """Which parameters of each module required gradients at the strategy's last setup or refresh."""
 
@@ -204,9 +206,18 @@ class Engine:
         self.finiteness.begin()
         return self.optimizers
 
-    def prepare_loader(self, loader: Iterable[Any], mode: Mode) -> ShardedLoader:
-        """Return this rank's part of a loader; pass `seed` to its `set_epoch` in each epoch, since a load may change it."""
-        return ShardedLoader(loader, rank=self.rank, world_size=self.world_size, mode=mode)
+    def prepare_loader(
+        self, loader: Iterable[Any], mode: Mode, *, splits: bool = False, dispatches: bool = False
+    ) -> ShardedLoader | DispatchedLoader:
+        """Return this rank's part of a loader; pass `seed` to its `set_epoch` in each epoch, since a load may change it.
+
+        With `splits`, a batch of the loader is that of all ranks together. With `dispatches`, rank 0 reads the data and sends
+        it, and this call is collective.
+        """
+        parts = self.world_size if splits else 1
+        if dispatches and self.world_size > 1:
+            return DispatchedLoader(loader, self.ranks, batch_parts=parts)
+        return ShardedLoader(loader, rank=self.rank, world_size=self.world_size, mode=mode, batch_parts=parts)
 
     def take_seed(self, seed: int | None = None) -> None:
         """Seed the data's order with rank 0's seed, by default its current torch seed. Collective: call on every rank."""
@@ -224,7 +235,12 @@ class Engine:
 
     def sync_gradients(self, enabled: bool) -> None:
         """Set, before a forward, whether its backward averages gradients over ranks, as at a window's end."""
-        self.strategy.sync_gradients(enabled)
+        self.strategy.sync_gradients(enabled and not self._trains_apart)
+
+    def train_apart(self, apart: bool) -> None:
+        """Set whether each rank steps its own copy of the model with its own gradients; the caller unites them afterwards."""
+        self._trains_apart = apart
+        self.sync_gradients(True)
 
     def step(
         self, optimizer: Optimizer, clipping: Clipping | None = None, closure: Closure | None = None
@@ -296,6 +312,10 @@ class Engine:
             self.ranks.wait(f"a save of step {step}")
             self.finish_save()
             refuse_lazy_tensors(path, self.modules)
+            if self._trains_apart:
+                raise RuntimeError(
+                    f"checkpoint {path} was requested within LocalSGD, where each rank has other weights; save after the block."
+                )
             for module in self.modules:
                 computed_entries(self.strategy, module)  # raises for entries that cannot be stored
             pieces = model_pieces(self.strategy, self.modules)

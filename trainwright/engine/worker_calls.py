@@ -1,20 +1,22 @@
-"""Calls in worker processes that are started for them, and `notebook_launcher`; a Trainer's are in trainer/remote_call.py."""
+"""Calls in worker processes that are started for them; a Trainer's are in trainer/remote_call.py."""
 
 from __future__ import annotations
 
+import json
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from trainwright.checkpoint.codec import decode, encode
 from trainwright.data.seeding import rng_state, set_rng_state
-from trainwright.devices import accelerator
-from trainwright.devices.abilities import num_together
-from trainwright.distributed.environment import Environment
+from trainwright.distributed.environment import JOB_VARIABLE, Environment, announced
 from trainwright.strategies import SPAWNING, Strategy
+
+if TYPE_CHECKING:
+    from trainwright.launch.nodes import Nodes
 
 
 def start_job(num_processes: int, num_nodes: int, strategy: str | Strategy, can_call_workers: bool) -> int:
@@ -31,11 +33,19 @@ def start_job(num_processes: int, num_nodes: int, strategy: str | Strategy, can_
 
 
 def call_in_workers(
-    function: Callable[..., Any], named: dict[str, Any], num_processes: int, *, asked: str, folder: Path
+    function: Callable[..., Any],
+    named: dict[str, Any],
+    num_processes: int,
+    *,
+    asked: str,
+    folder: Path,
+    nodes: Nodes | None = None,
+    defaults: dict[str, str] | None = None,
 ) -> Any:
     """Run `function(folder, **named)` on every rank of a new job, and return rank 0's result: plain data and tensors.
 
-    The workers start with this process's generators, default dtype and matmul precision.
+    The workers start with this process's generators, default dtype and matmul precision. `nodes` and `defaults` are those of
+    `run_in_workers`.
 
     Raises:
         TypeError: an argument that cannot be copied there, or a result that cannot be returned.
@@ -50,50 +60,51 @@ def call_in_workers(
         "rng": {**rng_state(), "device": None},  # each worker computes on its own device
     }
     given = {**named, "the called function": function, "settings": settings, "asked": asked}
-    plain, tensors = run_in_workers(_begin, given, num_processes, folder=folder, asked=asked)
-    return decode(plain, tensors)
+    result = run_in_workers(_begin, given, num_processes, folder=folder, asked=asked, nodes=nodes, defaults=defaults)
+    return None if result is None else decode(*result)
 
 
-def notebook_launcher(function: Callable[..., Any], args: Sequence[Any] = (), num_processes: int | None = None) -> Any:
-    """Run `function(*args)` in each of several new processes, and return its result on rank 0.
-
-    For a notebook, a REPL or a test. The function creates an `Accelerator`, which joins the job. The function and its
-    arguments are copied to the new processes; changes to the copies stay there.
+def call_in_job(
+    function: Callable[..., Any],
+    args: Sequence[Any],
+    num_processes: int,
+    *,
+    asked: str,
+    node: tuple[int, int, str, int] | None = None,
+    defaults: dict[str, str],
+) -> Any:
+    """Run `function(*args)` on every rank of a new job, and return rank 0's result; a single rank is this process.
 
     Args:
-        function: returns plain data and tensors, or None.
-        args: its arguments.
-        num_processes: by default one per GPU, or one without GPUs. A single one is this process.
+        num_processes: those on this node.
+        asked: the call that needs the job, for errors.
+        node: how many nodes the job has, this one's number, the main one's address and port; None for this one alone.
+        defaults: the precision and the accelerator, by the Engine's names, for settings that the function leaves open.
 
     Raises:
         TypeError: something cannot be copied to the processes or back.
+        RuntimeError: this process is a worker of a job itself.
         WorkerFailed, LaunchError: a rank has failed, or the processes could not be started.
     """
-    if not callable(function):
-        raise TypeError(
-            f"notebook_launcher was given a {type(function).__name__}; accepted is a function, with its arguments in args=."
-        )
-    if num_processes is None:
-        num_processes = num_together(accelerator.built_for() or "cpu") or 1
-    if isinstance(num_processes, bool) or not isinstance(num_processes, int) or num_processes < 1:
-        raise ValueError(
-            f"num_processes={num_processes!r} is not accepted; pass a whole number from 1, or None for one for each GPU."
-        )
     from trainwright.launch.command import check_worker_calls
+    from trainwright.launch.nodes import Nodes
 
     environment = Environment.detect()
     if environment.launched_by != "single":
         raise RuntimeError(
-            f"notebook_launcher was called in a worker of a job of {environment.world_size} processes, which cannot start "
-            "another job; call the function directly there."
+            f"{asked} was called in a worker of a job of {environment.world_size} processes, which cannot start another job; "
+            "call the function directly there."
         )
-    if num_processes == 1:
-        return function(*args)
-    asked = f"notebook_launcher(num_processes={num_processes})"
+    nodes = None if node is None else Nodes(*node)
+    if num_processes == 1 and (nodes is None or nodes.count == 1):
+        ranks = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+        with announced(**{**ranks, JOB_VARIABLE: json.dumps(defaults)} if defaults else {}):
+            return function(*args)
     check_worker_calls(asked)
     with tempfile.TemporaryDirectory(prefix="trainwright-", ignore_cleanup_errors=True) as folder:
         named = {"function": function, "args": tuple(args)}
-        return call_in_workers(_call, named, num_processes, asked=asked, folder=Path(folder))
+        path = Path(folder)
+        return call_in_workers(_call, named, num_processes, asked=asked, folder=path, nodes=nodes, defaults=defaults)
 
 
 def _call(folder: Path, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:

@@ -15,11 +15,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
-from trainwright.distributed.environment import Environment
+from trainwright.distributed.environment import JOB_VARIABLE, Environment
 from trainwright.distributed.failures import summarize
 from trainwright.distributed.signals import STOP_SIGNALS, STOPPED_EXIT_CODE
 from trainwright.errors import LaunchError, RunStopped, WorkerFailed
 from trainwright.launch.carried_traceback import carry, render
+from trainwright.launch.nodes import Nodes
 from trainwright.launch.packing import pack, read_result, unpack, write_result
 from trainwright.launch.processes import launcher_command
 from trainwright.launch.relay import run_launcher
@@ -28,15 +29,25 @@ WORK, SEARCH_PATH, RESULT, REPORT = "work", "search_path.json", "result", "repor
 
 
 def run_in_workers(
-    function: Callable[..., Any], named: dict[str, Any], num_processes: int, *, folder: Path, asked: str
+    function: Callable[..., Any],
+    named: dict[str, Any],
+    num_processes: int,
+    *,
+    folder: Path,
+    asked: str,
+    nodes: Nodes | None = None,
+    defaults: dict[str, str] | None = None,
 ) -> Any:
-    """Run `function(folder, **named)` in every worker of a new job; return what it returned on rank 0.
+    """Run `function(folder, **named)` in every worker of a new job; return what it returned on rank 0, None on other nodes.
 
     Args:
         function: imported by the workers, or copied to them if they cannot; returns plain data and tensors.
         named: its arguments, by the names that errors use for them.
+        num_processes: the workers on this node.
         folder: an empty folder for this job only.
         asked: the call that needs the job, for errors.
+        nodes: the job's nodes, by default this one.
+        defaults: the precision and the accelerator, for settings that the function leaves open.
 
     Raises:
         TypeError: an argument cannot be copied.
@@ -44,12 +55,14 @@ def run_in_workers(
         RunStopped: a signal stopped it.
     """
     pack(folder / WORK, {**named, "the function": function}, asked)
-    paths = {"path": [str(entry) for entry in sys.path], "argv": [str(each) for each in sys.argv]}
-    (folder / SEARCH_PATH).write_text(json.dumps(paths), encoding="utf-8")
+    lists = {"path": [str(entry) for entry in sys.path], "argv": [str(each) for each in sys.argv]}
+    (folder / SEARCH_PATH).write_text(json.dumps({**lists, "defaults": defaults or {}}), encoding="utf-8")
     worker = str(Path(__file__).with_name("worker.py"))
     flags = cast("list[str]", cast(Any, subprocess)._args_from_interpreter_flags())
     command = [sys.executable, *flags, worker, str(folder)]
-    code = run_launcher(launcher_command(num_processes, command, report=str(folder / REPORT)))
+    code = run_launcher(launcher_command(num_processes, command, nodes, report=str(folder / REPORT)))
+    if code == 0 and nodes is not None and nodes.rank != 0:
+        return None
     result = folder / RESULT
     stopped = (STOPPED_EXIT_CODE, *(128 + number for number in STOP_SIGNALS))
     if code in stopped and not (folder / REPORT).exists():
@@ -61,12 +74,15 @@ def run_in_workers(
 
 def work(folder: str) -> None:
     """Do the work in a worker, and write what rank 0 returned."""
-    path, environment = Path(folder), Environment.detect()
+    path = Path(folder)
+    defaults = json.loads((path / SEARCH_PATH).read_text(encoding="utf-8"))["defaults"]
+    os.environ[JOB_VARIABLE] = json.dumps({**json.loads(os.environ[JOB_VARIABLE]), **defaults})
+    environment = Environment.detect()
     rank = environment.rank
     try:
         named = unpack(path / WORK)
         (path / f"taken-{rank}").touch()
-        if len(list(path.glob("taken-*"))) == environment.world_size:
+        if len(list(path.glob("taken-*"))) == environment.local_world_size:
             (path / WORK).unlink(missing_ok=True)  # may be large, and would stay if this process were killed
         result = named.pop("the function")(path, **named)
         if rank == 0:

@@ -55,7 +55,7 @@ def launcher_command(
     """Return the command line of a launcher, as `main` reads it; `report` is that of `Job`."""
     flags = [flag for flag, is_set in (("-E", sys.flags.ignore_environment), ("-s", sys.flags.no_user_site)) if is_set]
     options: dict[str, object] = {"--num-processes": num_processes}
-    if nodes is not None and nodes.count > 1:
+    if nodes is not None and (nodes.count > 1 or nodes.port):
         options |= {"--num-nodes": nodes.count, "--node-rank": nodes.rank}
         options |= {"--main-address": nodes.address, "--main-port": nodes.port}
     # The script may have found torch on a search path that it changed itself.

@@ -12,17 +12,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.profiler import profile
 
 from trainwright.checkpoint.reader import Verify
 from trainwright.engine.command_line import fill_accumulation
 from trainwright.engine.engine import Engine
-from trainwright.engine.prepared import PreparedModule, PreparedOptimizer, PreparedScheduler, stepped_by
+from trainwright.engine.prepared import PreparedOptimizer, PreparedScheduler, stepped_by
+from trainwright.engine.prepared_loader import PreparedLoader
 from trainwright.engine.window import in_float32
 from trainwright.precision import Precision
 from trainwright.rank_zero import rank_zero_warn
 from trainwright.raw_loop.collectives import Collectives
-from trainwright.raw_loop.loss_graph import graph_leaves
+from trainwright.raw_loop.loaders import DataLoaderConfiguration, check_loader, loader_options
+from trainwright.raw_loop.loss_graph import check_loss
 from trainwright.raw_loop.memory import release_memory
+from trainwright.raw_loop.model_files import load_object, save_model, save_object, size_of, state_dict_of, unwrapped
 from trainwright.raw_loop.options import AutocastKwargs
 from trainwright.raw_loop.plugins import (
     DeepSpeedPlugin,
@@ -31,9 +35,11 @@ from trainwright.raw_loop.plugins import (
     check_length,
 )
 from trainwright.raw_loop.preparation import Preparation, PreparationOptions
+from trainwright.raw_loop.profiling import ProfileKwargs, profiled
 from trainwright.raw_loop.project import ProjectConfiguration, chosen_project
 from trainwright.raw_loop.saved_states import SavedStates, refuse_load_options, refuse_pickle
-from trainwright.raw_loop.settings import MIXED, LoopSettings, refuse_unknown
+from trainwright.raw_loop.settings import LoopSettings, refuse_unknown, word_for
+from trainwright.raw_loop.state_views import AcceleratorState, GradientState
 from trainwright.raw_loop.tracking import Options, Tracker, Trackers, chosen_loggers
 from trainwright.strategies import Strategy
 from trainwright.strategies.base import Optimization, StepResult
@@ -52,8 +58,13 @@ class Accelerator(Collectives):
         gradient_accumulation_plugin: further options of the accumulation.
         step_scheduler_with_optimizer: False lets each call of a prepared scheduler's step step it.
         kwargs_handlers: options of parts: AutocastKwargs, DistributedDataParallelKwargs, GradScalerKwargs,
-            InitProcessGroupKwargs.
+            InitProcessGroupKwargs, ProfileKwargs.
         dynamo_backend: compile prepared models with this backend of torch.compile, such as "inductor".
+        device_placement: whether prepared loaders move their batches to the device; models are always on it.
+        split_batches: whether a loader's batch is that of all ranks together; see DataLoaderConfiguration.
+        dataloader_config: further options of loaders.
+        rng_types: generators that all ranks set to rank 0's state at the start of each epoch: "torch", or the kind of
+            accelerator, such as "cuda". The order of the data needs none of them.
         fused_optimizers: run optimizers fused if torch can and their `fused` and `foreach` were not set.
         scale_schedulers: step prepared schedulers once for each process at each optimizer step, as Accelerate does.
         accelerator: the kind of device, as for the Trainer: "auto" (the accelerator that torch finds, else the CPU), "gpu",
@@ -94,6 +105,10 @@ class Accelerator(Collectives):
         step_scheduler_with_optimizer: bool = True,
         kwargs_handlers: Sequence[Any] | None = None,
         dynamo_backend: Any = None,
+        device_placement: bool = True,
+        split_batches: bool = False,
+        dataloader_config: DataLoaderConfiguration | None = None,
+        rng_types: Sequence[str] | None = None,
         fused_optimizers: bool = True,
         scale_schedulers: bool = False,
         accelerator: str = "auto",
@@ -121,6 +136,7 @@ class Accelerator(Collectives):
             kwargs_handlers,
             dynamo_backend,
         )
+        loaders = loader_options(dataloader_config, split_batches, rng_types, device_placement)
         engine = Engine(
             devices=devices,
             strategy=settings.chosen_strategy,
@@ -135,7 +151,7 @@ class Accelerator(Collectives):
         optimization = Optimization(accumulate=steps, clip_norm=settings.clip_norm)
         self._optimization = engine.strategy.resolve(optimization)
         """Accumulation and clipping; a strategy's own configuration overrides the arguments."""
-        self._autocast = settings.autocast
+        self._autocast, self._profiling = settings.autocast, settings.profiling
         if settings.compiler is not None and not engine.strategy.takes_compile:
             raise ValueError(
                 f"dynamo_backend={settings.compiler!r} is not accepted with strategy {engine.strategy.name!r}, whose hooks "
@@ -146,6 +162,7 @@ class Accelerator(Collectives):
             settings.compiler,
             step_scheduler_with_optimizer,
             engine.world_size if scale_schedulers else 1,
+            loaders,
         )
         self._new_preparation = partial(Preparation, engine, self._optimization, settings.accumulation, options)
         self._preparations = self._new_preparation()
@@ -155,22 +172,81 @@ class Accelerator(Collectives):
         self._weighs_rounds = engine.world_size > 1  # one process has no uneven rounds
         self._has_checked_loss = False
 
-    def prepare(self, *objects: Any) -> Any:
+    def prepare(self, *objects: Any, device_placement: Sequence[bool | None] | None = None) -> Any:
         """Return the models, optimizers, loaders and schedulers, prepared by the strategy, in the same order.
 
-        Pass the models and their optimizers in one call. An object that is already prepared is returned unchanged.
-        Collective: call on every rank.
+        Pass the models and their optimizers in one call. An object that is already prepared, and None, are returned
+        unchanged. Collective: call on every rank.
 
         Raises:
             TypeError: an object of another kind.
             ValueError: an optimizer whose parameters belong to no prepared model, or were replaced before it was prepared.
         """
-        prepared = self._preparations.prepare(objects)
+        prepared = self._preparations.prepare(objects, device_placement)
         return prepared[0] if len(prepared) == 1 else prepared
 
-    def unwrap_model(self, model: nn.Module) -> nn.Module:
-        """Return the module that was given to `prepare`."""
-        return model.module if isinstance(model, PreparedModule) else model
+    def unwrap_model(
+        self, model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True
+    ) -> nn.Module:
+        """Return the module that was given to `prepare`, whose forward was not changed, so `keep_fp32_wrapper` has no effect.
+
+        With keep_torch_compile=False, of a module that torch.compile returned, return the one that it was given.
+        """
+        return unwrapped(model, keep_compiled=keep_torch_compile)
+
+    def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
+        """Return a model's whole state_dict, under the names of the user's module whether or not `unwrap` is set.
+
+        Under fsdp and ZeRO stage 3 it is a copy in host memory on rank 0, and empty on the others; otherwise every rank has
+        its own tensors. DeepSpeed's are in the precision that it computes in. Collective: call on every rank.
+        """
+        return state_dict_of(model)
+
+    def save_model(
+        self,
+        model: nn.Module,
+        save_directory: str | os.PathLike[str],
+        max_shard_size: int | str = "10GB",
+        safe_serialization: bool = True,
+    ) -> None:
+        """Write a model's weights as safetensors files, which safetensors and from_pretrained of transformers read.
+
+        One file is model.safetensors; several have an index, model.safetensors.index.json. Of tied weights the first name is
+        stored, and the others are in the file's metadata. Files of an earlier save_model are replaced. Collective: call on
+        every rank.
+
+        Args:
+            max_shard_size: the most bytes of a file ("5GB", "512MiB"); a larger tensor has a file by itself.
+            safe_serialization: True; no pickle is written.
+
+        Raises:
+            CheckpointError: on every rank, if they were not written.
+            ValueError: max_shard_size is not a size.
+        """
+        refuse_pickle("save_model", safe_serialization)
+        save_model(model, os.fspath(save_directory), size_of(max_shard_size), self.engine.ranks)
+
+    def save(self, obj: Any, f: str | os.PathLike[str], safe_serialization: bool = True) -> None:
+        """Write plain data and tensors into one file, on rank 0 (with save_on_each_node, on each node); an existing one goes.
+
+        A dict of tensors, or data with tensors, becomes a safetensors file whatever its name; data without tensors becomes
+        JSON. `load` reads both.
+
+        Raises:
+            TypeError: the object holds something else.
+            CheckpointError: the file was not written.
+        """
+        refuse_pickle("save", safe_serialization)
+        on_each = self.project_configuration.save_on_each_node
+        save_object(obj, f, is_writer=self.is_local_main_process if on_each else self.is_main_process)
+
+    def load(self, f: str | os.PathLike[str]) -> Any:
+        """Return what `save` wrote, or the tensors of any safetensors file, in host memory.
+
+        Raises:
+            CheckpointError: the file is missing, damaged or of another kind.
+        """
+        return load_object(f)
 
     def accumulate(self, *models: nn.Module) -> AbstractContextManager[None]:
         """Return the context of one batch, in which optimizers and schedulers step only at the end of a window.
@@ -187,7 +263,8 @@ class Accelerator(Collectives):
         The keyword arguments are those of Tensor.backward.
         """
         if not self._has_checked_loss:
-            self._check_loss(loss)
+            check_loss(loss, self.engine, self._preparations.models)
+            self._has_checked_loss = True
         loss = self._preparations.windows.divide(loss)
         if self._weighs_rounds:
             iteration, _ = self._preparations.iterations.current()
@@ -263,6 +340,24 @@ class Accelerator(Collectives):
         prepared: PreparedScheduler = self.prepare(scheduler)
         return prepared
 
+    def prepare_data_loader(self, data_loader: Any, device_placement: bool | None = None) -> PreparedLoader:
+        """Return one prepared DataLoader; `device_placement` replaces the constructor's. Collective: call on every rank."""
+        check_loader(data_loader)
+        prepared: PreparedLoader = self.prepare(data_loader, device_placement=[device_placement])
+        return prepared
+
+    @contextmanager
+    def profile(self, profile_handler: ProfileKwargs | None = None) -> Iterator[profile]:
+        """Record the block with torch.profiler and yield that; the argument replaces the options of kwargs_handlers.
+
+        Every rank records, and writes its own traces if there is an output_trace_dir. Collective then: call on every rank.
+        """
+        options = self._profiling if profile_handler is None else profile_handler
+        with profiled(options) as recorder:
+            yield recorder
+        if options.output_trace_dir is not None:
+            self.wait_for_everyone()  # so that all traces are there
+
     def free_memory(self, *objects: Any) -> Any:
         """Release all that was prepared, and return None for each object given, to replace it by; collects garbage.
 
@@ -286,6 +381,16 @@ class Accelerator(Collectives):
         )
 
     @property
+    def state(self) -> AcceleratorState:
+        """Return a view of the processes and the precision."""
+        return AcceleratorState(self)
+
+    @property
+    def gradient_state(self) -> GradientState:
+        """Return a view of the accumulation windows and the loaders."""
+        return GradientState(self._preparations.windows, self._preparations.iterations)
+
+    @property
     def step_count(self) -> int:
         """Return the number of optimizer steps, summed over the optimizers; skipped steps count."""
         return self._preparations.step_count
@@ -293,8 +398,7 @@ class Accelerator(Collectives):
     @property
     def mixed_precision(self) -> str:
         """Return "no", "fp16" or "bf16"; for a precision that has no such name, its own."""
-        name = self.engine.precision.name
-        return next((word for word, precision in MIXED.items() if precision == name), name)
+        return word_for(self.engine.precision)
 
     @property
     def sync_gradients(self) -> bool:
@@ -471,31 +575,6 @@ class Accelerator(Collectives):
             self.finish_save()
         finally:
             self._trackers.end()
-
-    def _check_loss(self, loss: Any) -> None:
-        """Refuse what backward cannot use, in a loop's first backward."""
-        if not isinstance(loss, Tensor):
-            raise TypeError(f"backward was given a {type(loss).__name__}; accepted is a loss tensor.")
-        if not loss.requires_grad:
-            raise ValueError(
-                "backward was given a loss that needs no gradients; compute it from the outputs of a prepared model, outside "
-                "torch.no_grad(), and do not detach it."
-            )
-        if self.engine.strategy.holds_modules and self._preparations.models:
-            own = {parameter for module in self.engine.modules for parameter in module.parameters()}
-            leaves = graph_leaves(loss)
-            if leaves and own.isdisjoint(leaves):
-                raise ValueError(
-                    "backward was given a loss that no prepared model made: none of their parameters are in its graph. Call "
-                    "the model that accelerator.prepare returned."
-                )
-        wrapped = [each for each in self._preparations.models if isinstance(each, PreparedModule)]
-        if self.use_distributed and wrapped and not any(each.forwards for each in wrapped):
-            raise ValueError(
-                "backward was given a loss that a method of a prepared model made, whose gradients no strategy averages over "
-                "the ranks; call the model itself, and let its forward call the method."
-            )
-        self._has_checked_loss = True
 
     def _ranks_with_samples(self, loader: Any) -> Sequence[bool] | None:
         return self._preparations.ranks_with_samples(loader)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import gc
 from typing import Any
 
-import torch
+from trainwright.devices.out_of_memory import give_back
 
 
 def release_memory(*objects: Any) -> Any:
@@ -15,7 +14,5 @@ def release_memory(*objects: Any) -> Any:
     """
     count = len(objects)
     del objects
-    gc.collect()
-    if torch.accelerator.is_available():
-        torch.accelerator.empty_cache()
+    give_back()
     return [None] * count

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from trainwright.precision import Precision
+from trainwright.raw_loop.profiling import ProfileKwargs
 from trainwright.strategies import Strategy, make_strategy
 
 REPLICATING = "ddp"
@@ -128,7 +129,13 @@ class InitProcessGroupKwargs:
             )
 
 
-KINDS: tuple[type, ...] = (AutocastKwargs, DistributedDataParallelKwargs, GradScalerKwargs, InitProcessGroupKwargs)
+KINDS: tuple[type, ...] = (
+    AutocastKwargs,
+    DistributedDataParallelKwargs,
+    GradScalerKwargs,
+    InitProcessGroupKwargs,
+    ProfileKwargs,
+)
 
 
 def by_kind(given: Iterable[Any] | None, kinds: tuple[type, ...] = KINDS) -> Callable[[type], Any]:

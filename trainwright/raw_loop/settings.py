@@ -22,6 +22,7 @@ from trainwright.raw_loop.plugins import (
     GradientAccumulationPlugin,
     check_length,
 )
+from trainwright.raw_loop.profiling import ProfileKwargs
 from trainwright.strategies import Strategy
 
 MIXED = {"no": "32-true", "fp16": "16-mixed", "bf16": "bf16-mixed"}
@@ -39,6 +40,11 @@ REPLACED = {
     "compile": "pass dynamo_backend='inductor'",
 }
 """Arguments of Accelerate and of the Trainer that the Accelerator does not take, with what to do instead."""
+
+
+def word_for(precision: Precision) -> str:
+    """Return "no", "fp16" or "bf16"; for a precision that has no such name, its own."""
+    return next((word for word, name in MIXED.items() if name == precision.name), precision.name)
 
 
 @dataclass
@@ -69,6 +75,7 @@ class LoopSettings:
         self.device_type = "cpu" if self.cpu else self.accelerator
         find = by_kind(self.kwargs_handlers)
         self.autocast: AutocastKwargs = find(AutocastKwargs) or AutocastKwargs()
+        self.profiling: ProfileKwargs = find(ProfileKwargs) or ProfileKwargs()
         self.accumulation = self._accumulation()
         self.chosen_strategy = self._strategy(find(DistributedDataParallelKwargs))
         self.chosen_precision = self._precision(find(GradScalerKwargs))

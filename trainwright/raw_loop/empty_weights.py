@@ -1,0 +1,62 @@
+"""Models made with their parameters on another device, such as the meta device, which holds no values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import (
+    register_module_buffer_registration_hook,
+    register_module_parameter_registration_hook,
+)
+from torch.nn.parameter import is_lazy
+
+
+@contextmanager
+def init_empty_weights(include_buffers: bool = False) -> Iterator[None]:
+    """Put the parameters of modules made in the block on the meta device, where they take no memory and have no values.
+
+    `accelerator.prepare` gives them the values that a plain start would have. For loading a checkpoint or planning memory
+    (`tw.estimate_memory`) they need none.
+
+    Args:
+        include_buffers: put buffers there too; then nothing is allocated at all.
+    """
+    with init_on_device(torch.device("meta"), include_buffers):
+        yield
+
+
+@contextmanager
+def init_on_device(device: torch.device | str | int, include_buffers: bool = False) -> Iterator[None]:
+    """Put the parameters of modules made in the block on a device.
+
+    Args:
+        device: a torch.device, or what makes one.
+        include_buffers: make all tensors of the block there, buffers too.
+    """
+    device = torch.device(device)
+
+    def moved_parameter(module: nn.Module, name: str, given: nn.Parameter) -> Tensor | None:
+        is_there = given.device.type == device.type and device.index in (None, given.device.index)
+        if is_there or is_lazy(given):
+            return None  # the parameter itself, so that tied ones stay tied
+        moved = Tensor._make_subclass(type(given), given.detach().to(device), given.requires_grad)
+        vars(moved).update(vars(given))
+        return moved
+
+    def moved_buffer(module: nn.Module, name: str, given: Tensor | None) -> Tensor | None:
+        return None if given is None else given.to(device)
+
+    hooks: list[tuple[Callable[..., Any], Callable[..., Any]]] = [
+        (register_module_parameter_registration_hook, moved_parameter)
+    ]
+    with ExitStack() as stack:
+        if include_buffers:
+            hooks.append((register_module_buffer_registration_hook, moved_buffer))
+            stack.enter_context(device)
+        for register, hook in hooks:
+            stack.callback(register(hook).remove)
+        yield

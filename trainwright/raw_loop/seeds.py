@@ -1,0 +1,30 @@
+"""Seeds by Accelerate's name for them."""
+
+from __future__ import annotations
+
+import torch
+
+from trainwright.data.seeding import seed_everything
+from trainwright.devices import cuda
+from trainwright.distributed.environment import Environment, prepare_deterministic
+
+
+def set_seed(seed: int, device_specific: bool = False, deterministic: bool = False) -> None:
+    """Seed python, numpy and torch on every device: `seed_everything(seed)`, with two options.
+
+    The order of the data depends on rank 0's seed alone, also with device_specific.
+
+    Args:
+        seed: from 0 to 2**32 - 1, the same on every rank.
+        device_specific: add the rank to the seed, for other random numbers (dropout, noise) on each.
+        deterministic: let torch use deterministic algorithms only, in this process from now on. Call it before a GPU is used.
+
+    Raises:
+        TypeError, ValueError: the seed is not such a number.
+    """
+    is_number = isinstance(seed, int) and not isinstance(seed, bool)  # seed_everything refuses the rest
+    seed_everything(seed + Environment.detect().rank if device_specific and is_number else seed, verbose=False)
+    if deterministic:
+        prepare_deterministic()
+        torch.use_deterministic_algorithms(True)
+        cuda.try_algorithms(False)
