@@ -284,12 +284,14 @@ def _as_images(images: Any) -> tuple[Any, str]:
         array = array[..., None]
     if array.ndim == 3:
         array = array[None]
-    if array.ndim != 4:
+    layouts = [layout for layout in ("NCHW", "NHWC") if array.ndim == 4 and array.shape[layout.index("C")] in (1, 3)]
+    if not layouts:
         raise ValueError(
             f"log_images was given an array of shape {tuple(array.shape)}; accepted are one image or a batch of them, with "
-            "1, 3 or 4 channels first or last."
+            "1 or 3 channels first or last."
         )
-    return array, "NHWC" if array.shape[-1] in (1, 3, 4) else "NCHW"
+    first = images[0] if isinstance(images, (list, tuple)) else images
+    return array, layouts[0 if isinstance(first, torch.Tensor) else -1]  # where both fit, as such images usually are
 
 
 class _StandIn(nn.Module):

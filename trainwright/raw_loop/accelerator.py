@@ -24,6 +24,7 @@ from trainwright.rank_zero import rank_zero_warn
 from trainwright.raw_loop.collectives import Collectives
 from trainwright.raw_loop.loss_graph import graph_leaves
 from trainwright.raw_loop.memory import release_memory
+from trainwright.raw_loop.model_files import load_object, save_model, save_object, size_of, state_dict_of, unwrapped
 from trainwright.raw_loop.options import AutocastKwargs
 from trainwright.raw_loop.plugins import (
     DeepSpeedPlugin,
@@ -170,9 +171,68 @@ class Accelerator(Collectives):
         prepared = self._preparations.prepare(objects)
         return prepared[0] if len(prepared) == 1 else prepared
 
-    def unwrap_model(self, model: nn.Module) -> nn.Module:
-        """Return the module that was given to `prepare`."""
-        return model.module if isinstance(model, PreparedModule) else model
+    def unwrap_model(
+        self, model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True
+    ) -> nn.Module:
+        """Return the module that was given to `prepare`, whose forward was not changed, so `keep_fp32_wrapper` has no effect.
+
+        With keep_torch_compile=False, of a module that torch.compile returned, return the one that it was given.
+        """
+        return unwrapped(model, keep_compiled=keep_torch_compile)
+
+    def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
+        """Return a model's whole state_dict, under the names of the user's module whether or not `unwrap` is set.
+
+        Under fsdp and ZeRO stage 3 it is a copy in host memory on rank 0, and empty on the others; otherwise every rank has
+        its own tensors. DeepSpeed's are in the precision that it computes in. Collective: call on every rank.
+        """
+        return state_dict_of(model)
+
+    def save_model(
+        self,
+        model: nn.Module,
+        save_directory: str | os.PathLike[str],
+        max_shard_size: int | str = "10GB",
+        safe_serialization: bool = True,
+    ) -> None:
+        """Write a model's weights as safetensors files, which safetensors and from_pretrained of transformers read.
+
+        One file is model.safetensors; several have an index, model.safetensors.index.json. Of tied weights the first name is
+        stored, and the others are in the file's metadata. Files of an earlier save_model are replaced. Collective: call on
+        every rank.
+
+        Args:
+            max_shard_size: the most bytes of a file ("5GB", "512MiB"); a larger tensor has a file by itself.
+            safe_serialization: True; no pickle is written.
+
+        Raises:
+            CheckpointError: on every rank, if they were not written.
+            ValueError: max_shard_size is not a size.
+        """
+        refuse_pickle("save_model", safe_serialization)
+        save_model(model, os.fspath(save_directory), size_of(max_shard_size), self.engine.ranks)
+
+    def save(self, obj: Any, f: str | os.PathLike[str], safe_serialization: bool = True) -> None:
+        """Write plain data and tensors into one file, on rank 0 (with save_on_each_node, on each node); an existing one goes.
+
+        A dict of tensors, or data with tensors, becomes a safetensors file whatever its name; data without tensors becomes
+        JSON. `load` reads both.
+
+        Raises:
+            TypeError: the object holds something else.
+            CheckpointError: the file was not written.
+        """
+        refuse_pickle("save", safe_serialization)
+        on_each = self.project_configuration.save_on_each_node
+        save_object(obj, f, is_writer=self.is_local_main_process if on_each else self.is_main_process)
+
+    def load(self, f: str | os.PathLike[str]) -> Any:
+        """Return what `save` wrote, or the tensors of any safetensors file, in host memory.
+
+        Raises:
+            CheckpointError: the file is missing, damaged or of another kind.
+        """
+        return load_object(f)
 
     def accumulate(self, *models: nn.Module) -> AbstractContextManager[None]:
         """Return the context of one batch, in which optimizers and schedulers step only at the end of a window.

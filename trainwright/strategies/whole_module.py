@@ -30,6 +30,11 @@ ADDED = (
 """Attributes that torch's fully_shard and DeepSpeed add to a module."""
 
 
+def is_sharded(module: nn.Module) -> bool:
+    """Return whether fsdp or ZeRO stage 3 has sharded a module's parameters."""
+    return any(isinstance(each, DTensor) or hasattr(each, "ds_id") for each in module.parameters())
+
+
 def gather_module(module: nn.Module, *, all_ranks: bool = False) -> nn.Module | None:
     """Return a whole, plain copy of a module in host memory, on rank 0 alone or on all ranks. Collective: call on every rank.
 
@@ -44,7 +49,7 @@ def gather_module(module: nn.Module, *, all_ranks: bool = False) -> nn.Module | 
         RuntimeError: it is sharded, and the processes of that run are no longer connected.
     """
     rank = dist.get_rank() if dist.is_initialized() else 0
-    if not dist.is_initialized() and any(isinstance(p, DTensor) or hasattr(p, "ds_id") for p in module.parameters()):
+    if not dist.is_initialized() and is_sharded(module):
         raise RuntimeError(
             f"{type(module).__name__} is sharded over processes that are no longer connected; read it from a checkpoint: "
             f"{type(module).__name__}.load_from_checkpoint(path)."

@@ -1,0 +1,232 @@
+"""Model files: the weights of a raw loop's models as other libraries read them, and single objects in a file."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+from collections.abc import Iterator, Mapping
+from functools import partial
+from typing import Any, BinaryIO
+
+import torch
+from torch import Tensor, nn
+
+from trainwright.checkpoint.codec import decode, encode
+from trainwright.checkpoint.filesystem import Files, describe, resolve, temporary_path
+from trainwright.checkpoint.manifest import load_json
+from trainwright.checkpoint.shards import check_storable, host_bytes, render_header
+from trainwright.checkpoint.tensors import Piece, tied_groups
+from trainwright.compiled_names import clean_name, is_compiled
+from trainwright.distributed.ranks import Ranks
+from trainwright.engine.prepared import PreparedModule
+from trainwright.errors import CheckpointError
+from trainwright.paths import absolute
+from trainwright.rank_zero import rank_zero_warn
+from trainwright.strategies.whole_module import gather_module, is_sharded
+
+WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+_SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors", re.ASCII)
+_UNITS = {
+    "": 1,
+    "KB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+    "TB": 10**12,
+    "KIB": 2**10,
+    "MIB": 2**20,
+    "GIB": 2**30,
+    "TIB": 2**40,
+}
+_SIZE = re.compile(rf"(\d+(?:\.\d+)?)\s*({'|'.join(_UNITS)})", re.ASCII | re.IGNORECASE)
+STRUCTURE = "trainwright.structure"
+"""The key in a file's metadata with the plain data that its tensors belong to."""
+PICKLED = (".pt", ".pth", ".bin", ".pkl", ".pickle", ".ckpt")
+
+
+def unwrapped(model: nn.Module, *, keep_compiled: bool = True) -> nn.Module:
+    """Return the module that was given to `prepare`; without `keep_compiled` the one that torch.compile was given."""
+    module = model.module if isinstance(model, PreparedModule) else model
+    while not keep_compiled and is_compiled(module):
+        module = module._orig_mod  # type: ignore[assignment]
+    return module
+
+
+def state_dict_of(model: nn.Module) -> dict[str, Any]:
+    """Return a model's whole state_dict: on every rank, or if it is sharded on rank 0, and an empty one on the others.
+
+    Collective if it is sharded.
+    """
+    module = unwrapped(model)
+    whole = gather_module(module) if is_sharded(module) else module
+    return {} if whole is None else {clean_name(name): value for name, value in whole.state_dict().items()}
+
+
+def size_of(text: int | str) -> int:
+    """Return a size in bytes: a number, or one with a unit such as "10GB" or "512MiB" (ValueError)."""
+    if isinstance(text, int) and not isinstance(text, bool) and text > 0:
+        return text
+    match = _SIZE.fullmatch(text.strip()) if isinstance(text, str) else None
+    if match is None or not float(match[1]):
+        raise ValueError(
+            f"max_shard_size={text!r} is not accepted; pass a number of bytes, or one with a unit such as '10GB' or '512MiB'."
+        )
+    return int(float(match[1]) * _UNITS[match[2].upper()])
+
+
+def save_model(model: nn.Module, folder: str, limit: int, ranks: Ranks) -> None:
+    """Write a model's weights into a folder as safetensors files of at most `limit` bytes, by rank 0. Collective.
+
+    Raises:
+        CheckpointError: on every rank, if they were not written.
+    """
+    state = state_dict_of(model)
+    files, inside = resolve(absolute(folder))
+    work = partial(_write_model, state, files, inside, limit) if ranks.rank == 0 else None
+    subject = f"the model was not saved in {folder}"
+    ranks.run_on_all(work, "save_model", subject=subject, describe=partial(describe, path=inside))
+
+
+def _write_model(state: Mapping[str, Any], files: Files, folder: str, limit: int) -> None:
+    tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
+    if len(tensors) < len(state):
+        rank_zero_warn(
+            f"save_model leaves out {', '.join(sorted(state.keys() - tensors.keys())[:5])}, since safetensors files hold "
+            "tensors only; save_state stores them.",
+            stacklevel=5,
+        )
+    groups = tied_groups([Piece(name, tuple(each.shape), 0, each.detach()) for name, each in tensors.items()])
+    kept = {group[0].name: group[0].tensor for group in groups}  # of tied names the model's first, as an embedding's
+    tied = {other.name: group[0].name for group in groups for other in group[1:]}
+    for name, tensor in kept.items():
+        check_storable(name, tensor)
+    shards = _divided(kept, limit)
+    names = [f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)]
+    names = names if len(shards) > 1 else [WHOLE]
+    files.make_directories(folder)
+    earlier = {name for name in files.listing(folder) if name in (WHOLE, INDEX) or _SHARD.fullmatch(name)}
+    written: list[str] = []
+    try:
+        for name, shard in zip(names, shards, strict=True):
+            written.append(temporary_path(f"{folder}/{name}") if files.has_rename else f"{folder}/{name}")
+            own = {other: first for other, first in tied.items() if first in shard}
+            with files.create(written[-1]) as out:
+                _write_tensors(out, name, shard, own)
+    except BaseException:
+        for path in written:
+            with contextlib.suppress(OSError):
+                files.remove_file(path)
+        raise
+    # The files that readers begin with go first, so that none ever takes a mixture of the earlier files and these.
+    for name in sorted(earlier, key=lambda name: name not in (WHOLE, INDEX)):
+        if f"{folder}/{name}" not in written:
+            files.remove_file(f"{folder}/{name}")
+    for name, path in zip(names, written, strict=True):
+        _move(files, path, f"{folder}/{name}")
+    if len(shards) > 1:
+        total = sum(each.nbytes for each in kept.values())
+        homes = {name: file for file, shard in zip(names, shards, strict=True) for name in shard}
+        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(homes.items()))}
+        with _new_file(files, f"{folder}/{INDEX}") as out:
+            out.write(f"{json.dumps(index, indent=2)}\n".encode())
+    files.sync_directory(folder)
+
+
+def _divided(tensors: Mapping[str, Tensor], limit: int) -> list[dict[str, Tensor]]:
+    """Return the tensors in groups of at most `limit` bytes, in their order; a larger tensor is alone in its group."""
+    shards: list[dict[str, Tensor]] = [{}]
+    size = 0
+    for name, tensor in tensors.items():
+        if shards[-1] and size + tensor.nbytes > limit:
+            shards.append({})
+            size = 0
+        shards[-1][name] = tensor
+        size += tensor.nbytes
+    return shards
+
+
+def _write_tensors(out: BinaryIO, path: str, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
+    ordered = sorted(tensors.items(), key=lambda item: -item[1].element_size())  # keeps every tensor aligned
+    out.write(render_header(path, [(name, each.dtype, tuple(each.shape)) for name, each in ordered], metadata))
+    for _, tensor in ordered:
+        out.write(host_bytes(tensor))
+
+
+@contextlib.contextmanager
+def _new_file(files: Files, path: str) -> Iterator[BinaryIO]:
+    """Yield a file that takes its path once it is whole, in the place of an earlier one."""
+    temporary = temporary_path(path) if files.has_rename else path
+    try:
+        with files.create(temporary) as out:
+            yield out
+        _move(files, temporary, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            files.remove_file(temporary)
+        raise
+
+
+def _move(files: Files, source: str, target: str) -> None:
+    if source != target:
+        files.rename(source, target)
+
+
+def save_object(obj: Any, path: str | os.PathLike[str], *, is_writer: bool) -> None:
+    """Write plain data and tensors into one file, on the rank that writes; see `Accelerator.save`.
+
+    Raises:
+        TypeError: something else is in the object.
+        CheckpointError: it was not written.
+    """
+    plain, tensors = encode(obj, "obj")
+    is_flat = bool(tensors) and isinstance(obj, Mapping) and all(isinstance(each, Tensor) for each in obj.values())
+    is_flat = is_flat and all(isinstance(name, str) for name in obj)
+    if is_flat:
+        tensors = dict(obj)
+    for name, tensor in tensors.items():
+        check_storable(name, tensor)
+    if not is_writer:
+        return
+    if tensors and str(path).endswith(PICKLED):
+        rank_zero_warn(
+            f"{path} is written as a safetensors file, which torch.load does not read; accelerator.load and safetensors do.",
+            stacklevel=3,
+        )
+    files, inside = resolve(absolute(path))
+    text = json.dumps(plain)
+    try:
+        files.make_directories(os.path.dirname(inside))
+        with _new_file(files, inside) as out:
+            if tensors:
+                _write_tensors(out, inside, tensors, {} if is_flat else {STRUCTURE: text})
+            else:
+                out.write(f"{text}\n".encode())
+    except OSError as error:
+        raise CheckpointError(f"{path} was not written: {describe(error, inside)}.") from error
+
+
+def load_object(path: str | os.PathLike[str]) -> Any:
+    """Return what `save_object` wrote, or the tensors of any safetensors file.
+
+    Raises:
+        CheckpointError: the file is missing or damaged, or is another kind of file.
+    """
+    from safetensors import SafetensorError
+    from safetensors.torch import load
+
+    files, inside = resolve(absolute(path))
+    try:
+        with files.open(inside) as stream:
+            data = stream.read()
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from error
+    length = int.from_bytes(data[:8], "little")
+    if data[8:9] != b"{" or length > len(data) - 8:
+        return decode(load_json(data, str(path)), {})
+    try:
+        tensors: dict[str, torch.Tensor] = load(data)
+    except SafetensorError as error:
+        raise CheckpointError(f"{path} is not a whole safetensors file ({error}). Use a good copy of it.") from error
+    text = json.loads(data[8 : 8 + length]).get("__metadata__", {}).get(STRUCTURE)
+    return tensors if text is None else decode(load_json(text.encode(), str(path)), tensors)
