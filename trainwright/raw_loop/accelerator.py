@@ -37,6 +37,7 @@ from trainwright.raw_loop.profiling import ProfileKwargs, profiled
 from trainwright.raw_loop.project import ProjectConfiguration, chosen_project
 from trainwright.raw_loop.saved_states import SavedStates, refuse_load_options, refuse_pickle
 from trainwright.raw_loop.settings import LoopSettings, refuse_unknown, word_for
+from trainwright.raw_loop.state_views import AcceleratorState, GradientState
 from trainwright.raw_loop.tracking import Options, Tracker, Trackers, chosen_loggers
 from trainwright.strategies import Strategy
 from trainwright.strategies.base import Optimization, StepResult
@@ -368,6 +369,16 @@ class Accelerator(Collectives):
     def mixed_precision(self) -> str:
         """Return "no", "fp16" or "bf16"; for a precision that has no such name, its own."""
         return word_for(self.engine.precision)
+
+    @property
+    def state(self) -> AcceleratorState:
+        """Return the processes and the precision under Accelerate's names, a view."""
+        return AcceleratorState(self)
+
+    @property
+    def gradient_state(self) -> GradientState:
+        """Return the accumulation window and the loader of the current batch under Accelerate's names, a view."""
+        return GradientState(self._preparations.windows, self._preparations.iterations)
 
     @property
     def sync_gradients(self) -> bool:
