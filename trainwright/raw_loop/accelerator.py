@@ -18,10 +18,12 @@ from trainwright.checkpoint.reader import Verify
 from trainwright.engine.command_line import fill_accumulation
 from trainwright.engine.engine import Engine
 from trainwright.engine.prepared import PreparedModule, PreparedOptimizer, PreparedScheduler, stepped_by
+from trainwright.engine.prepared_loader import PreparedLoader
 from trainwright.engine.window import in_float32
 from trainwright.precision import Precision
 from trainwright.rank_zero import rank_zero_warn
 from trainwright.raw_loop.collectives import Collectives
+from trainwright.raw_loop.loaders import DataLoaderConfiguration, SkippedBatches, loader_options, skip_first_batches
 from trainwright.raw_loop.loss_graph import graph_leaves
 from trainwright.raw_loop.memory import release_memory
 from trainwright.raw_loop.model_files import load_object, save_model, save_object, size_of, state_dict_of, unwrapped
@@ -58,6 +60,11 @@ class Accelerator(Collectives):
         kwargs_handlers: options of parts: AutocastKwargs, DistributedDataParallelKwargs, GradScalerKwargs,
             InitProcessGroupKwargs, ProfileKwargs.
         dynamo_backend: compile prepared models with this backend of torch.compile, such as "inductor".
+        device_placement: whether prepared loaders move their batches to the device; models are always on it.
+        split_batches: whether a loader's batch is that of all ranks together; see DataLoaderConfiguration.
+        dataloader_config: further options of loaders.
+        rng_types: generators that all ranks set to rank 0's state at the start of each epoch: "torch", or the kind of
+            accelerator, such as "cuda". The order of the data needs none of them.
         fused_optimizers: run optimizers fused if torch can and their `fused` and `foreach` were not set.
         scale_schedulers: step prepared schedulers once for each process at each optimizer step, as Accelerate does.
         accelerator: the kind of device, as for the Trainer: "auto" (the accelerator that torch finds, else the CPU), "gpu",
@@ -98,6 +105,10 @@ class Accelerator(Collectives):
         step_scheduler_with_optimizer: bool = True,
         kwargs_handlers: Sequence[Any] | None = None,
         dynamo_backend: Any = None,
+        device_placement: bool = True,
+        split_batches: bool = False,
+        dataloader_config: DataLoaderConfiguration | None = None,
+        rng_types: Sequence[str] | None = None,
         fused_optimizers: bool = True,
         scale_schedulers: bool = False,
         accelerator: str = "auto",
@@ -125,6 +136,7 @@ class Accelerator(Collectives):
             kwargs_handlers,
             dynamo_backend,
         )
+        loaders = loader_options(dataloader_config, split_batches, rng_types, device_placement)
         engine = Engine(
             devices=devices,
             strategy=settings.chosen_strategy,
@@ -150,6 +162,7 @@ class Accelerator(Collectives):
             settings.compiler,
             step_scheduler_with_optimizer,
             engine.world_size if scale_schedulers else 1,
+            loaders,
         )
         self._new_preparation = partial(Preparation, engine, self._optimization, settings.accumulation, options)
         self._preparations = self._new_preparation()
@@ -159,7 +172,7 @@ class Accelerator(Collectives):
         self._weighs_rounds = engine.world_size > 1  # one process has no uneven rounds
         self._has_checked_loss = False
 
-    def prepare(self, *objects: Any) -> Any:
+    def prepare(self, *objects: Any, device_placement: Sequence[bool | None] | None = None) -> Any:
         """Return the models, optimizers, loaders and schedulers, prepared by the strategy, in the same order.
 
         Pass the models and their optimizers in one call. An object that is already prepared is returned unchanged.
@@ -169,7 +182,7 @@ class Accelerator(Collectives):
             TypeError: an object of another kind.
             ValueError: an optimizer whose parameters belong to no prepared model, or were replaced before it was prepared.
         """
-        prepared = self._preparations.prepare(objects)
+        prepared = self._preparations.prepare(objects, device_placement)
         return prepared[0] if len(prepared) == 1 else prepared
 
     def unwrap_model(
@@ -325,6 +338,19 @@ class Accelerator(Collectives):
         """Return one prepared scheduler; prepare its optimizer before."""
         prepared: PreparedScheduler = self.prepare(scheduler)
         return prepared
+
+    def prepare_data_loader(self, data_loader: Any, device_placement: bool | None = None) -> PreparedLoader:
+        """Return one prepared DataLoader; `device_placement` replaces the constructor's. Collective: call on every rank."""
+        if isinstance(data_loader, (nn.Module, Optimizer)) or not isinstance(data_loader, Iterable):
+            raise TypeError(
+                f"prepare_data_loader was given a {type(data_loader).__name__}; accepted is a torch DataLoader."
+            )
+        prepared: PreparedLoader = self.prepare(data_loader, device_placement=[device_placement])
+        return prepared
+
+    def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> SkippedBatches:
+        """Return a loader whose first iteration begins at this batch of the epoch; see the function of this name."""
+        return skip_first_batches(dataloader, num_batches)
 
     @contextmanager
     def profile(self, profile_handler: ProfileKwargs | None = None) -> Iterator[profile]:
