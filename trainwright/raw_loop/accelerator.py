@@ -23,7 +23,7 @@ from trainwright.engine.window import in_float32
 from trainwright.precision import Precision
 from trainwright.rank_zero import rank_zero_warn
 from trainwright.raw_loop.collectives import Collectives
-from trainwright.raw_loop.loaders import DataLoaderConfiguration, SkippedBatches, loader_options, skip_first_batches
+from trainwright.raw_loop.loaders import DataLoaderConfiguration, check_loader, loader_options
 from trainwright.raw_loop.loss_graph import graph_leaves
 from trainwright.raw_loop.memory import release_memory
 from trainwright.raw_loop.model_files import load_object, save_model, save_object, size_of, state_dict_of, unwrapped
@@ -341,16 +341,9 @@ class Accelerator(Collectives):
 
     def prepare_data_loader(self, data_loader: Any, device_placement: bool | None = None) -> PreparedLoader:
         """Return one prepared DataLoader; `device_placement` replaces the constructor's. Collective: call on every rank."""
-        if isinstance(data_loader, (nn.Module, Optimizer)) or not isinstance(data_loader, Iterable):
-            raise TypeError(
-                f"prepare_data_loader was given a {type(data_loader).__name__}; accepted is a torch DataLoader."
-            )
+        check_loader(data_loader)
         prepared: PreparedLoader = self.prepare(data_loader, device_placement=[device_placement])
         return prepared
-
-    def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> SkippedBatches:
-        """Return a loader whose first iteration begins at this batch of the epoch; see the function of this name."""
-        return skip_first_batches(dataloader, num_batches)
 
     @contextmanager
     def profile(self, profile_handler: ProfileKwargs | None = None) -> Iterator[profile]:

@@ -98,6 +98,12 @@ def loader_options(
     return LoaderOptions(configuration, moves, types)
 
 
+def check_loader(given: Any) -> None:
+    """Refuse what is not a loader (TypeError)."""
+    if not isinstance(given, (DataLoader, PreparedLoader)):
+        raise TypeError(f"prepare_data_loader was given a {type(given).__name__}; accepted is a torch DataLoader.")
+
+
 def synchronize(rng_types: Iterable[Any], generator: torch.Generator | None, broadcast: Callable[[Any], Any]) -> None:
     """Set generators of this process to rank 0's state, by name; "generator" is the one given. Collective.
 

@@ -20,7 +20,7 @@ from trainwright.engine.prepared import (
 )
 from trainwright.engine.prepared_loader import Iterations, PreparedLoader
 from trainwright.engine.window import AccumulationWindows
-from trainwright.raw_loop.loaders import LoaderOptions
+from trainwright.raw_loop.loaders import LoaderOptions, SkippedBatches
 from trainwright.raw_loop.plugins import GradientAccumulationPlugin
 from trainwright.strategies.base import Optimization, StepResult
 
@@ -74,6 +74,11 @@ class Preparation(Preparations):
         for each in objects:
             kind = kind_of(each)
             if kind is None:
+                if isinstance(each, SkippedBatches):
+                    raise TypeError(
+                        "prepare was given what skip_first_batches returned; pass the loader to prepare, and the result to "
+                        "skip_first_batches."
+                    )
                 raise TypeError(
                     f"prepare was given an object of type {type(each).__name__}; accepted are torch modules, optimizers "
                     "(subclasses of torch.optim.Optimizer), DataLoaders and LR schedulers."
