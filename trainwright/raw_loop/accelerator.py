@@ -401,16 +401,6 @@ class Accelerator(Collectives):
         return word_for(self.engine.precision)
 
     @property
-    def state(self) -> AcceleratorState:
-        """Return the processes and the precision under Accelerate's names, a view."""
-        return AcceleratorState(self)
-
-    @property
-    def gradient_state(self) -> GradientState:
-        """Return the accumulation window and the loader of the current batch under Accelerate's names, a view."""
-        return GradientState(self._preparations.windows, self._preparations.iterations)
-
-    @property
     def sync_gradients(self) -> bool:
         """Return whether the current batch ends its accumulation window."""
         return self._preparations.windows.current.is_at_end
