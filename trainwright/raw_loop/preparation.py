@@ -72,6 +72,8 @@ class Preparation(Preparations):
             )
         new: dict[str, list[Any]] = {"module": [], "optimizer": [], "loader": [], "scheduler": []}
         for each in objects:
+            if each is None:
+                continue
             kind = kind_of(each)
             if kind is None:
                 if isinstance(each, SkippedBatches):
