@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import pty
 import select
 import subprocess
 import sys
+import termios
 import time
 from pathlib import Path
 
@@ -92,7 +94,14 @@ class Terminal:
         variables = {**os.environ, "TRAINWRIGHT_CONFIG": str(folder / "config.yaml"), "PYTHONPATH": str(ROOT)}
         command = python("-m", "trainwright", *arguments)
         self.process = subprocess.Popen(
-            command, cwd=folder, env=variables, stdin=other, stdout=other, stderr=other, start_new_session=True
+            command,
+            cwd=folder,
+            env=variables,
+            stdin=other,
+            stdout=other,
+            stderr=other,
+            start_new_session=True,
+            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),  # so that Ctrl-C reaches it
         )
         os.close(other)
         self.shown = ""
@@ -157,8 +166,10 @@ def test_a_session_in_a_terminal(tmp_path: Path) -> None:
     left = Terminal(tmp_path, "config")
     left.answer("Replace it? (yes or no) [no] ", "yes")
     left.read("devices [auto]: ")
-    os.write(left.own, b"\x03")
-    left.read("Nothing was written.")
+    while left.process.poll() is None:  # one that arrives just before Python waits for a key is seen at the next
+        os.write(left.own, b"\x03")
+        time.sleep(0.5)
+    assert "Nothing was written." in left.read()
     assert left.close() == 130
     assert (tmp_path / "config.yaml").read_text() == written
     (tmp_path / "train.py").write_text(SCRIPT)
@@ -167,6 +178,6 @@ def test_a_session_in_a_terminal(tmp_path: Path) -> None:
     assert {"rank 0 of 2 ddp 3", "rank 1 of 2 ddp 3"} <= {line[-17:] for line in launch.shown.splitlines()}, (
         launch.shown
     )
-    test = Terminal(tmp_path, "test", "--cpu", "--strategies", "single_device,ddp")
+    test = Terminal(tmp_path, "test", "--cpu", "--strategies", "ddp")
     assert test.close() == 0, test.shown
     assert "Everything that is installed works." in test.shown
