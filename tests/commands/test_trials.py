@@ -145,7 +145,8 @@ import trainwright as tw
 accelerator = tw.Accelerator()
 accelerator.wait_for_everyone()
 engine = accelerator.engine
-print("rank", engine.rank, "of", engine.world_size, engine.strategy.name, accelerator.gradient_accumulation_steps, flush=True)
+said = f"rank {engine.rank} of {engine.world_size} {engine.strategy.name} {accelerator.gradient_accumulation_steps}"
+print(said, flush=True)
 """
 
 
