@@ -262,7 +262,8 @@ class NodeRendezvous(RendezvousHandler):
             with suppress(RuntimeError):  # the main node may have gone, and its store
                 if self.is_main:
                     post(self._agents, "ended", json.dumps({"code": code}))
-                post(self._agents, f"left/{self._arrival}", "1")
+                if self.is_main or not self.heartbeat.lost():
+                    post(self._agents, f"left/{self._arrival}", "1")
             deadline = time.monotonic() + LEAVE_SECONDS
             while self._roster is not None and time.monotonic() < deadline:
                 self._roster.admit()
