@@ -164,10 +164,14 @@ def test_a_main_port_in_use_is_reported_at_once(tmp_path: Path, started: list[St
         ),
         (["--main-address", "a", "x.py"], "--main-address a is for several machines; add --num-nodes N"),
         (["--main-port", "70000", __file__], "main_port=70000 is not a port"),
-        (
-            ["--num-nodes", "2", "--node-rank", "0", "--main-address", "a", "--max-restarts", "1", "x.py"],
-            "--max-restarts 1 was given with 2 nodes",
-        ),
+        (["--rendezvous-seconds", "9", "x.py"], "--rendezvous-seconds 9 is for several machines; add --num-nodes N"),
+        (["--nodes", "1:4", "--node-rank", "0", "x.py"], "--node-rank 0 was given with --nodes 1:4, which replaces it"),
+        (["--nodes", "1:4", "--num-nodes", "4", "x.py"], "--num-nodes 4 was given with --nodes 1:4"),
+        (["--nodes", "4:2", "x.py"], "--nodes 4:2: expected MIN:MAX, two whole numbers from 1"),
+        (["--nodes", "0:2", "x.py"], "--nodes 0:2: expected MIN:MAX"),
+        (["--nodes", "1:", "x.py"], "--nodes 1:: expected MIN:MAX"),
+        (["--nodes", "1:4", "x.py"], "--nodes 4 was given, but no main address; pass --main-address"),
+        (["--nodes", "1:4", "--main-address", "a", "--main-port", "0", __file__], "main_port=0 is not a port"),
         (["--logs", f"{__file__}/below", __file__], "Not a directory"),
     ],
 )

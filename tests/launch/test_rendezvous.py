@@ -8,10 +8,12 @@ from collections.abc import Iterator
 
 import pytest
 from deadlines import deadline, wait_until
+from torch.distributed.elastic.rendezvous.api import RendezvousGracefulExitError
 
 from trainwright.errors import LaunchError
+from trainwright.launch import roster
 from trainwright.launch.nodes import Nodes, nodes_of
-from trainwright.launch.rendezvous import StaticRendezvous
+from trainwright.launch.rendezvous import NodeRendezvous
 
 
 def free_port() -> int:
@@ -24,14 +26,14 @@ class Meeting:
 
     def __init__(self) -> None:
         self.port = free_port()
-        self.came: list[StaticRendezvous] = []
+        self.came: list[NodeRendezvous] = []
         self.threads: list[threading.Thread] = []
 
-    def come(self, count: int, rank: int, num_processes: int = 1) -> StaticRendezvous:
-        self.came.append(StaticRendezvous(Nodes(count, rank, port=self.port), num_processes))
+    def come(self, count: int, rank: int, num_processes: int = 1) -> NodeRendezvous:
+        self.came.append(NodeRendezvous(Nodes(count, rank, port=self.port, wait_seconds=deadline(30)), num_processes))
         return self.came[-1]
 
-    def wait(self, node: StaticRendezvous) -> None:
+    def wait(self, node: NodeRendezvous) -> None:
         """Let a node wait for the others in a thread."""
         self.threads.append(threading.Thread(target=node.next_rendezvous, daemon=True))
         self.threads[-1].start()
@@ -57,8 +59,11 @@ def test_nodes_meet_and_know_each_other(meeting: Meeting) -> None:
     other = meeting.come(2, 1, num_processes=2)
     other.next_rendezvous()
     meeting.check_met()
-    assert [member.num_processes for member in main.members] == [1, 2]  # nodes may run different numbers of processes
-    assert main.members == other.members
+    assert [member.num_processes for member in main.round.members] == [
+        1,
+        2,
+    ]  # nodes may run different numbers of processes
+    assert main.round.members == other.round.members
     assert [main.node_of(rank) for rank in range(3)] == [0, 1, 1]
     assert main.heartbeat is not None
     assert main.heartbeat.lost() == []
@@ -71,21 +76,144 @@ def test_nodes_meet_and_know_each_other(meeting: Meeting) -> None:
 
 def test_nodes_that_do_not_belong_together_are_refused(meeting: Meeting) -> None:
     meeting.wait(meeting.come(3, 0))
-    with pytest.raises(LaunchError, match="num_nodes=4 was given to node 1, but 3 to the main node; give all nodes"):
+    with pytest.raises(
+        LaunchError, match="num_nodes=4 was given to node 1, but num_nodes=3 to the main node; give all nodes"
+    ):
         meeting.come(4, 1).next_rendezvous()
     second = meeting.come(3, 2)
     meeting.wait(second)
-    wait_until(lambda: second._agents.check(["node/2"]))
+    wait_until(lambda: second._agents.check(["ready/1"]))
     with pytest.raises(LaunchError, match="node_rank=2 was given to two nodes; give each its own number, from 0 to 2"):
         meeting.come(3, 2).next_rendezvous()
     meeting.come(3, 1).next_rendezvous()
+
+
+class Range(Meeting):
+    """Nodes that are numbered as they arrive."""
+
+    def arrive(self, fewest: int, most: int, **settings: float) -> NodeRendezvous:
+        nodes = Nodes(most, None, port=self.port, fewest=fewest, **{"wait_seconds": deadline(30), **settings})
+        self.came.append(NodeRendezvous(nodes, 1, max_restarts=3))
+        return self.came[-1]
+
+    def meet(self, *nodes: NodeRendezvous) -> list[tuple[int, int, int]]:
+        """Let nodes meet; return what each of them is in the round: its number, of how many, after which restarts."""
+        for node in nodes:
+            self.wait(node)
+        self.check_met()
+        return [(node.node_rank, node.num_nodes, node.round.restarts) for node in nodes]
+
+
+@pytest.fixture
+def range_() -> Iterator[Range]:
+    meeting = Range()
+    yield meeting
+    for node in reversed(meeting.came):
+        node.leave(0)
+    meeting.check_met()
+
+
+def test_the_nodes_that_are_left_meet_again_and_others_join_there(range_: Range) -> None:
+    main, second, third = (range_.arrive(1, 3) for _ in range(3))
+    assert [each.is_main for each in (main, second, third)] == [True, False, False]
+    met = range_.meet(main, second, third)
+    assert sorted(met) == [(0, 3, 0), (1, 3, 0), (2, 3, 0)]
+    assert met[0][0] == 0  # the node that holds the store
+    assert main.lost_nodes() == []
+    lost = second.node_rank
+    assert second.heartbeat is not None
+    second.heartbeat.close()
+    wait_until(main.lost_nodes)
+    assert main.lost_nodes() == [lost]
+    assert third.lost_nodes() == []  # the main node tells it
+    assert range_.meet(main, third) == [(0, 2, 1), (1, 2, 1)]
+    late = range_.arrive(1, 3)
+    range_.wait(late)
+    wait_until(lambda: late._agents.check(["ready/3"]))
+    assert main.num_nodes == 2  # until the next restart
+    for node in (main, third):
+        range_.wait(node)
+    range_.check_met()
+    assert [(each.node_rank, each.num_nodes, each.round.restarts) for each in (main, third, late)] == [
+        (0, 3, 2),
+        (1, 3, 2),
+        (2, 3, 2),
+    ]
+    assert main.failures(1).post(0, "boom") == 1
+    assert third.failures(2).count() == 0  # each start has its own
+
+
+def test_a_job_with_enough_nodes_waits_a_while_for_more(range_: Range, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(roster, "MORE_SECONDS", 0.3)
+    main, second = range_.arrive(2, 4), range_.arrive(2, 4)
+    assert range_.meet(main, second) == [(0, 2, 0), (1, 2, 0)]
+
+
+def test_too_few_nodes_end_the_job(range_: Range, capfd: pytest.CaptureFixture[str]) -> None:
+    main = range_.arrive(2, 4, wait_seconds=0.2)
+    with pytest.raises(LaunchError, match=r"waited 0.2 s for 2 to 4 nodes; 1 of them are here"):
+        main.next_rendezvous()
+
+
+def test_a_node_that_waits_learns_how_the_job_ended(range_: Range, capfd: pytest.CaptureFixture[str]) -> None:
+    main = range_.arrive(1, 2, wait_seconds=0.2)
+    main.next_rendezvous()
+    late, errors = range_.arrive(1, 2), []
+
+    def join() -> None:
+        with pytest.raises(RendezvousGracefulExitError) as caught:
+            late.next_rendezvous()
+        errors.append(caught.value)
+        late.leave()
+
+    range_.threads.append(threading.Thread(target=join))
+    range_.threads[-1].start()
+    wait_until(lambda: main.lost_nodes() == [] and main.heartbeat is not None and main.heartbeat.living())
+    wait_until(lambda: late.round.number == 0)
+    main.leave(0)
+    range_.check_met()
+    assert len(errors) == 1
+    said = capfd.readouterr().err
+    assert (
+        "trainwright: the job runs on other nodes; this one joins at its next restart, unless the job has its most nodes.\n"
+        in said
+    )
+    assert "trainwright: the job has ended without this node.\n" in said
+
+
+def test_nodes_of_different_ranges_are_refused(range_: Range) -> None:
+    main = range_.arrive(1, 2)
+    assert main.is_main
+    with pytest.raises(LaunchError, match="nodes=1:3 was given to this node, but nodes=1:2 to the main node; give all"):
+        range_.arrive(1, 3).next_rendezvous()
+    numbered = NodeRendezvous(Nodes(2, 1, port=range_.port), 1, max_restarts=3)
+    with pytest.raises(LaunchError, match="num_nodes=2 was given to node 1, but nodes=1:2 to the main node"):
+        numbered.next_rendezvous()
+    stubborn = NodeRendezvous(Nodes(2, None, port=range_.port, fewest=1), 1)
+    with pytest.raises(LaunchError, match="max_restarts=0 was given to this node, but max_restarts=3 to the main node"):
+        stubborn.next_rendezvous()
+
+
+def test_numbered_nodes_meet_again_when_all_are_back(meeting: Meeting) -> None:
+    main, other = meeting.come(2, 0), meeting.come(2, 1)
+    for node in (main, other):
+        meeting.wait(node)
+    meeting.check_met()
+    assert other.heartbeat is not None
+    other.heartbeat.close()
+    wait_until(main.lost_nodes)
+    meeting.wait(main)
+    back = meeting.come(2, 1)
+    back.next_rendezvous()
+    meeting.check_met()
+    assert [(each.node_rank, each.round.number, each.round.restarts) for each in (main, back)] == [(0, 1, 1), (1, 1, 1)]
 
 
 def test_a_main_port_in_use_is_refused() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = int(taken.getsockname()[1])
         with pytest.raises(LaunchError, match=rf"port {port} of 127.0.0.1 cannot be listened on"):
-            StaticRendezvous(Nodes(2, 0, port=port), 1)
+            NodeRendezvous(Nodes(2, 0, port=port), 1)
 
 
 @pytest.mark.parametrize(

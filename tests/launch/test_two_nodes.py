@@ -1,12 +1,9 @@
-"""Two machines, each a separate network namespace, joined by a cable (a veth pair); one rank on each."""
+"""Jobs of two machines, with one rank on each."""
 
 from __future__ import annotations
 
 import json
-import os
-import shutil
 import signal
-import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,25 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 from deadlines import deadline
+from machines import ADDRESSES, Network, two_machines
 from small import assert_equal
 from started import GONE_SECONDS, Started, python
 
 pytestmark = pytest.mark.launch
-NEEDED = "TRAINWRIGHT_TEST_TWO_NODES"
-"""If set, it is a failure that these tests cannot run."""
-ADDRESSES = ("10.77.0.1", "10.77.0.2")
-CABLE = f"""
-set -e
-mount -t tmpfs tmpfs /run
-mkdir /run/netns
-for node in 0 1; do ip netns add node$node; ip -n node$node link set lo up; done
-ip link add veth0 netns node0 type veth peer name veth1 netns node1
-ip -n node0 addr add {ADDRESSES[0]}/24 dev veth0
-ip -n node1 addr add {ADDRESSES[1]}/24 dev veth1
-for node in 0 1; do ip -n node$node link set veth$node up; done
-echo joined
-exec cat
-"""
 SCRIPT = """
 import json, os, sys, time
 import psutil, torch
@@ -62,56 +45,11 @@ if trainer.is_global_zero:
 """
 
 
-class Network:
-    """Two nodes; what is started on one sees only that node's interfaces."""
-
-    def __init__(self, unshare: list[str], folder: Path) -> None:
-        self._has_users = "-U" in unshare
-        self.process = subprocess.Popen(
-            [*unshare, "sh", "-c", CABLE],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        assert self.process.stdout is not None
-        self.is_joined = self.process.stdout.readline() == "joined\n"
-        self.folder = folder
-        self.started: list[Started] = []
-
-    def start(self, node: int, command: list[str], **variables: str | None) -> Started:
-        users = ["--user", "--preserve-credentials"] if self._has_users else []
-        folder = self.folder / f"node{node}"
-        folder.mkdir(exist_ok=True)
-        enter = ["nsenter", "--target", str(self.process.pid), *users, "--mount", "--net"]
-        enter += ["nsenter", f"--net=/run/netns/node{node}", f"--wd={folder}"]  # the first one has left the folder
-        self.started.append(Started([*enter, *command], folder, **variables))
-        return self.started[-1]
-
-    def close(self) -> None:
-        for each in self.started:
-            each.close()
-        self.process.communicate(timeout=deadline(60))
-
-
 @pytest.fixture
 def network(tmp_path: Path) -> Iterator[Network]:
-    reasons = []
-    for unshare in (["unshare", "-U", "-r", "-n", "-m"], ["unshare", "-n", "-m"]):
-        if not all(shutil.which(program) for program in ("unshare", "nsenter", "ip")):
-            reasons.append("unshare, nsenter (util-linux) and ip (iproute2) are not all installed")
-            break
-        network = Network(unshare, tmp_path)
-        if network.is_joined:
-            (tmp_path / "train.py").write_text(SCRIPT)
-            yield network
-            network.close()
-            return
-        reasons.append(network.process.communicate(timeout=deadline(60))[1].strip())
-    reason = f"two network namespaces cannot be made here; they need root or user namespaces: {reasons}"
-    if NEEDED in os.environ:
-        pytest.fail(reason)
-    pytest.skip(reason)
+    (tmp_path / "train.py").write_text(SCRIPT)
+    with two_machines(tmp_path) as network:
+        yield network
 
 
 def launch(node: int) -> list[str]:
@@ -205,7 +143,7 @@ def test_a_failed_rank_ends_both_nodes_and_is_named_on_both(network: Network) ->
     ("node", "number", "text"),
     [
         (0, signal.SIGKILL, "the launcher of node 0, the main node, has ended"),
-        (1, signal.SIGKILL, "(the launcher of its node has ended)"),
+        (1, signal.SIGKILL, "(its node was lost: the launcher there has ended or cannot be reached)"),
         (1, signal.SIGTERM, "failed first (killed by SIGTERM)"),
     ],
 )

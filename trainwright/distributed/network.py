@@ -38,6 +38,17 @@ def is_own_name(address: str, number: str) -> bool:
     return is_loopback and address not in (number, "localhost")
 
 
+def is_own_address(address: str) -> bool:
+    """Return whether an address is this machine's (LaunchError if it is unknown)."""
+    family, number = resolve(address)
+    with socket.socket(family) as probe:
+        try:
+            probe.bind((number, 0))
+        except OSError:
+            return False
+    return True
+
+
 def listen_at(address: str, port: int, *, else_everywhere: bool = False) -> socket.socket:
     """Return a socket that listens at one address of this machine only; port 0 is a free one.
 

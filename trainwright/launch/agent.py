@@ -17,56 +17,22 @@ from typing import Any, cast
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.events.api import Event, EventSource
-from torch.distributed.elastic.multiprocessing.api import LogsDest, LogsSpecs, SignalException
+from torch.distributed.elastic.multiprocessing.api import SignalException
 
 from trainwright.distributed.failures import LOST_PEER_TEXTS, PEER_FAILED_EXIT_CODE, FailureReport
 from trainwright.distributed.signals import STOPPED_EXIT_CODE
 from trainwright.errors import LaunchError
 from trainwright.launch.graceful_shutdown import GracefulShutdown
 from trainwright.launch.nodes import Job
-from trainwright.launch.output import PrefixedOutput
-from trainwright.launch.rendezvous import StaticRendezvous
+from trainwright.launch.pipe_logs import PipeLogs
+from trainwright.launch.rendezvous import GONE, NodeRendezvous
 
 LEAVE_SECONDS = 1.0  # for the other ranks to flush their output and leave by themselves once a failure is posted
 END_SECONDS = 2.0  # for a rank to end after posting its failure
 CLOSE_SECONDS = 3.0  # between SIGTERM and SIGKILL to a rank
 TIDY_SECONDS = 5.0  # between SIGTERM and SIGKILL to the loader workers of a rank that has ended
 REPORT_SECONDS = 5.0  # to wait for the report of another node whose rank failed first
-GONE = (RuntimeError, OSError)
-"""What an attempt to reach the main node raises once it has gone."""
-
-
-class PipeLogs(LogsSpecs):
-    """Rank 0 inherits the terminal; the other ranks write into pipes. With a folder, each rank's output is kept in a file."""
-
-    def __init__(self, folder: str | None = None) -> None:
-        super().__init__()
-        self.output = PrefixedOutput()
-        self._folder = folder
-
-    @property
-    def root_log_dir(self) -> str:
-        return os.devnull  # elastic's own log folder is not used
-
-    def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
-        """Return where each rank's streams go; an empty path is the launcher's own stream."""
-        self.output = PrefixedOutput()
-        stdouts: dict[int, str] = {}
-        stderrs: dict[int, str] = {}
-        for local_rank, variables in envs.items():
-            variables["TORCHELASTIC_ERROR_FILE"] = ""
-            rank = int(variables["RANK"])
-            prefix = f"[rank{rank}] " if rank else ""
-            log = None if self._folder is None else str(Path(self._folder, f"rank{rank}.log"))
-            for streams, target in ((stdouts, sys.stdout), (stderrs, sys.stderr)):
-                # In a terminal rank 0 writes directly, for its progress bars; elsewhere lines of ranks must not mix.
-                is_direct = rank == 0 and log is None and target.isatty()
-                streams[local_rank] = "" if is_direct else self.output.open_pipe(prefix, target, log)
-            if rank == 0 and log is None and sys.stdout.isatty():
-                continue
-            if "PYTHONUNBUFFERED" not in os.environ:  # a pipe would buffer lines, and lose them in a crash
-                variables["PYTHONUNBUFFERED"] = "1"
-        return LogsDest(stdouts, stderrs, {}, {}, dict.fromkeys(envs, os.devnull))
+NODE_LOST = "its node was lost: the launcher there has ended or cannot be reached"
 
 
 class JobAgent(LocalElasticAgent):
@@ -74,9 +40,9 @@ class JobAgent(LocalElasticAgent):
 
     def __init__(self, job: Job) -> None:
         self.shutdown = GracefulShutdown(self._send, job.grace_seconds)
-        self.rendezvous = StaticRendezvous(job.nodes, job.num_processes)
+        self.rendezvous = NodeRendezvous(job.nodes, job.num_processes, job.max_restarts, self._kill_all)
         self.failures = self.rendezvous.failures(0)
-        self.logs = PipeLogs(job.logs)
+        self.logs = PipeLogs(job.logs, lambda: self.rendezvous.round.number)
         bootstrap = str(Path(__file__).with_name("bootstrap.py"))
         spec = WorkerSpec(
             role="trainwright",
@@ -95,36 +61,48 @@ class JobAgent(LocalElasticAgent):
         self._first_codes: dict[int, int] = {}
         self._reported_at: float | None = None
         self._has_lost_main = False
+        self._success: RunResult | None = None
+        """The result of this node's ranks once all have ended well, while other nodes' ranks run."""
+        self._reason, self._rest = "", ""
+        """Why the ranks restart, and lines to print after that."""
+        self._code = 1
 
     def run_job(self) -> tuple[int, str]:
         """Run the job to its end; return its exit code and a text to print once the workers' output is."""
+        self._code, text = self._run_job()
+        return self._code, text
+
+    def _run_job(self) -> tuple[int, str]:
         try:
             result = self.run()
             if self._stopped_code is not None:
                 return self._stopped_code, ""
-            if (result is None or not result.is_failed()) and not self._first_codes and not self._job_has_failed():
+            if result is None or not (result.is_failed() or self._first_codes or self._job_has_failed()):
                 return 0, ""
-            code, text = self._summarize()
+            code, reason, rest = self._summarize()
         except SignalException as error:  # its handlers stay installed to the end
             number = signal.Signals(error.sigval)
             self._fail_other_nodes(f"its launcher was killed by {number.name}")
             return 128 + number, self.shutdown.describe() if self.shutdown.has_timed_out else ""
+        line = f"{reason}; the job was ended."
         if self._report is not None:
-            Path(self._report).write_text(text.partition("\n")[0].removeprefix("trainwright: "), encoding="utf-8")
-        return code, text
+            Path(self._report).write_text(line, encoding="utf-8")
+        return code, f"trainwright: {line}\n{rest}"
 
     def close(self) -> None:
         """Kill the workers that still run, print the rest of their output, and leave the other nodes."""
         self._kill_all()
         self.logs.output.finish()
         with contextlib.suppress(*GONE):
-            self.rendezvous.leave()
+            self.rendezvous.leave(self._code)
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         if self.shutdown.number:  # it came between two starts
             raise SignalException("between two starts", sigval=signal.Signals(self.shutdown.number))
-        self.failures = self.rendezvous.failures(worker_group.spec.max_restarts - self._remaining_restarts)
-        self._first_codes, self._reported_at = {}, None
+        self.failures = self.rendezvous.failures(self.rendezvous.round.number)
+        self._first_codes, self._ended_before, self._reported_at = {}, [], None
+        self._success, self._stopped_code = None, None
+        self.shutdown.stop_timer()
         pids = cast("dict[int, Any]", super()._start_workers(worker_group))
         self.shutdown.install()
         assert self._pcontext is not None
@@ -141,12 +119,34 @@ class JobAgent(LocalElasticAgent):
         self._stop_workers(worker_group)
         self._kill_all()
         self.logs.output.finish()
-        most = worker_group.spec.max_restarts
-        _print(self._summarize(f"restarting all ranks, restart {most - self._remaining_restarts} of {most}")[1])
-        super()._restart_workers(worker_group)
+        if self._stopped_code is None:
+            _, self._reason, self._rest = self._summarize()
+        try:
+            super()._restart_workers(worker_group)
+        except LaunchError:
+            _print(f"trainwright: {self._reason}; the ranks could not be restarted.\n{self._rest}")
+            raise
+
+    def _rendezvous(self, worker_group: WorkerGroup) -> None:
+        super()._rendezvous(worker_group)
+        most, restarts = worker_group.spec.max_restarts, self.rendezvous.round.restarts
+        self._remaining_restarts = most - restarts
+        where = f" on {self.rendezvous.num_nodes} node(s)" if self.rendezvous.nodes.count > 1 else ""
+        if self._reason:
+            line = f"{self._reason}; restarting all ranks{where}, restart {restarts} of {most}."
+            _print(f"trainwright: {line}\n{self._rest}")
+        elif restarts:
+            number = self.rendezvous.node_rank
+            _print(
+                f"trainwright: this node joins as node {number}; restarting all ranks{where}, restart {restarts} of {most}.\n"
+            )
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        result = self._stopping() or cast(RunResult, super()._monitor_workers(worker_group))
+        if self.shutdown.number:
+            self._remaining_restarts = 0
+        result = self._success or self._stopping() or cast(RunResult, super()._monitor_workers(worker_group))
+        if result.state == WorkerState.SUCCEEDED:
+            return self._wait_for_nodes(result)
         if result.state != WorkerState.HEALTHY or not self._job_has_failed():
             return result
         # A failed rank may not end by itself while one of its threads runs.
@@ -154,6 +154,38 @@ class JobAgent(LocalElasticAgent):
         if time.monotonic() - self._reported_at < END_SECONDS:
             return result
         return RunResult(state=WorkerState.FAILED)
+
+    def _wait_for_nodes(self, result: RunResult) -> RunResult:
+        """Return this node's success once all nodes have succeeded: its launcher may hold the store that they need."""
+        if self.rendezvous.nodes.count == 1:
+            return result
+        try:
+            if self._success is None:
+                self._success = result
+                self.rendezvous.say_finished(self.shutdown.number)
+            if self.rendezvous.all_finished():
+                return RunResult(state=WorkerState.FAILED) if self._trains_on() else result
+            if self.shutdown.has_timed_out:
+                return result
+        except GONE:
+            self._has_lost_main = True
+        if not self._job_has_failed():
+            return RunResult(state=WorkerState.HEALTHY)
+        return result if self._stopped_code is not None else RunResult(state=WorkerState.FAILED)
+
+    def _trains_on(self) -> bool:
+        """Return whether a signal has stopped all ranks, but only the launchers of nodes that a range may lose."""
+        if self._stopped_code is None or self.rendezvous.nodes.rank is not None or self._remaining_restarts == 0:
+            return False
+        signals = self.rendezvous.signals()
+        left = [node for node, number in enumerate(signals) if number == 0]
+        if len(left) in (0, len(signals)) or left[0] != 0 or len(left) < self.rendezvous.nodes.least:
+            return False
+        gone = sorted(set(range(len(signals))) - set(left))
+        hosts = ", ".join(f"node {node} ({self.rendezvous.round.members[node].host})" for node in gone)
+        names = " and ".join(sorted({signal.Signals(number).name for number in signals if number}))
+        self._reason, self._rest = f"{names} stopped {hosts}", ""
+        return not self.shutdown.number
 
     def _send(self, number: int) -> int:
         running = [handler.proc for handler in self._handlers().values() if handler.proc.poll() is None]
@@ -191,7 +223,7 @@ class JobAgent(LocalElasticAgent):
 
     def _announced_codes(self) -> set[int]:
         """Return the exit codes that ranks stopped by a signal have agreed on."""
-        if self.rendezvous.nodes.count == len(self._handlers()) == 1:
+        if self.rendezvous.world_size == 1:
             return {STOPPED_EXIT_CODE, 128 + signal.SIGINT}  # a single rank has no store to announce it in
         with contextlib.suppress(*GONE):
             if (code := self.failures.stop_code()) is not None:
@@ -203,24 +235,19 @@ class JobAgent(LocalElasticAgent):
         try:
             if self.failures.count() > 0:
                 return True
-            lost = self.rendezvous.heartbeat.lost() if self.rendezvous.heartbeat is not None else []
-            if self.rendezvous.nodes.rank > 0:
-                self._has_lost_main = bool(lost) and not self.rendezvous.has_left(0)
-            elif lost and not all(self.rendezvous.has_left(node) for node in lost):
-                self._post(self.rendezvous.first_rank(lost[0]), "the launcher of its node has ended")
-                return True
+            if lost := self.rendezvous.lost_nodes():
+                if self.rendezvous.is_main:
+                    self._post(self.rendezvous.first_rank(lost[0]), NODE_LOST)
+                    return True
+                self._has_lost_main = True
         except GONE:
             self._has_lost_main = True
+        if self._has_lost_main:
+            self._remaining_restarts = 0  # without it the nodes cannot meet
         return self._has_lost_main
 
     def _exit_barrier(self) -> None:
-        """Wait for the ranks of the other nodes to finish or fail: this launcher may hold the store that they need."""
-        if self.rendezvous.nodes.count == 1:
-            return
-        with contextlib.suppress(*GONE):
-            self.rendezvous.say_finished()
-            while not self.rendezvous.all_finished() and not self._job_has_failed() and not self.shutdown.has_timed_out:
-                time.sleep(0.05)
+        """`_wait_for_nodes` has waited."""
 
     def _construct_event(self, state: str, source: EventSource, *_: Any, **__: Any) -> Event:
         # Elastic's own record looks up the fully qualified host name, which takes seconds without a name server.
@@ -264,7 +291,7 @@ class JobAgent(LocalElasticAgent):
         """Post which rank died, unless a rank has posted a failure already."""
         if self.failures.count() > 0:
             return
-        if self.rendezvous.nodes.count > 1 and set(self._first_codes.values()) == {PEER_FAILED_EXIT_CODE}:
+        if self.rendezvous.num_nodes > 1 and set(self._first_codes.values()) == {PEER_FAILED_EXIT_CODE}:
             return  # they left because a rank of another node failed
         local_rank = min(self._first_codes, key=lambda rank: (_order(self._first_codes[rank]), rank))
         self._post(self._first_rank() + local_rank, _describe_exit(self._first_codes[local_rank]))
@@ -274,7 +301,7 @@ class JobAgent(LocalElasticAgent):
         self.failures.mark_printed()  # else the ranks would wait for a traceback
 
     def _first_rank(self) -> int:
-        return self.rendezvous.first_rank(self.rendezvous.nodes.rank)
+        return self.rendezvous.first_rank(self.rendezvous.node_rank)
 
     def _kill_groups(self, ranks: Any) -> None:
         """Kill what ended ranks have left in their process groups; SIGTERM comes first, so that loader workers can clean up."""
@@ -295,19 +322,19 @@ class JobAgent(LocalElasticAgent):
         self._kill_groups(set(self._handlers()) - set(self._exit_codes()))
 
     def _fail_other_nodes(self, summary: str) -> None:
-        if self.rendezvous.nodes.count > 1:
+        if self.rendezvous.num_nodes > 1:
             with contextlib.suppress(*GONE):
                 self._post(self._first_rank(), summary)
 
-    def _summarize(self, consequence: str = "the job was ended") -> tuple[int, str]:
-        """Return the exit code of the job, and a text about the rank that failed first."""
-        world = sum(member.num_processes for member in self.rendezvous.members)
+    def _summarize(self) -> tuple[int, str, str]:
+        """Return the exit code of the job, which rank failed first and how, and lines to print after that."""
+        world = self.rendezvous.world_size
         try:
             report = self._first_report()
         except GONE:
-            return 1, f"trainwright: the launcher of node 0, the main node, has ended; {consequence}.\n"
+            return 1, "the launcher of node 0, the main node, has ended", ""
         if report is None:
-            return 1, f"trainwright: a rank of {world} failed, but left no report; {consequence}.\n"
+            return 1, f"a rank of {world} failed, but left no report", ""
         local_rank = report.rank - self._first_rank()
         code = self._first_codes.get(local_rank, 1)
         if code < 0:
@@ -316,20 +343,20 @@ class JobAgent(LocalElasticAgent):
         elif code in (0, PEER_FAILED_EXIT_CODE):
             code = 1
         where = ""
-        if self.rendezvous.nodes.count > 1:
+        if self.rendezvous.num_nodes > 1:
             node = self.rendezvous.node_of(report.rank)
-            where = f", on node {node} ({self.rendezvous.members[node].host}),"
-        text = f"trainwright: rank {report.rank} of {world}{where} failed first ({report.summary}); {consequence}.\n"
+            where = f", on node {node} ({self.rendezvous.round.members[node].host}),"
+        reason, rest = f"rank {report.rank} of {world}{where} failed first ({report.summary})", ""
         if self._ended_before and any(each in report.summary.lower() for each in LOST_PEER_TEXTS):
             ended = ", ".join(str(self._first_rank() + rank) for rank in self._ended_before)
-            text += f"trainwright: before that, rank {ended} had reached the end of its script or exited with code 0.\n"
+            rest = f"trainwright: before that, rank {ended} had reached the end of its script or exited with code 0.\n"
         # A rank of another node has printed its traceback there only.
         is_shown = report.was_printed and local_rank in self._handlers()
-        return code, text if is_shown else text + report.traceback
+        return code, reason, rest if is_shown else rest + report.traceback
 
     def _first_report(self) -> FailureReport | None:
         report = self.failures.first()
-        deadline = time.monotonic() + REPORT_SECONDS * (self.rendezvous.nodes.count > 1)
+        deadline = time.monotonic() + REPORT_SECONDS * (self.rendezvous.num_nodes > 1)
         while report is None and time.monotonic() < deadline and not self._has_lost_main:
             self._job_has_failed()
             report = self.failures.first(timeout_seconds=0.1)

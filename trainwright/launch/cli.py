@@ -16,12 +16,21 @@ from trainwright.distributed.environment import JOB_VARIABLE
 from trainwright.distributed.network import DEFAULT_PORT, LOOPBACK
 from trainwright.launch.config import CONFIG_VARIABLE, Config, find_config, nearest
 from trainwright.launch.dry_run import describe_job
-from trainwright.launch.nodes import Job, Nodes
+from trainwright.launch.nodes import WAIT_SECONDS, Job, Nodes
 from trainwright.launch.output import refuse_links
 from trainwright.launch.processes import GRACE_SECONDS, GRACE_VARIABLE, num_cores, supervise
 from trainwright.launch.sources import FLAGS, Given, NameCheck, Setting, Sources
 from trainwright.launch.variables import shown
 
+NODE_FIELDS = {
+    "num_nodes": "count",
+    "node_rank": "rank",
+    "main_address": "address",
+    "main_port": "port",
+    "min_nodes": "fewest",
+    "rendezvous_seconds": "wait_seconds",
+}
+"""The settings that describe the job's machines, with the fields of `Nodes`; the last two are those of several machines."""
 Command = tuple[Callable[[Sequence[str], NameCheck], int], str]
 """The function of a subcommand, which gets the arguments after its name and returns the exit code, and a line of help."""
 
@@ -114,10 +123,14 @@ def _launch_parser() -> tuple[Parser, list[argparse.Action]]:
         add("--precision", metavar="NAME", help="such as 32, 16-mixed or bf16-mixed"),
         add("--gradient-accumulation-steps", metavar="N", help="batches per optimizer step"),
         add("--num-nodes", metavar="N", help="machines of the job; run this command on each of them (default: 1)"),
+        add("--nodes", metavar="MIN:MAX", help="instead of --num-nodes and --node-rank: the job runs on MIN to MAX machines, "
+            "numbered as they arrive; one number is both"),
         add("--node-rank", metavar="N", help="this machine's number, from 0 (or the variable NODE_RANK)"),
         add("--main-address", metavar="HOST", help="name or address of machine 0 (or MASTER_ADDR)"),
         add("--main-port", metavar="PORT", help="port of machine 0 (or MASTER_PORT; default: 29500; alone, a free one)"),
-        add("--max-restarts", metavar="N", help="how often all ranks are restarted after a failure (default: 0)"),
+        add("--rendezvous-seconds", metavar="N", help=f"how long the machines wait for each other (default: {WAIT_SECONDS})"),
+        add("--max-restarts", metavar="N", help="how often all ranks are restarted, after a failed rank or a lost machine "
+            "(default: 0)"),
         add("--grace-seconds", metavar="N", help="on SIGTERM, SIGUSR1 or Ctrl-C, how long the ranks have to save and leave (or "
             f"the variable {GRACE_VARIABLE}; default: {GRACE_SECONDS})"),
         add("--logs", metavar="DIR", help="also append each rank's output to DIR/rank0.log and so on"),
@@ -174,14 +187,10 @@ def resolve(sources: Sources) -> dict[str, Setting]:
         "gradient_accumulation_steps": _number(sources.find("gradient_accumulation_steps"), default=None, least=1),
         "num_nodes": _number(sources.find("num_nodes"), default=1, least=1),
     }
-    settings |= _node(sources, settings["num_nodes"])
-    settings["max_restarts"] = _number(restarts := sources.find("max_restarts"), default=0)
-    num_nodes = settings["num_nodes"].value
-    if restarts is not None and settings["max_restarts"].value and num_nodes > 1:
-        raise ValueError(
-            f"{restarts.label} was given with {num_nodes} nodes; it is accepted on one node only. Leave "
-            "it out, or start the script on each node with torchrun --max-restarts."
-        )
+    if (span := _range(sources)) is not None:
+        settings["min_nodes"], settings["num_nodes"] = span
+    settings |= _node(sources, settings["num_nodes"], is_range=span is not None)
+    settings["max_restarts"] = _number(sources.find("max_restarts"), default=0)
     settings["grace_seconds"] = _number(sources.find("grace_seconds"), default=GRACE_SECONDS)
     settings["logs"] = _text(sources.find("logs"), None)
     return settings
@@ -197,7 +206,7 @@ def check_config(config: Config, check_names: NameCheck) -> dict[str, Setting]:
 
 
 def _nodes(settings: Mapping[str, Setting]) -> Nodes:
-    return Nodes(*(settings[name].value for name in ("num_nodes", "node_rank", "main_address", "main_port")))
+    return Nodes(**{field: settings[name].value for name, field in NODE_FIELDS.items() if name in settings})
 
 
 def _devices(given: Given | None, num_gpus: int, kind: str) -> Setting:
@@ -213,36 +222,69 @@ def _devices(given: Given | None, num_gpus: int, kind: str) -> Setting:
     return Setting(number, given.source)
 
 
-def _node(sources: Sources, num_nodes: Setting) -> dict[str, Setting]:
+def _range(sources: Sources) -> tuple[Setting, Setting] | None:
+    """Return the fewest and the most machines, if a range was given; a flag for a fixed number overrides the config's range."""
+    given = sources.find("nodes")
+    if given is None:
+        return None
+    for name in ("num_nodes", "node_rank"):
+        other = sources.find(name, environment=False)
+        if other is None:
+            continue
+        is_flag = other.source == FLAGS[name]
+        if is_flag == (given.source == FLAGS["nodes"]):
+            raise ValueError(
+                f"{other.label} was given with {given.label}, which replaces it: the machines are numbered as they arrive. "
+                "Leave one of the two out."
+            )
+        if is_flag:
+            return None
+    first, is_range, last = given.text.partition(":")
+    numbers = [int(each) for each in (first, last if is_range else first) if each.isascii() and each.isdigit()]
+    if len(numbers) < 2 or not 1 <= numbers[0] <= numbers[1]:
+        raise ValueError(
+            f"{given.label}: expected MIN:MAX, two whole numbers from 1 of which the second is not smaller, such as 1:4, or "
+            "one number."
+        )
+    return Setting(numbers[0], given.source), Setting(numbers[1], given.source)
+
+
+def _node(sources: Sources, num_nodes: Setting, *, is_range: bool) -> dict[str, Setting]:
     """Return which of the job's machines this is, and the address and port at which they meet."""
-    names = ("node_rank", "main_address", "main_port")
+    names = ("node_rank", "main_address", "main_port", "rendezvous_seconds")
     if num_nodes.value == 1:
         # What the config says of several nodes does not count where a flag says that there is one.
-        flags_only = num_nodes.source == FLAGS["num_nodes"]
-        rank, address, port = (sources.find(name, flags_only=flags_only, environment=False) for name in names)
-        if address is not None:
-            raise ValueError(f"{address.label} is for several machines; add --num-nodes N, or leave it out.")
+        flags_only = num_nodes.source in (FLAGS["num_nodes"], FLAGS["nodes"])
+        rank, address, port, wait = (sources.find(name, flags_only=flags_only, environment=False) for name in names)
+        for each in (address, wait):
+            if each is not None:
+                raise ValueError(
+                    f"{each.label} is for several machines; add --num-nodes N or --nodes, or leave it out."
+                )
         return {
             "node_rank": _number(rank, default=0),
             "main_address": Setting(LOOPBACK, "default"),
             "main_port": _number(port, default=0),
         }
-    rank, address, port = (sources.find(name) for name in names)
-    if rank is None:
+    rank, address, port, wait = (sources.find(name) for name in names)
+    flag = f"--{'nodes' if is_range else 'num-nodes'} {num_nodes.value}"
+    if rank is None and not is_range:
         raise ValueError(
-            f"--num-nodes {num_nodes.value} was given, but not this machine's number; pass --node-rank, from 0 to "
-            f"{num_nodes.value - 1}, or set NODE_RANK."
+            f"{flag} was given, but not this machine's number; pass --node-rank, from 0 to {num_nodes.value - 1}, or set "
+            "NODE_RANK."
         )
-    number = _number(rank, default=0)
+    number = Setting(None, "by arrival") if is_range else _number(rank, default=0)
     if address is None:
+        which = "at which all meet" if is_range else "with --node-rank 0"
         raise ValueError(
-            f"--num-nodes {num_nodes.value} was given, but no main address; pass --main-address, the name or address of the "
-            "machine with --node-rank 0, or set MASTER_ADDR, the same on every machine."
+            f"{flag} was given, but no main address; pass --main-address, the name or address of the machine {which}, or set "
+            "MASTER_ADDR, the same on every machine."
         )
     return {
         "node_rank": number,
         "main_address": Setting(address.text, address.source),
         "main_port": _number(port, default=DEFAULT_PORT),
+        "rendezvous_seconds": _number(wait, default=WAIT_SECONDS),
     }
 
 

@@ -17,8 +17,10 @@ def describe_job(job: Job, passed_on: Mapping[str, Any], new: Mapping[str, str])
     ranks = f"0 to {count - 1}" if count > 1 else "0"
     world = f"WORLD_SIZE={count}" if job.nodes.count == 1 else f"WORLD_SIZE of all {job.nodes.count} machines"
     where = f"{job.nodes.address}:{job.nodes.port or 'a free port'}"
+    machine = "a machine" if job.nodes.rank is None else f"machine {job.nodes.rank}"
+    machines = f"{job.nodes.least} to {job.nodes.count}" if job.nodes.rank is None else f"{job.nodes.count}"
     lines = [
-        f"would run {count} process(es) on machine {job.nodes.rank} of {job.nodes.count}, which meet at {where}:",
+        f"would run {count} process(es) on {machine} of {machines}, which meet at {where}:",
         f"  {shlex.join(job.command)}",
         f"with LOCAL_RANK {ranks}, LOCAL_WORLD_SIZE={count}, {world}, and:",
         *(f"  {name}={shlex.quote(shown(name, value))}" for name, value in new.items()),

@@ -38,6 +38,9 @@ class GracefulShutdown:
         if self._deadline is None:
             self._deadline = time.monotonic() + self.seconds
 
+    def stop_timer(self) -> None:
+        self._deadline = None
+
     @property
     def has_timed_out(self) -> bool:
         return self._deadline is not None and time.monotonic() >= self._deadline

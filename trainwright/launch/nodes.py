@@ -8,6 +8,9 @@ from dataclasses import dataclass
 from trainwright.distributed.clusters import main_port, read_number
 from trainwright.distributed.network import DEFAULT_PORT, LOOPBACK
 
+WAIT_SECONDS = 300
+"""How long the nodes wait for each other, unless another time is given."""
+
 
 @dataclass(frozen=True)
 class Nodes:
@@ -21,22 +24,35 @@ class Nodes:
     """
 
     count: int = 1
-    rank: int = 0
+    """How many there are, at most."""
+    rank: int | None = 0
+    """This machine's number; None if the nodes are numbered as they arrive, after the one that has the main address."""
     address: str = LOOPBACK
     port: int = 0
+    fewest: int | None = None
+    """With how many the job starts if no more come; None for `count`."""
+    wait_seconds: float = WAIT_SECONDS
+    """How long the nodes wait for the fewest."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.count, int) or self.count < 1:
             raise ValueError(
                 f"num_nodes={self.count!r} is not a whole number from 1; pass the number of machines of the job."
             )
-        if not 0 <= self.rank < self.count:
+        if self.rank is not None and not 0 <= self.rank < self.count:
             raise ValueError(
                 f"node_rank={self.rank} is out of range for num_nodes={self.count}; nodes are numbered from 0 to "
                 f"{self.count - 1}. Give each node its own number, by --node-rank or the variable NODE_RANK."
             )
         if not 0 <= self.port < 65536 or (self.port == 0 and self.count > 1):
             raise ValueError(f"main_port={self.port} is not a port; pass one from 1 to 65535, the same on every node.")
+
+    @property
+    def least(self) -> int:
+        return self.count if self.fewest is None else self.fewest
+
+    def __str__(self) -> str:
+        return f"num_nodes={self.count}" if self.rank is not None else f"nodes={self.least}:{self.count}"
 
 
 @dataclass(frozen=True)
@@ -47,7 +63,7 @@ class Job:
     num_processes: int
     nodes: Nodes = Nodes()
     max_restarts: int = 0
-    """How often all ranks are restarted after a failure, in a job of one node."""
+    """How often all ranks are restarted after a failure."""
     logs: str | None = None
     """The folder that keeps each rank's output, in a file of its own."""
     report: str | None = None

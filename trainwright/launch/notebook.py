@@ -61,7 +61,7 @@ def run_in_workers(
     flags = cast("list[str]", cast(Any, subprocess)._args_from_interpreter_flags())
     command = [sys.executable, *flags, worker, str(folder)]
     code = run_launcher(launcher_command(num_processes, command, nodes, report=str(folder / REPORT)))
-    if code == 0 and nodes is not None and nodes.rank > 0:
+    if code == 0 and nodes is not None and nodes.rank != 0:
         return None
     result = folder / RESULT
     stopped = (STOPPED_EXIT_CODE, *(128 + number for number in STOP_SIGNALS))

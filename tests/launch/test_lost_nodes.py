@@ -1,0 +1,198 @@
+"""Jobs of two machines, one of which is lost in the middle of the training: what is left trains on, from the last commit."""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from deadlines import wait_until
+from machines import ADDRESSES, Network, two_machines
+from small import assert_equal
+from started import Started, python
+
+pytestmark = [pytest.mark.launch, pytest.mark.slow]
+SAMPLES, EPOCHS = 96, 2
+SCRIPT = f"""
+import glob, json, os, sys, time
+import torch
+import trainwright as tw
+from small import QUIET, make_net, weights
+
+kind, folder = sys.argv[1:]
+start, rank = os.environ["TORCHELASTIC_RESTART_COUNT"], os.environ["RANK"]
+os.makedirs(folder, exist_ok=True)
+log = open(os.path.join(folder, f"used-{{start}}-{{rank}}"), "w", buffering=1)
+
+
+class Numbered(torch.utils.data.Dataset):
+    def __len__(self):
+        return {SAMPLES}
+
+    def __getitem__(self, index):
+        return torch.full((8,), index / {SAMPLES}), index
+
+
+def loss_of(net, batch, epoch, step):
+    print(json.dumps({{"start": int(start), "step": step, "epoch": epoch, "used": batch[1].tolist()}}), file=log)
+    print(f"start {{start}} step {{step}}.", flush=True)
+    time.sleep(0.1)
+    return net(batch[0]).square().mean()
+
+
+class Net(tw.Module):
+    def __init__(self):
+        super().__init__()
+        self.net = make_net()
+
+    def training_step(self, batch, batch_idx):
+        return loss_of(self.net, batch, self.trainer.current_epoch, self.trainer.global_step)
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=0.01)
+
+
+loader = torch.utils.data.DataLoader(Numbered(), batch_size=2, shuffle=True)
+if kind == "trainer":
+    saves = tw.ModelCheckpoint(dirpath=os.path.join(folder, "saves"), every_n_train_steps=3, save_top_k=-1)
+    trainer = tw.Trainer(max_epochs={EPOCHS}, **(QUIET | {{"enable_checkpointing": True}}), callbacks=[saves])
+    module = Net()
+    trainer.fit(module, loader, ckpt_path="auto")
+    net = module.net
+else:
+    accelerator = tw.Accelerator()
+    net = make_net()
+    net, optimizer, loader = accelerator.prepare(net, torch.optim.AdamW(net.parameters(), lr=0.01), loader)
+    if saves := sorted(glob.glob(os.path.join(folder, "step=*.ckpt")), key=lambda path: int(path[:-5].rpartition("=")[2])):
+        accelerator.load_state(saves[-1])
+    for epoch in range(loader.epoch, {EPOCHS}):
+        for batch in loader:
+            accelerator.backward(loss_of(net, batch, epoch, accelerator.step_count))
+            optimizer.step()
+            optimizer.zero_grad()
+            if accelerator.step_count % 3 == 0:
+                accelerator.save_state(os.path.join(folder, f"step={{accelerator.step_count}}.ckpt"))
+    net = accelerator.unwrap_model(net)
+if rank == "0":
+    torch.save(weights(net), os.path.join(folder, "weights.pt"))
+"""
+
+
+@pytest.fixture
+def network(tmp_path: Path) -> Iterator[Network]:
+    (tmp_path / "train.py").write_text(SCRIPT)
+    with two_machines(tmp_path) as network:
+        yield network
+
+
+def start(network: Network, node: int, *options: str, kind: str = "trainer") -> Started:
+    place = ["--main-address", ADDRESSES[0], "--main-port", "29521", "--cpu", "--max-restarts", "3"]
+    return network.start(
+        node, [*python("-m", "trainwright", "launch"), *place, *options, "../train.py", kind, "../kept"]
+    )
+
+
+def check_used_once(folder: Path) -> set[int]:
+    """Check that the history that led to the end used every sample of each epoch once; return the starts it took."""
+    entries = [json.loads(line) for path in folder.glob("used-*") for line in path.read_text().splitlines()]
+    begins = {
+        each: min(entry["step"] for entry in entries if entry["start"] == each)
+        for each in {e["start"] for e in entries}
+    }
+    kept = [
+        entry
+        for entry in entries
+        if all(entry["step"] < step for later, step in begins.items() if later > entry["start"])
+    ]
+    for epoch in range(EPOCHS):
+        used = Counter(index for entry in kept if entry["epoch"] == epoch for index in entry["used"])
+        assert used == Counter(range(SAMPLES))
+    assert min(begins.values()) == 0
+    assert all(step > 0 for each, step in begins.items() if each)  # a checkpoint was resumed from
+    return set(begins)
+
+
+@pytest.mark.parametrize("kind", ["trainer", "accelerator"])
+def test_the_nodes_that_are_left_train_on(network: Network, kind: str) -> None:
+    jobs = [start(network, node, "--nodes", "1:2", kind=kind) for node in (0, 1)]
+    jobs[0].wait_for("start 0 step 8.")
+    jobs[1].process.send_signal(signal.SIGKILL)
+    jobs[1].check_nothing_left()
+    assert jobs[0].wait() == 0, jobs[0].stderr
+    assert "trainwright: rank 1 of 2, on node 1 (" in jobs[0].stderr
+    reason = "failed first (its node was lost: the launcher there has ended or cannot be reached)"
+    assert jobs[0].stderr.count(f"{reason}; restarting all ranks on 1 node(s), restart 1 of 3.\n") == 1
+    assert "Traceback" not in jobs[0].stderr
+    assert check_used_once(network.folder / "kept") == {0, 1}
+    jobs[0].check_nothing_left()
+
+
+@pytest.mark.parametrize("is_range", [True, False])
+def test_a_node_that_comes_back_ends_with_the_weights_of_an_uninterrupted_run(network: Network, is_range: bool) -> None:
+    place = [["--nodes", "2"]] * 2 if is_range else [["--num-nodes", "2", "--node-rank", str(node)] for node in (0, 1)]
+    jobs = [start(network, node, *place[node]) for node in (0, 1)]
+    jobs[0].wait_for("start 0 step 8.")
+    jobs[1].process.send_signal(signal.SIGKILL)
+    jobs[1].check_nothing_left()
+    back = start(network, 1, *place[1])
+    for job in (jobs[0], back):
+        assert job.wait() == 0, job.stderr
+    assert "restarting all ranks on 2 node(s), restart 1 of 3.\n" in jobs[0].stderr
+    assert "trainwright: this node joins as node 1; restarting all ranks on 2 node(s), restart 1 of 3.\n" in back.stderr
+    assert check_used_once(network.folder / "kept") == {0, 1}
+    alone = python("-m", "trainwright", "launch", "--cpu", "--devices", "2", "train.py", "trainer", "alone")
+    whole = Started(alone, network.folder)
+    assert whole.wait() == 0, whole.stderr
+    assert_equal(torch.load(network.folder / "kept/weights.pt"), torch.load(network.folder / "alone/weights.pt"))
+
+
+def test_a_failed_rank_restarts_all_nodes(network: Network) -> None:
+    jobs = [start(network, node, "--nodes", "1:2") for node in (0, 1)]
+    jobs[0].wait_for("start 0 step 8.")
+    (rank,) = [each for each in jobs[1].processes() if each.pid != jobs[1].process.pid]
+    rank.kill()
+    for job in jobs:
+        assert job.wait() == 0, job.stderr
+        assert "failed first (killed by SIGKILL" in job.stderr
+        assert "restarting all ranks on 2 node(s), restart 1 of 3.\n" in job.stderr
+    assert check_used_once(network.folder / "kept") == {0, 1}
+
+
+def test_a_node_that_is_told_to_stop_leaves_the_others_training(network: Network) -> None:
+    jobs = [start(network, node, "--nodes", "1:2") for node in (0, 1)]
+    jobs[0].wait_for("start 0 step 8.")
+    jobs[1].process.send_signal(signal.SIGTERM)
+    assert jobs[1].wait() == 75, jobs[1].stderr
+    assert jobs[0].wait() == 0, jobs[0].stderr
+    assert "trainwright: SIGTERM stopped node 1 (" in jobs[0].stderr
+    assert "restarting all ranks on 1 node(s), restart 1 of 3.\n" in jobs[0].stderr
+    entries = (network.folder / "kept" / "used-0-0").read_text().splitlines()
+    resumed = json.loads((network.folder / "kept" / "used-1-0").read_text().partition("\n")[0])
+    assert resumed["step"] == len(entries)  # no step was lost
+    assert check_used_once(network.folder / "kept") == {0, 1}
+
+
+def test_the_job_ends_with_its_main_node(network: Network) -> None:
+    jobs = [start(network, node, "--nodes", "1:2") for node in (0, 1)]
+    jobs[0].wait_for("start 0 step 2.")
+    jobs[0].process.send_signal(signal.SIGKILL)
+    assert jobs[1].wait() == 1
+    assert "trainwright: the launcher of node 0, the main node, has ended; the job was ended.\n" in jobs[1].stderr
+    for job in jobs:
+        job.check_nothing_left()
+
+
+def test_a_node_that_cannot_be_reached_ends_and_the_main_node_trains_on(network: Network) -> None:
+    jobs = [start(network, node, "--nodes", "1:2") for node in (0, 1)]
+    jobs[0].wait_for("start 0 step 8.")
+    network.cut(1)
+    assert jobs[0].wait(seconds=180) == 0, jobs[0].stderr
+    assert "its node was lost" in jobs[0].stderr
+    assert jobs[1].wait() == 1
+    assert "trainwright: the launcher of node 0, the main node, has ended or cannot be reached" in jobs[1].stderr
+    wait_until(lambda: not jobs[1].processes(), 60)
+    assert check_used_once(network.folder / "kept") == {0, 1}

@@ -1,0 +1,90 @@
+"""Two machines, each a separate network namespace, joined by a cable (a veth pair)."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from deadlines import deadline
+from started import Started
+
+NEEDED = "TRAINWRIGHT_TEST_TWO_NODES"
+"""If set, it is a failure that these tests cannot run."""
+ADDRESSES = ("10.77.0.1", "10.77.0.2")
+CABLE = f"""
+set -e
+mount -t tmpfs tmpfs /run
+mkdir /run/netns
+for node in 0 1; do ip netns add node$node; ip -n node$node link set lo up; done
+ip link add veth0 netns node0 type veth peer name veth1 netns node1
+ip -n node0 addr add {ADDRESSES[0]}/24 dev veth0
+ip -n node1 addr add {ADDRESSES[1]}/24 dev veth1
+for node in 0 1; do ip -n node$node link set veth$node up; done
+echo joined
+exec cat
+"""
+
+
+class Network:
+    """Two nodes; what is started on one sees only that node's interfaces."""
+
+    def __init__(self, unshare: list[str], folder: Path) -> None:
+        self._has_users = "-U" in unshare
+        self.process = subprocess.Popen(
+            [*unshare, "sh", "-c", CABLE],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        assert self.process.stdout is not None
+        self.is_joined = self.process.stdout.readline() == "joined\n"
+        self.folder = folder
+        self.started: list[Started] = []
+
+    def start(self, node: int, command: list[str], **variables: str | None) -> Started:
+        users = ["--user", "--preserve-credentials"] if self._has_users else []
+        folder = self.folder / f"node{node}"
+        folder.mkdir(exist_ok=True)
+        enter = ["nsenter", "--target", str(self.process.pid), *users, "--mount", "--net"]
+        enter += ["nsenter", f"--net=/run/netns/node{node}", f"--wd={folder}"]  # the first one has left the folder
+        self.started.append(Started([*enter, *command], folder, **variables))
+        return self.started[-1]
+
+    def cut(self, node: int) -> None:
+        """Pull a node's end of the cable."""
+        users = ["--user", "--preserve-credentials"] if self._has_users else []
+        enter = ["nsenter", "--target", str(self.process.pid), *users, "--mount", "--net"]
+        subprocess.run([*enter, "ip", "-n", f"node{node}", "link", "set", f"veth{node}", "down"], check=True)
+
+    def close(self) -> None:
+        for each in self.started:
+            each.close()
+        self.process.communicate(timeout=deadline(60))
+
+
+@contextmanager
+def two_machines(folder: Path) -> Iterator[Network]:
+    """Join two machines for a test, which is skipped where they cannot be made."""
+    reasons = []
+    for unshare in (["unshare", "-U", "-r", "-n", "-m"], ["unshare", "-n", "-m"]):
+        if not all(shutil.which(program) for program in ("unshare", "nsenter", "ip")):
+            reasons.append("unshare, nsenter (util-linux) and ip (iproute2) are not all installed")
+            break
+        network = Network(unshare, folder)
+        if network.is_joined:
+            try:
+                yield network
+            finally:
+                network.close()
+            return
+        reasons.append(network.process.communicate(timeout=deadline(60))[1].strip())
+    reason = f"two network namespaces cannot be made here; they need root or user namespaces: {reasons}"
+    if NEEDED in os.environ:
+        pytest.fail(reason)
+    pytest.skip(reason)

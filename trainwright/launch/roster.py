@@ -1,0 +1,134 @@
+"""Roster: what the main node knows of the job's nodes, and which of them run it next."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from trainwright.distributed.store import Store, post
+from trainwright.launch.heartbeat import Heartbeat
+from trainwright.launch.nodes import Nodes
+
+MORE_SECONDS = 30.0  # that a job with enough nodes waits for more, from the latest arrival, before its first start
+
+
+@dataclass(frozen=True)
+class Member:
+    """A node of the job, as it describes itself to the others."""
+
+    host: str
+    num_processes: int
+    node_rank: int | None = None
+    """None if the nodes are numbered as they arrive."""
+
+
+@dataclass(frozen=True)
+class Round:
+    """One start of the job."""
+
+    number: int = -1
+    """-1: not started yet."""
+    restarts: int = 0
+    """How many of the restarts that are allowed it took."""
+    arrivals: list[int] = field(default_factory=list)
+    """The nodes that run it, in the order of their ranks, each by the number of its arrival."""
+    members: list[Member] = field(default_factory=list)
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> Round:
+        fields: dict[str, Any] = json.loads(text)
+        return cls(**{**fields, "members": [Member(**each) for each in fields["members"]]})
+
+
+class Roster:
+    """On the main node: the nodes that have arrived, of which each round takes those that are ready.
+
+    Args:
+        nodes: how many the job has.
+        store: the launchers' part of the job's store.
+        heartbeat: the main node's.
+        own: the main node, which has arrival number 0.
+    """
+
+    def __init__(self, nodes: Nodes, store: Store, heartbeat: Heartbeat, own: Member) -> None:
+        self.round = Round()
+        self._nodes, self._store, self._heartbeat = nodes, store, heartbeat
+        self._members = {0: own}
+        self._refused: set[int] = set()
+        self._arrived_at = time.monotonic()
+
+    def admit(self) -> None:
+        """Add the nodes that have arrived. Refuse one whose number another has, before the first start."""
+        for arrival in self._heartbeat.accept(self._store.add("arrivals", 0)):
+            member = Member(**json.loads(self._store.get(f"node/{arrival}")))
+            others = [self._members[each].node_rank for each in self.living()]
+            self._members[arrival] = member
+            self._arrived_at = time.monotonic()
+            # A node that comes back later may do so before its loss is noticed here.
+            if member.node_rank is not None and member.node_rank in others and self.round.number < 0:
+                self._refused.add(arrival)
+                text = (
+                    f"node_rank={member.node_rank} was given to two nodes; give each its own number, from 0 to "
+                    f"{self._nodes.count - 1}."
+                )
+                post(self._store, f"refused/{arrival}", text)
+
+    def living(self) -> list[int]:
+        """Return the arrival numbers of the nodes whose launchers run, the oldest first."""
+        return [0, *(each for each in self._heartbeat.living() if each in self._members and each not in self._refused)]
+
+    def choose(self, *, is_over: bool = False) -> list[int] | None:
+        """Return the nodes of the next round in the order of their ranks; None while it has to wait for some.
+
+        `is_over` says that the time to wait has passed.
+        """
+        self.admit()
+        living = self.living()
+        ready = [each for each in living if self._is_ready(each)]
+        if set(living) & set(self.round.arrivals) - set(ready) and not is_over:
+            return None  # ranks of the last round are still ending
+        if self._nodes.rank is not None:
+            by_rank = {self._members[each].node_rank: each for each in ready}
+            ranks = range(self._nodes.count)
+            return [by_rank[rank] for rank in ranks] if len(by_rank) == len(ranks) else None
+        if len(ready) < self._nodes.least:
+            return None
+        is_first = self.round.number < 0
+        is_early = (
+            is_first and len(ready) < self._nodes.count and time.monotonic() - self._arrived_at < self._more_seconds
+        )
+        return None if is_early and not is_over else ready[: self._nodes.count]
+
+    def start(self, arrivals: list[int]) -> Round:
+        """Announce the next round."""
+        last, members = self.round, [self._members[each] for each in arrivals]
+        restarts = last.restarts + (last.number >= 0)
+        self.round = Round(last.number + 1, restarts, arrivals, members)
+        post(self._store, f"round/{self.round.number}", self.round.to_json())
+        post(self._store, "latest", str(self.round.number))
+        return self.round
+
+    def describe(self) -> str:
+        """Return who is missing, in words."""
+        ready = [each for each in self.living() if self._is_ready(each)]
+        if self._nodes.rank is None:
+            hosts = ", ".join(self._members[each].host for each in ready)
+            return f"{self._nodes.least} to {self._nodes.count} nodes; {len(ready)} of them are here ({hosts})"
+        here = {self._members[each].node_rank for each in ready}
+        missing = ", ".join(str(rank) for rank in range(self._nodes.count) if rank not in here)
+        return f"node(s) {missing} of {self._nodes.count}"
+
+    @property
+    def _more_seconds(self) -> float:
+        return min(MORE_SECONDS, self._nodes.wait_seconds)
+
+    def _is_ready(self, arrival: int) -> bool:
+        if arrival == 0:
+            return True  # it asks
+        wanted = self.round.number if arrival in self.round.arrivals else -1
+        return int(self._store.get(f"ready/{arrival}")) == wanted
