@@ -10,16 +10,17 @@ import trainwright as tw
 from trainwright.callbacks.trainer_protocol import Counters, Metrics, RunProgress, SavingEngine, TrainerProtocol
 
 NAMES = """Accelerator AcceleratorState AdvancedProfiler AutocastKwargs BasePredictionWriter CSVLogger Callback
-    CheckpointError CombinedLoader DDPStrategy DataModule DeepSpeedPlugin DeepSpeedStrategy
-    DistributedDataParallelKwargs DistributedType EarlyStopping Engine FSDPStrategy FullyShardedDataParallelPlugin
-    GradScalerKwargs GradientAccumulationPlugin GradientAccumulationScheduler GradientState InitProcessGroupKwargs
-    LambdaCallback LaunchError LearningRateMonitor LightningDataModule LightningModule LocalSGD Logger
-    ModelCheckpoint ModelSummary Module PartialState Precision ProfileKwargs Profiler ProjectConfiguration
-    PyTorchProfiler RunStopped ShardedDDPStrategy SimpleProfiler Strategy TQDMProgressBar TensorBoardLogger
-    TensorPredictionWriter Timer Trainer TrainwrightError WorkerFailed __version__ debug_launcher estimate_memory
-    extract_model_from_parallel find_executable_batch_size gather_module init_empty_weights init_on_device
-    isolate_rng load_predictions notebook_launcher rank_zero_info rank_zero_only rank_zero_warn release_memory
-    seed_everything set_seed"""
+    CheckpointError CombinedLoader DDPStrategy DataLoaderConfiguration DataModule DeepSpeedPlugin
+    DeepSpeedStrategy DistributedDataParallelKwargs DistributedType EarlyStopping Engine FSDPStrategy
+    FullyShardedDataParallelPlugin GradScalerKwargs GradientAccumulationPlugin GradientAccumulationScheduler
+    GradientState InitProcessGroupKwargs LambdaCallback LaunchError LearningRateMonitor LightningDataModule
+    LightningModule LocalSGD Logger ModelCheckpoint ModelSummary Module PartialState Precision ProfileKwargs
+    Profiler ProjectConfiguration PyTorchProfiler RunStopped ShardedDDPStrategy SimpleProfiler Strategy
+    TQDMProgressBar TensorBoardLogger TensorPredictionWriter Timer Trainer TrainwrightError WorkerFailed
+    __version__ broadcast debug_launcher estimate_memory extract_model_from_parallel find_executable_batch_size
+    gather gather_module init_empty_weights init_on_device isolate_rng load_predictions notebook_launcher
+    pad_across_processes rank_zero_info rank_zero_only rank_zero_warn reduce release_memory seed_everything
+    set_seed skip_first_batches synchronize_rng_states"""
 TRAINER = """accelerator strategy devices num_nodes precision logger callbacks fast_dev_run max_epochs min_epochs max_steps
     min_steps max_time limit_train_batches limit_val_batches limit_test_batches limit_predict_batches
     overfit_batches val_check_interval check_val_every_n_epoch num_sanity_val_steps log_every_n_steps
@@ -35,9 +36,10 @@ METHODS = {
         clip_grad_value_ end_training finish_save free_memory gather gather_for_metrics get_state_dict get_tracker
         init_trackers join_uneven_inputs load load_state local_main_process_first log log_images lomo_backward
         main_process_first no_sync on_last_process on_local_main_process on_local_process on_main_process on_process
-        pad_across_processes prepare prepare_model prepare_optimizer prepare_scheduler print profile reduce
-        register_for_checkpointing save save_model save_state set_trigger split_between_processes step
-        trigger_sync_in_backward unscale_gradients unwrap_model verify_device_map wait_for_everyone""",
+        pad_across_processes prepare prepare_data_loader prepare_model prepare_optimizer prepare_scheduler print profile
+        reduce register_for_checkpointing register_load_state_pre_hook register_save_state_pre_hook save save_model
+        save_state set_trigger skip_first_batches split_between_processes step trigger_sync_in_backward
+        unscale_gradients unwrap_model verify_device_map wait_for_everyone""",
     tw.Strategy: """after_load after_run allocate_optimizer_state backward before_evaluation check clip_gradients close connect
         describe_optimizer finalize finalize_gradients model_pieces move_to_device optimizer_pieces piece refresh_toggled
         refresh_trainable release resolve run setup_module setup_optimizers step sync_gradients""",
@@ -115,7 +117,7 @@ def test_the_arguments_of_saves() -> None:
     saves = {
         tw.Trainer.save_checkpoint: "filepath weights_only storage_options blocking overwrite",
         tw.Accelerator.save_state: "output_dir safe_serialization blocking overwrite",
-        tw.Engine.save: "path step epoch state rank_state weights_only edit blocking number overwrite",
+        tw.Engine.save: "path step epoch state rank_state weights_only edit blocking number overwrite directory",
     }
     for method, names in saves.items():
         assert list(inspect.signature(method).parameters)[1:] == names.split()

@@ -45,7 +45,15 @@ if TYPE_CHECKING:
     from trainwright.raw_loop.accelerator import Accelerator
     from trainwright.raw_loop.batch_size import find_executable_batch_size
     from trainwright.raw_loop.empty_weights import init_empty_weights, init_on_device
+    from trainwright.raw_loop.free_collectives import (
+        broadcast,
+        gather,
+        pad_across_processes,
+        reduce,
+        synchronize_rng_states,
+    )
     from trainwright.raw_loop.launchers import debug_launcher, notebook_launcher
+    from trainwright.raw_loop.loaders import DataLoaderConfiguration, skip_first_batches
     from trainwright.raw_loop.local_sgd import LocalSGD
     from trainwright.raw_loop.memory import release_memory
     from trainwright.raw_loop.options import (
@@ -78,6 +86,8 @@ _HOMES = {
     "trainwright.data.datamodule": "DataModule",
     "trainwright.data.seeding": "isolate_rng seed_everything",
     "trainwright.raw_loop.accelerator": "Accelerator",
+    "trainwright.raw_loop.free_collectives": "broadcast gather pad_across_processes reduce synchronize_rng_states",
+    "trainwright.raw_loop.loaders": "DataLoaderConfiguration skip_first_batches",
     "trainwright.raw_loop.batch_size": "find_executable_batch_size",
     "trainwright.raw_loop.empty_weights": "init_empty_weights init_on_device",
     "trainwright.raw_loop.launchers": "debug_launcher notebook_launcher",
@@ -122,6 +132,7 @@ __all__ = [
     "CheckpointError",
     "CombinedLoader",
     "DDPStrategy",
+    "DataLoaderConfiguration",
     "DataModule",
     "DeepSpeedPlugin",
     "DeepSpeedStrategy",
@@ -164,22 +175,28 @@ __all__ = [
     "TrainwrightError",
     "WorkerFailed",
     "__version__",
+    "broadcast",
     "debug_launcher",
     "estimate_memory",
     "extract_model_from_parallel",
     "find_executable_batch_size",
+    "gather",
     "gather_module",
     "init_empty_weights",
     "init_on_device",
     "isolate_rng",
     "load_predictions",
     "notebook_launcher",
+    "pad_across_processes",
     "rank_zero_info",
     "rank_zero_only",
     "rank_zero_warn",
+    "reduce",
     "release_memory",
     "seed_everything",
     "set_seed",
+    "skip_first_batches",
+    "synchronize_rng_states",
 ]
 
 

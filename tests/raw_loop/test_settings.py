@@ -223,3 +223,12 @@ def test_a_prepared_model_has_what_the_users_has() -> None:
     assert not model.module.training
     with pytest.raises(AttributeError, match="'Net' object has no attribute 'nothing'"):
         _ = model.nothing
+
+
+def test_none_stays_none_and_a_class_is_refused() -> None:
+    accelerator = tw.Accelerator(cpu=True)
+    _, scheduler = accelerator.prepare(nn.Linear(1, 1), None)
+    assert scheduler is None
+    with pytest.raises(TypeError, match="accepted are torch modules"):
+        accelerator.prepare(torch.optim.SGD)
+    assert (accelerator.state.mixed_precision, accelerator.gradient_state.num_steps) == ("no", 1)

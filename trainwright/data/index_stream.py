@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 from collections import deque
 from collections.abc import Iterator
-from itertools import chain, islice
+from itertools import chain, count, islice
 from typing import Any
 
 from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
@@ -33,7 +33,7 @@ class IndexStream(StreamShard):
 
     `batched` is whether an item of the source is a list of indices. `seed_rank` seeds the batches, where the shard is not that
     rank's; `same_on_ranks` is False if the user gave each rank its own source. With `gives_seeds` items carry a seed for the
-    worker that fetches them.
+    worker that fetches them. `portion` is (rank, ranks) where each item is divided, not given whole to one rank.
     """
 
     def __init__(
@@ -47,9 +47,10 @@ class IndexStream(StreamShard):
         seed_rank: int,
         same_on_ranks: bool,
         gives_seeds: bool,
+        portion: tuple[int, int] = (0, 1),
     ) -> None:
         super().__init__(source, rank=rank, world_size=world_size, mode=mode)
-        self.batched, self.gives_seeds = batched, gives_seeds
+        self.batched, self.gives_seeds, self.portion = batched, gives_seeds, portion
         self.seed_rank, self._same_on_ranks = seed_rank, same_on_ranks
         self._digest = OrderDigest()
         self._trimmed = 0
@@ -181,6 +182,17 @@ class IndexStream(StreamShard):
         """Return whether a round may be re-split: not if the user's batch sampler made its batches."""
         return self.batched and type(self.source) is BatchSampler
 
+    def _of_this_rank(self, items: Iterator[Any], number: int) -> Iterator[Any]:
+        if self.portion == (0, 1):
+            return super()._of_this_rank(items, number)
+        return map(self._portion_of, items, count(number))
+
+    def _portion_of(self, item: list[Any], number: int) -> Any:
+        """Return this rank's part of a batch of a user's batch sampler."""
+        rank, ranks = self.portion
+        most = -(-len(item) // ranks)
+        return self._part(list(item), even_sizes(len(item), ranks, most), number, rank, doubles=False)
+
     def cut_round(self, items: list[Any], number: int) -> Any:
         ranks = self.world_size
         if not self.is_split:
@@ -190,14 +202,18 @@ class IndexStream(StreamShard):
         samples = [index for batch in items for index in batch]
         most = max(len(batch) for batch in items)
         sizes = self.cuts.get(number) or even_sizes(len(samples), ranks, most)
+        doubles = self.source.batch_size > 1 and number not in self.cuts
+        return self._part(samples, sizes, number, self.rank, doubles)
+
+    def _part(self, samples: list[Any], sizes: list[int], number: int, rank: int, doubles: bool) -> Any:
         self._note_sizes(sizes, number)
-        start, own = sum(sizes[: self.rank]), sizes[self.rank]
+        start, own = sum(sizes[:rank]), sizes[rank]
         if own:
             return samples[start : start + own]
         # A rank without a sample works on the first rank's with weight zero, so that collectives match. A single one is
         # doubled, because a batch norm refuses one.
         part = samples[: sizes[0]]
-        return part * 2 if len(part) == 1 < self.source.batch_size and number not in self.cuts else part
+        return part * 2 if len(part) == 1 and doubles else part
 
     def _note_sizes(self, sizes: list[int], number: int) -> None:
         if len(set(sizes)) > 1:

@@ -17,7 +17,7 @@ from itertools import count, islice
 from typing import Any, NoReturn, Protocol, TypeGuard
 
 import torch
-from torch.utils.data import DataLoader, IterableDataset, RandomSampler
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler
 from torch.utils.data.datapipes.datapipe import IterDataPipe
 from torch.utils.data.distributed import DistributedSampler
 
@@ -53,6 +53,7 @@ class ShardedLoader(StatefulLoader):
         shard: False if the user gave each rank its own data, all of which is used. A DistributedSampler implies it.
         in_order: switch shuffling off; a user's own sampler keeps its order, with a warning.
         pin_memory: give batches in pinned memory.
+        batch_parts: the loader's batches are this many ranks' together: each rank gets a part of every batch.
 
     Raises:
         TypeError: not an iterable, or one that cannot be sharded.
@@ -69,6 +70,7 @@ class ShardedLoader(StatefulLoader):
         shard: bool = True,
         in_order: bool = False,
         pin_memory: bool = False,
+        batch_parts: int = 1,
     ) -> None:
         if not isinstance(loader, Iterable):
             raise TypeError(
@@ -80,6 +82,9 @@ class ShardedLoader(StatefulLoader):
         """Whether the ranks read one stream; False on one process, and if the user gave each rank its own data."""
         if self.is_sharded:
             _check_shardable(loader, rank, world_size)
+        if batch_parts > 1:
+            _check_parts(loader, batch_parts, self.is_sharded)
+        self.batch_parts = batch_parts
         self.start_batch = 0
         self.stream: IndexStream | None = None
         self.shard: IndexStream | BatchStream
@@ -119,11 +124,14 @@ class ShardedLoader(StatefulLoader):
                     "can resume within an epoch and predictions are in the order of the dataset.",
                     stacklevel=2,
                 )
+        is_iterable = isinstance(dataset, IterableDataset)
+        size = loader.batch_size if loader.batch_sampler is not None else None
+        if self.batch_parts > 1 and size is not None:  # N smaller batches in turn are the parts of one of the loader's
+            size = own["batch_size"] = size // self.batch_parts
+            own["batch_sampler"] = BatchSampler(loader.sampler, size, loader.drop_last)
         if isinstance(dataset, IterDataPipe):
             return clone
-        is_iterable = isinstance(dataset, IterableDataset)
         if is_iterable and self.mode == "train" and is_stateful(dataset):
-            size = loader.batch_size if loader.batch_sampler is not None else None
             own["dataset"] = stateful = StatefulIterable(dataset, size)
             if num_workers > 0:
                 own["collate_fn"] = StatefulCollate(stateful, loader.collate_fn, size, loader.drop_last)
@@ -146,7 +154,8 @@ class ShardedLoader(StatefulLoader):
 
     def _with_indices(self, clone: Any, loader: DataLoader[Any], in_order: bool) -> IndexStream:
         batched = loader.batch_sampler is not None
-        source: Any = loader.batch_sampler if batched else loader.sampler
+        source: Any = clone.batch_sampler if batched else loader.sampler
+        is_whole = type(source) is BatchSampler or not self.is_sharded
         if in_order:
             source, is_own = in_dataset_order(source)
             if is_own:
@@ -158,7 +167,8 @@ class ShardedLoader(StatefulLoader):
             seed_rank=self.rank,
             same_on_ranks=self.is_sharded or self.world_size == 1,
             gives_seeds=loader.num_workers > 0,
-            **self._ranks,
+            portion=(0, 1) if is_whole or self.batch_parts == 1 else (self.rank, self.batch_parts),
+            **(self._ranks if is_whole or self.batch_parts == 1 else {"rank": 0, "world_size": 1}),
         )
         clone.__dict__["batch_sampler" if batched else "sampler"] = stream
         return stream
@@ -237,6 +247,11 @@ class ShardedLoader(StatefulLoader):
     def may_read_ahead(self) -> bool:
         """Return whether a batch may be read before the previous one is done without changing what is drawn."""
         return self.stream is None or self.stream.gives_seeds or self._isolates_draws
+
+    @property
+    def seeks(self) -> bool:
+        """Return whether an epoch can begin at any batch without reading those before."""
+        return self.stream is not None
 
     @property
     def ends_together(self) -> bool:
@@ -340,6 +355,27 @@ def _check_shardable(loader: Iterable[Any], rank: int, world_size: int) -> None:
             f"keeps one batch in {world_size}. If it splits itself by rank, set use_distributed_sampler=False (or leave its "
             "loader out of prepare).",
             stacklevel=2,
+        )
+
+
+def _check_parts(loader: Iterable[Any], parts: int, is_sharded: bool) -> None:
+    """Refuse a loader whose batches cannot be divided into so many equal parts (ValueError)."""
+    sampler = getattr(loader, "batch_sampler", None)
+    size = getattr(loader, "batch_size", None) or getattr(sampler, "batch_size", None)
+    if sampler is None:
+        raise ValueError(
+            f"split_batches=True divides each batch over {parts} ranks, but this {type(loader).__name__} has batch_size=None: "
+            "its dataset makes the batches. Pass a batch_size, or split_batches=False with smaller batches."
+        )
+    if isinstance(size, int) and size % parts:
+        raise ValueError(
+            f"split_batches=True divides each batch over {parts} ranks, but batch_size={size} is not divisible by that; pass "
+            f"batch_size={-(-size // parts) * parts}, or split_batches=False with the batch size of one rank."
+        )
+    if type(sampler) is not BatchSampler and not is_sharded:
+        raise ValueError(
+            f"split_batches=True cannot divide the batches of a {type(sampler).__name__} where rank 0 reads for all "
+            "(dispatch_batches=True), or with a DistributedSampler; let it make smaller batches, and pass split_batches=False."
         )
 
 

@@ -162,6 +162,26 @@ def broadcast(tensor: Tensor, source: int = 0) -> Tensor:
     return result.to(tensor.device)
 
 
+def scatter_bytes(payloads: list[Tensor] | None) -> Tensor:
+    """Return the bytes for this rank, in host memory, of those that rank 0 has: one tensor for each other rank.
+
+    Rank 0 gets none; the others give None. Collective: call on every rank.
+    """
+    own = torch.zeros(_world_size(), dtype=torch.int64)
+    if payloads is not None:
+        own[1:] = torch.tensor([len(each) for each in payloads])
+    sizes = broadcast(own)
+    if payloads is None:
+        buffer = _to_group(torch.empty(int(sizes[dist.get_rank()]), dtype=torch.uint8))
+        dist.recv(buffer, 0)
+        return buffer.cpu()
+    sent = [_to_group(each) for each in payloads]
+    for work in [dist.isend(each, rank) for rank, each in enumerate(sent, start=1)]:
+        if work is not None:
+            work.wait()
+    return own.new_empty(0, dtype=torch.uint8)
+
+
 def barrier() -> None:
     """Wait for all ranks. Collective: call on every rank."""
     # A reduction, because NCCL's barrier guesses the device and warns. NOTE: item() waits for the device too.

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,6 +11,8 @@ from torch import Tensor
 
 from trainwright.distributed import collectives
 
+LENGTH = 8
+"""Bytes of a length."""
 Table = list[tuple[str, str, list[int]]]
 """Each tensor's name, dtype and shape, as JSON can hold them."""
 
@@ -39,6 +42,25 @@ def gather_nests(plain: Any, tensors: Mapping[str, Tensor]) -> list[tuple[Any, d
     blobs = collectives.gather_uneven(torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8))
     described = collectives.gather_object([plain, [list(row) for row in table_of(held)]])
     return [(text, _split(table, blob)) for (text, table), blob in zip(described, blobs, strict=True)]
+
+
+def scatter_nests(nests: Sequence[tuple[Any, Mapping[str, Tensor]]] | None) -> tuple[Any, dict[str, Tensor]]:
+    """Return this rank's nest of those that rank 0 has, one for each rank (None on the others), in host memory. Collective."""
+    packed = None if nests is None else [_packed(*nest) for nest in nests[1:]]
+    received = collectives.scatter_bytes(packed)
+    if nests is not None:
+        return nests[0][0], dict(nests[0][1])
+    size = int.from_bytes(bytes(received[:LENGTH].tolist()), "little")
+    plain, table = json.loads(received[LENGTH : LENGTH + size].numpy().tobytes())
+    return plain, _split(table, received[LENGTH + size :])
+
+
+def _packed(plain: Any, tensors: Mapping[str, Tensor]) -> Tensor:
+    """Return a nest as bytes: the length of its text, the text, and the tensors."""
+    held = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    text = json.dumps([plain, table_of(held)]).encode()
+    head = torch.frombuffer(bytearray(len(text).to_bytes(LENGTH, "little") + text), dtype=torch.uint8)
+    return torch.cat([head, *(_as_bytes(tensor) for tensor in held.values() if tensor.numel())])
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:

@@ -18,6 +18,7 @@ from trainwright.checkpoint.filesystem import describe
 from trainwright.checkpoint.reader import Checkpoint, Verify, open_checkpoint
 from trainwright.checkpoint.store import SAVE, CheckpointWriter
 from trainwright.checkpoint.tensors import Piece
+from trainwright.data.dispatched import DispatchedLoader
 from trainwright.data.index_stream import Mode
 from trainwright.data.loaders import ShardedLoader
 from trainwright.data.seeding import rng_state
@@ -205,9 +206,18 @@ class Engine:
         self.finiteness.begin()
         return self.optimizers
 
-    def prepare_loader(self, loader: Iterable[Any], mode: Mode) -> ShardedLoader:
-        """Return this rank's part of a loader; pass `seed` to its `set_epoch` in each epoch, since a load may change it."""
-        return ShardedLoader(loader, rank=self.rank, world_size=self.world_size, mode=mode)
+    def prepare_loader(
+        self, loader: Iterable[Any], mode: Mode, *, splits: bool = False, dispatches: bool = False
+    ) -> ShardedLoader | DispatchedLoader:
+        """Return this rank's part of a loader; pass `seed` to its `set_epoch` in each epoch, since a load may change it.
+
+        With `splits`, a batch of the loader is that of all ranks together. With `dispatches`, rank 0 reads the data and sends
+        it, and this call is collective.
+        """
+        parts = self.world_size if splits else 1
+        if dispatches and self.world_size > 1:
+            return DispatchedLoader(loader, self.ranks, batch_parts=parts)
+        return ShardedLoader(loader, rank=self.rank, world_size=self.world_size, mode=mode, batch_parts=parts)
 
     def take_seed(self, seed: int | None = None) -> None:
         """Seed the data's order with rank 0's seed, by default its current torch seed. Collective: call on every rank."""
@@ -280,6 +290,7 @@ class Engine:
         blocking: bool = True,
         number: int = 0,
         overwrite: bool = False,
+        directory: str | None = None,
     ) -> None:
         """Write a checkpoint of the modules, the optimizers and the caller's state. Collective: call on every rank.
 
@@ -293,6 +304,7 @@ class Engine:
             blocking: False returns once all is copied to host memory; a thread writes, and the next save waits for it.
             number: orders several saves of one step.
             overwrite: replace a whole checkpoint at the path, once the new one is committed.
+            directory: what the writer's `stage` returned for this path, with files that become part of the checkpoint.
 
         Raises:
             CheckpointError: on every rank; of this save, which leaves nothing at the path, or of the one in flight before.
@@ -351,6 +363,7 @@ class Engine:
                 },
                 blocking=blocking,
                 overwrite=overwrite,
+                directory=directory,
             )
 
     def finish_save(self) -> None:

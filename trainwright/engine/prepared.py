@@ -370,6 +370,8 @@ def stepped_by(*optimizers: Optimizer) -> set[Tensor]:
 
 def kind_of(each: Any) -> str | None:
     """Return which kind of object this is; None if it cannot be prepared."""
+    if isinstance(each, type):
+        return None
     if isinstance(each, nn.Module):
         return "module"
     if isinstance(each, Optimizer):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from trainwright.data.loaders import with_last
@@ -19,17 +19,28 @@ class PreparedLoader:
     user's loader.
     """
 
-    def __init__(self, engine: Engine, loader: Any, iterations: Iterations) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        loader: Any,
+        iterations: Iterations,
+        *,
+        splits: bool = False,
+        dispatches: bool = False,
+        moves: bool = True,
+        before_epoch: Callable[[], None] | None = None,
+    ) -> None:
         self.loader = loader
         self.epoch = 0
         """The number of the epoch that the next batch belongs to."""
         self.is_at_end = False
         """Whether the current batch is the epoch's last."""
-        self._sharded = engine.prepare_loader(loader, "train")
+        self._splits, self._moves, self._before_epoch = splits, moves, before_epoch
+        self._sharded = engine.prepare_loader(loader, "train", splits=splits, dispatches=dispatches)
         self._sharded.plan_states([(SPACING, 0)])  # `save_state` may be called after any batch
         self._engine = engine
         self._iterations = iterations
-        self._batch = 0
+        self._batch = self._skipped = 0
         self._is_begun = False
 
     def __getattr__(self, name: str) -> Any:
@@ -42,20 +53,39 @@ class PreparedLoader:
             self._end_epoch()
         self._is_begun, self.is_at_end = True, False
         self._engine.refresh_trainable(if_changed=True)  # a raw loop may freeze layers between epochs
-        device = self._engine.device
+        skipped, self._skipped = self._skipped, 0
+        if skipped and not self._batch and self._sharded.seeks:
+            self._batch = skipped
+        if self._before_epoch is not None and not self._batch:
+            self._before_epoch()
         self._sharded.set_epoch(self._engine.seed, self.epoch, self._batch)
-        length, on_host = self._sharded.exact_length, device.type == "cpu"
+        length, device = self._sharded.exact_length, self._engine.device
+        moves = self._moves and device.type != "cpu"
         iteration, is_left = self._iterations.begin(self), True
         try:
             for batch, is_last in with_last(self._sharded, self._batch, length):
                 self.is_at_end = is_last
                 self._batch += 1
+                if self._batch <= skipped:
+                    continue
                 self._iterations.note_batch(iteration)
-                yield batch if on_host else to_device(batch, device)
+                yield to_device(batch, device) if moves else batch
             self._end_epoch()
             self._is_begun = self.is_at_end = is_left = False
         finally:  # also when the loop breaks and drops the iterator
             self._iterations.end(iteration, is_left)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Let the next iteration be that of an epoch, from its start; the current epoch continues from its position."""
+        at = self.epoch + (self._is_begun and self._batch > 0)
+        if epoch != at:
+            self.load_state_dict({"epoch": epoch, "batch": 0})
+
+    def skip(self, num_batches: int) -> None:
+        """Let the next iteration begin at this batch of its epoch."""
+        if not self._is_begun and self._batch > num_batches:
+            self.load_state_dict({"epoch": self.epoch, "batch": 0})
+        self._skipped = num_batches
 
     def _end_epoch(self) -> None:
         """End the epoch where it is, so that the sources' states of this moment begin the next one."""
@@ -70,6 +100,17 @@ class PreparedLoader:
         """Return how many batches are left in the epoch, the current one included; None if the length is unknown."""
         length = self._sharded.exact_length
         return None if length is None else length - self._batch + 1
+
+    @property
+    def total_batch_size(self) -> int | None:
+        """Return the samples of all ranks' batches together; None if the loader has no batch size."""
+        size = getattr(self.loader, "batch_size", None)
+        return size if size is None or self._splits else size * self._engine.world_size
+
+    @property
+    def total_dataset_length(self) -> int:
+        """Return the samples of the dataset; TypeError if it has no length."""
+        return len(self.loader.dataset)
 
     @property
     def last_sizes(self) -> list[int] | None:

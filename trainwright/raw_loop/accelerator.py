@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -13,16 +13,19 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.profiler import profile
+from torch.utils.hooks import RemovableHandle
 
 from trainwright.checkpoint.reader import Verify
 from trainwright.engine.command_line import fill_accumulation
 from trainwright.engine.engine import Engine
-from trainwright.engine.prepared import PreparedModule, PreparedOptimizer, PreparedScheduler, stepped_by
+from trainwright.engine.prepared import PreparedOptimizer, PreparedScheduler, stepped_by
+from trainwright.engine.prepared_loader import PreparedLoader
 from trainwright.engine.window import in_float32
 from trainwright.precision import Precision
 from trainwright.rank_zero import rank_zero_warn
 from trainwright.raw_loop.collectives import Collectives
-from trainwright.raw_loop.loss_graph import graph_leaves
+from trainwright.raw_loop.loaders import DataLoaderConfiguration, check_loader, loader_options
+from trainwright.raw_loop.loss_graph import check_loss
 from trainwright.raw_loop.memory import release_memory
 from trainwright.raw_loop.model_files import load_object, save_model, save_object, size_of, state_dict_of, unwrapped
 from trainwright.raw_loop.options import AutocastKwargs
@@ -37,6 +40,7 @@ from trainwright.raw_loop.profiling import ProfileKwargs, profiled
 from trainwright.raw_loop.project import ProjectConfiguration, chosen_project
 from trainwright.raw_loop.saved_states import SavedStates, refuse_load_options, refuse_pickle
 from trainwright.raw_loop.settings import LoopSettings, refuse_unknown, word_for
+from trainwright.raw_loop.state_views import AcceleratorState, GradientState
 from trainwright.raw_loop.tracking import Options, Tracker, Trackers, chosen_loggers
 from trainwright.strategies import Strategy
 from trainwright.strategies.base import Optimization, StepResult
@@ -57,6 +61,11 @@ class Accelerator(Collectives):
         kwargs_handlers: options of parts: AutocastKwargs, DistributedDataParallelKwargs, GradScalerKwargs,
             InitProcessGroupKwargs, ProfileKwargs.
         dynamo_backend: compile prepared models with this backend of torch.compile, such as "inductor".
+        device_placement: whether prepared loaders move their batches to the device; models are always on it.
+        split_batches: whether a loader's batch is that of all ranks together; see DataLoaderConfiguration.
+        dataloader_config: further options of loaders.
+        rng_types: generators that all ranks set to rank 0's state at the start of each epoch: "torch", or the kind of
+            accelerator, such as "cuda". The order of the data needs none of them.
         fused_optimizers: run optimizers fused if torch can and their `fused` and `foreach` were not set.
         scale_schedulers: step prepared schedulers once for each process at each optimizer step, as Accelerate does.
         accelerator: the kind of device, as for the Trainer: "auto" (the accelerator that torch finds, else the CPU), "gpu",
@@ -97,6 +106,10 @@ class Accelerator(Collectives):
         step_scheduler_with_optimizer: bool = True,
         kwargs_handlers: Sequence[Any] | None = None,
         dynamo_backend: Any = None,
+        device_placement: bool = True,
+        split_batches: bool = False,
+        dataloader_config: DataLoaderConfiguration | None = None,
+        rng_types: Sequence[str] | None = None,
         fused_optimizers: bool = True,
         scale_schedulers: bool = False,
         accelerator: str = "auto",
@@ -124,6 +137,7 @@ class Accelerator(Collectives):
             kwargs_handlers,
             dynamo_backend,
         )
+        loaders = loader_options(dataloader_config, split_batches, rng_types, device_placement)
         engine = Engine(
             devices=devices,
             strategy=settings.chosen_strategy,
@@ -149,6 +163,7 @@ class Accelerator(Collectives):
             settings.compiler,
             step_scheduler_with_optimizer,
             engine.world_size if scale_schedulers else 1,
+            loaders,
         )
         self._new_preparation = partial(Preparation, engine, self._optimization, settings.accumulation, options)
         self._preparations = self._new_preparation()
@@ -158,17 +173,17 @@ class Accelerator(Collectives):
         self._weighs_rounds = engine.world_size > 1  # one process has no uneven rounds
         self._has_checked_loss = False
 
-    def prepare(self, *objects: Any) -> Any:
+    def prepare(self, *objects: Any, device_placement: Sequence[bool | None] | None = None) -> Any:
         """Return the models, optimizers, loaders and schedulers, prepared by the strategy, in the same order.
 
-        Pass the models and their optimizers in one call. An object that is already prepared is returned unchanged.
-        Collective: call on every rank.
+        Pass the models and their optimizers in one call. An object that is already prepared, and None, are returned
+        unchanged. Collective: call on every rank.
 
         Raises:
             TypeError: an object of another kind.
             ValueError: an optimizer whose parameters belong to no prepared model, or were replaced before it was prepared.
         """
-        prepared = self._preparations.prepare(objects)
+        prepared = self._preparations.prepare(objects, device_placement)
         return prepared[0] if len(prepared) == 1 else prepared
 
     def unwrap_model(
@@ -249,7 +264,8 @@ class Accelerator(Collectives):
         The keyword arguments are those of Tensor.backward.
         """
         if not self._has_checked_loss:
-            self._check_loss(loss)
+            check_loss(loss, self.engine, self._preparations.models)
+            self._has_checked_loss = True
         loss = self._preparations.windows.divide(loss)
         if self._weighs_rounds:
             iteration, _ = self._preparations.iterations.current()
@@ -325,6 +341,12 @@ class Accelerator(Collectives):
         prepared: PreparedScheduler = self.prepare(scheduler)
         return prepared
 
+    def prepare_data_loader(self, data_loader: Any, device_placement: bool | None = None) -> PreparedLoader:
+        """Return one prepared DataLoader; `device_placement` replaces the constructor's. Collective: call on every rank."""
+        check_loader(data_loader)
+        prepared: PreparedLoader = self.prepare(data_loader, device_placement=[device_placement])
+        return prepared
+
     @contextmanager
     def profile(self, profile_handler: ProfileKwargs | None = None) -> Iterator[profile]:
         """Record the block with torch.profiler and yield that; the argument replaces the options of kwargs_handlers.
@@ -358,6 +380,16 @@ class Accelerator(Collectives):
         raise NotImplementedError(
             "lomo_backward: LOMO is not supported; strategy='fsdp' with cpu_offload saves memory."
         )
+
+    @property
+    def state(self) -> AcceleratorState:
+        """Return a view of the processes and the precision."""
+        return AcceleratorState(self)
+
+    @property
+    def gradient_state(self) -> GradientState:
+        """Return a view of the accumulation windows and the loaders."""
+        return GradientState(self._preparations.windows, self._preparations.iterations)
 
     @property
     def step_count(self) -> int:
@@ -484,6 +516,22 @@ class Accelerator(Collectives):
         """
         self._states.register(objects)
 
+    def register_save_state_pre_hook(self, hook: Callable[..., None]) -> RemovableHandle:
+        """Call `hook(models, weights, output_dir)` on every rank before each `save_state`; the handle's remove() ends that.
+
+        What it writes into output_dir becomes a part of the checkpoint, verified and removed with it: a folder with another
+        name until the commit. `weights` are the models' state_dicts, to read, where each rank holds them whole, and otherwise
+        empty. The checkpoint is whole in any case: what a hook removes from the two lists is stored all the same.
+        """
+        return self._states.add_save_hook(hook)
+
+    def register_load_state_pre_hook(self, hook: Callable[..., None]) -> RemovableHandle:
+        """Call `hook(models, input_dir)` on every rank in each `load_state`, once the checkpoint was verified.
+
+        The models are loaded after it, also those that it removes from the list. The handle's remove() ends that.
+        """
+        return self._states.add_load_hook(hook)
+
     @property
     def trackers(self) -> list[Tracker]:
         """Return the loggers of `init_trackers`, on each rank that has called it."""
@@ -544,31 +592,6 @@ class Accelerator(Collectives):
             self.finish_save()
         finally:
             self._trackers.end()
-
-    def _check_loss(self, loss: Any) -> None:
-        """Refuse what backward cannot use, in a loop's first backward."""
-        if not isinstance(loss, Tensor):
-            raise TypeError(f"backward was given a {type(loss).__name__}; accepted is a loss tensor.")
-        if not loss.requires_grad:
-            raise ValueError(
-                "backward was given a loss that needs no gradients; compute it from the outputs of a prepared model, outside "
-                "torch.no_grad(), and do not detach it."
-            )
-        if self.engine.strategy.holds_modules and self._preparations.models:
-            own = {parameter for module in self.engine.modules for parameter in module.parameters()}
-            leaves = graph_leaves(loss)
-            if leaves and own.isdisjoint(leaves):
-                raise ValueError(
-                    "backward was given a loss that no prepared model made: none of their parameters are in its graph. Call "
-                    "the model that accelerator.prepare returned."
-                )
-        wrapped = [each for each in self._preparations.models if isinstance(each, PreparedModule)]
-        if self.use_distributed and wrapped and not any(each.forwards for each in wrapped):
-            raise ValueError(
-                "backward was given a loss that a method of a prepared model made, whose gradients no strategy averages over "
-                "the ranks; call the model itself, and let its forward call the method."
-            )
-        self._has_checked_loss = True
 
     def _ranks_with_samples(self, loader: Any) -> Sequence[bool] | None:
         return self._preparations.ranks_with_samples(loader)

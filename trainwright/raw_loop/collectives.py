@@ -12,6 +12,7 @@ from torch import nn
 
 from trainwright.engine import gathering
 from trainwright.engine.engine import Engine
+from trainwright.raw_loop.loaders import SkippedBatches, skip_first_batches
 from trainwright.raw_loop.processes import Processes
 
 
@@ -104,6 +105,10 @@ class Collectives(Processes):
         if isinstance(joinables, nn.Module) or not all(isinstance(each, nn.Module) for each in joinables):
             raise TypeError("join_uneven_inputs takes a list of models, such as [model].")
         yield
+
+    def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> SkippedBatches:
+        """Return a loader whose first iteration begins at this batch of the epoch; see the function of this name."""
+        return skip_first_batches(dataloader, num_batches)
 
     def _ranks_with_samples(self, loader: Any) -> Sequence[bool] | None:
         """Return whether each rank has new samples in a loader's current batch; None if all have."""

@@ -2,10 +2,44 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
+
+from trainwright.engine.engine import Engine
+from trainwright.engine.prepared import PreparedModule
+
+
+def check_loss(loss: Any, engine: Engine, models: Sequence[nn.Module]) -> None:
+    """Refuse what the backward of a loop with these prepared models cannot use.
+
+    Raises:
+        TypeError: it is not a tensor.
+        ValueError: it needs no gradients, or no prepared model made it.
+    """
+    if not isinstance(loss, Tensor):
+        raise TypeError(f"backward was given a {type(loss).__name__}; accepted is a loss tensor.")
+    if not loss.requires_grad:
+        raise ValueError(
+            "backward was given a loss that needs no gradients; compute it from the outputs of a prepared model, outside "
+            "torch.no_grad(), and do not detach it."
+        )
+    if engine.strategy.holds_modules and models:
+        own = {parameter for module in engine.modules for parameter in module.parameters()}
+        leaves = graph_leaves(loss)
+        if leaves and own.isdisjoint(leaves):
+            raise ValueError(
+                "backward was given a loss that no prepared model made: none of their parameters are in its graph. Call the "
+                "model that accelerator.prepare returned."
+            )
+    wrapped = [each for each in models if isinstance(each, PreparedModule)]
+    if engine.world_size > 1 and wrapped and not any(each.forwards for each in wrapped):
+        raise ValueError(
+            "backward was given a loss that a method of a prepared model made, whose gradients no strategy averages over the "
+            "ranks; call the model itself, and let its forward call the method."
+        )
 
 
 def graph_leaves(loss: Tensor) -> set[Tensor]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -20,6 +20,7 @@ from trainwright.engine.prepared import (
 )
 from trainwright.engine.prepared_loader import Iterations, PreparedLoader
 from trainwright.engine.window import AccumulationWindows
+from trainwright.raw_loop.loaders import LoaderOptions, SkippedBatches
 from trainwright.raw_loop.plugins import GradientAccumulationPlugin
 from trainwright.strategies.base import Optimization, StepResult
 
@@ -35,6 +36,7 @@ class PreparationOptions(NamedTuple):
     """Whether schedulers step only where their optimizer has."""
     scheduler_steps: int = 1
     """Steps of a user's scheduler for each step of the prepared one."""
+    loaders: LoaderOptions = LoaderOptions()
 
 
 class Preparation(Preparations):
@@ -61,13 +63,24 @@ class Preparation(Preparations):
         )
         self._engine, self._optimization, self._options = engine, optimization, options
 
-    def prepare(self, given: Iterable[Any]) -> tuple[Any, ...]:
+    def prepare(self, given: Sequence[Any], placement: Sequence[bool | None] | None = None) -> tuple[Any, ...]:
         """Return the prepared objects for those given; see `Accelerator.prepare`. Collective."""
         objects = [self.to_prepare(each) for each in given]
+        if placement is not None and len(placement) != len(objects):
+            raise ValueError(
+                f"device_placement has {len(placement)} items for {len(objects)} objects; give one for each."
+            )
         new: dict[str, list[Any]] = {"module": [], "optimizer": [], "loader": [], "scheduler": []}
         for each in objects:
+            if each is None:
+                continue
             kind = kind_of(each)
             if kind is None:
+                if isinstance(each, SkippedBatches):
+                    raise TypeError(
+                        "prepare was given what skip_first_batches returned; pass the loader to prepare, and the result to "
+                        "skip_first_batches."
+                    )
                 raise TypeError(
                     f"prepare was given an object of type {type(each).__name__}; accepted are torch modules, optimizers "
                     "(subclasses of torch.optim.Optimizer), DataLoaders and LR schedulers."
@@ -75,13 +88,18 @@ class Preparation(Preparations):
             if self.of(each) is None and each not in new[kind]:
                 new[kind].append(each)
         if not self.loaders:
-            self._engine.take_seed()  # once: the loaders of a loop are shuffled from one seed
+            self._engine.take_seed(
+                self._options.loaders.configuration.data_seed
+            )  # once: the loaders of a loop are shuffled from one seed
         # The strategy may replace parameters, so the models come before the optimizers that step them.
         for module in new["module"]:
             self.add_module(module)
         if new["optimizer"]:
             self._add_optimizers(new["optimizer"])
-        self.loaders.extend(PreparedLoader(self._engine, each, self.iterations) for each in new["loader"])
+        moved = {id(each): moves for each, moves in zip(objects, placement or [None] * len(objects), strict=True)}
+        for each in new["loader"]:
+            options = self._options.loaders
+            self.loaders.append(options.prepare(self._engine, each, self.iterations, moved[id(each)]))
         for each in new["scheduler"]:
             self._add_scheduler(each)
         return tuple(self.of(each) for each in objects)

@@ -1,0 +1,74 @@
+"""Free collectives: the Accelerator's collectives as functions, for code of a job that has no Accelerator to call."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from trainwright.devices import accelerator
+from trainwright.distributed import collectives
+from trainwright.distributed.connection import open_connection
+from trainwright.distributed.environment import Environment
+from trainwright.distributed.ranks import Ranks
+from trainwright.engine import gathering
+from trainwright.raw_loop.loaders import synchronize
+from trainwright.raw_loop.processes import PartialState
+
+
+def gather(tensor: Any) -> Any:
+    """Return a nested structure with the values of all ranks: see `Accelerator.gather`. Collective: call on every rank."""
+    ranks = _ranks()
+
+    def join(each: torch.Tensor, structure: int) -> torch.Tensor:
+        return gathering.join(each, None, structure)
+
+    return gathering.gather(tensor, join, None, lambda value: ranks.exchange(value, "gather"))
+
+
+def reduce(tensor: Any, reduction: str = "mean") -> Any:
+    """Return the mean, sum, min or max over the ranks: see `Accelerator.reduce`. Collective: call on every rank."""
+    ranks = _ranks()
+    return gathering.reduce(
+        tensor,
+        reduction,
+        lambda each: collectives.all_reduce(each, reduction),
+        lambda value: ranks.exchange(value, "reduce"),
+    )
+
+
+def broadcast(tensor: Any, from_process: int = 0) -> Any:
+    """Return one process's plain data and tensors on every process. Collective: call on every rank."""
+    return gathering.broadcast(tensor, from_process, _ranks(), accelerator.current() or torch.device("cpu"))
+
+
+def pad_across_processes(tensor: Any, dim: int = 0, pad_index: float = 0, pad_first: bool = False) -> Any:
+    """Return tensors as long in a dimension as the longest of all ranks: see `Accelerator.pad_across_processes`.
+
+    Collective: call on every rank.
+    """
+    _ranks()
+    return gathering.pad(tensor, dim, pad_index, pad_first)
+
+
+def synchronize_rng_states(rng_types: Iterable[Any], generator: torch.Generator | None = None) -> None:
+    """Set this process's generators to the state that they have on rank 0. Collective: call on every rank.
+
+    Args:
+        rng_types: "torch", "generator", or the kind of accelerator in use, such as "cuda".
+        generator: the generator that "generator" means.
+
+    Raises:
+        ValueError: another name, or "generator" without one.
+    """
+    synchronize(rng_types, generator, broadcast)
+
+
+def _ranks() -> Ranks:
+    """Return the ranks of this process's job, which is joined if that has not happened."""
+    connection = open_connection()
+    if connection is None and Environment.detect().world_size > 1:
+        PartialState()
+        connection = open_connection()
+    return Ranks(None if connection is None else connection.channel)

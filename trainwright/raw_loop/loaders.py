@@ -1,0 +1,200 @@
+"""Loaders of a raw loop: the options of prepared loaders, and loaders that begin within an epoch."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, fields, replace
+from functools import partial
+from itertools import islice
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+
+from trainwright.engine.engine import Engine
+from trainwright.engine.prepared_loader import Iterations, PreparedLoader
+
+
+@dataclass
+class DataLoaderConfiguration:
+    """How the Accelerator prepares DataLoaders."""
+
+    split_batches: bool = False
+    """Whether a loader's batch is that of all ranks together, of which each gets a part. By default it is one rank's."""
+    dispatch_batches: bool | None = None
+    """Whether rank 0 alone reads the data and sends each rank its batch: for data that differs from rank to rank, or that only
+    one process can read. By default (False, None) each rank reads its own samples of a dataset with indices; of an
+    IterableDataset it reads all batches and keeps its own."""
+    even_batches: bool = True
+    """Accepted with either value. The ranks always have equally many batches, and no sample counts twice: a last round is
+    divided evenly, and a rank for which no sample is left works on another's, with weight zero in `backward` and left out by
+    `gather_for_metrics`."""
+    use_seedable_sampler: bool = False
+    """Accepted with either value: the order of the data always follows from the seed and the epoch."""
+    data_seed: int | None = None
+    """The seed of the order; by default torch's seed on rank 0 when the first loader is prepared."""
+    non_blocking: bool = False
+    """Accepted with either value: copies from pinned memory to an accelerator never block the host."""
+    use_stateful_dataloader: bool = False
+    """Accepted with either value: prepared loaders always have `state_dict` and `load_state_dict`."""
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.name == "data_seed":
+                if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
+                    raise TypeError(f"data_seed={value!r} is a {type(value).__name__}; accepted is an int, or None.")
+            elif not isinstance(value, bool) and not (field.name == "dispatch_batches" and value is None):
+                raise TypeError(f"{field.name}={value!r} is not accepted; pass True or False.")
+
+
+class LoaderOptions(NamedTuple):
+    """How loaders are prepared."""
+
+    configuration: DataLoaderConfiguration = DataLoaderConfiguration()
+    moves: bool = True
+    """Whether batches are moved to the device."""
+    rng_types: tuple[str, ...] = ()
+    """The generators that all ranks set to rank 0's state at the start of each epoch."""
+
+    def prepare(self, engine: Engine, loader: Any, iterations: Iterations, moves: bool | None = None) -> PreparedLoader:
+        """Return a loader prepared with these options. Collective."""
+        chosen = self.configuration
+        types = [each for each in self.rng_types if each != "generator"]  # the order never comes from the loader's own
+        return PreparedLoader(
+            engine,
+            loader,
+            iterations,
+            splits=chosen.split_batches,
+            dispatches=chosen.dispatch_batches is True,
+            moves=self.moves if moves is None else moves,
+            before_epoch=partial(synchronize, types, None, engine.broadcast) if types else None,
+        )
+
+
+def loader_options(
+    configuration: DataLoaderConfiguration | None, split_batches: bool, rng_types: Iterable[Any] | None, moves: bool
+) -> LoaderOptions:
+    """Return what the arguments of an Accelerator mean for its loaders.
+
+    Raises:
+        TypeError, ValueError: one of them is wrong.
+    """
+    if configuration is None:
+        configuration = DataLoaderConfiguration()
+    elif not isinstance(configuration, DataLoaderConfiguration):
+        raise TypeError(
+            f"dataloader_config is a {type(configuration).__name__}; accepted is a DataLoaderConfiguration of trainwright."
+        )
+    for name, value in {"split_batches": split_batches, "device_placement": moves}.items():
+        if not isinstance(value, bool):
+            raise TypeError(f"{name}={value!r} is not accepted; pass True or False.")
+    if split_batches:
+        configuration = replace(configuration, split_batches=True)
+    types = tuple(str(getattr(each, "value", each)) for each in rng_types or ())
+    for each in types:
+        _check_rng_type(each)
+    return LoaderOptions(configuration, moves, types)
+
+
+def check_loader(given: Any) -> None:
+    """Refuse what is not a loader (TypeError)."""
+    if not isinstance(given, (DataLoader, PreparedLoader)):
+        raise TypeError(f"prepare_data_loader was given a {type(given).__name__}; accepted is a torch DataLoader.")
+
+
+def synchronize(rng_types: Iterable[Any], generator: torch.Generator | None, broadcast: Callable[[Any], Any]) -> None:
+    """Set generators of this process to rank 0's state, by name; "generator" is the one given. Collective.
+
+    Raises:
+        ValueError: a name that is not one of a generator of this machine.
+    """
+    for each in rng_types:
+        name = str(getattr(each, "value", each))
+        _check_rng_type(name)
+        if name == "generator":
+            if generator is None:
+                raise ValueError('rng_types has "generator", but no generator was given; pass generator=.')
+            generator.set_state(broadcast(generator.get_state()).cpu())
+        elif name == "torch":
+            torch.set_rng_state(broadcast(torch.get_rng_state()).cpu())
+        else:
+            module: Any = torch.get_device_module(name)
+            module.set_rng_state(broadcast(module.get_rng_state()).cpu())
+
+
+def _check_rng_type(name: str) -> None:
+    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    known = ["torch", "generator", *([] if device is None else [device.type])]
+    if name not in known:
+        raise ValueError(f"rng_types has {name!r}; accepted here are {', '.join(known)}.")
+
+
+class SkippedBatches:
+    """A loader whose first iteration begins within the epoch, and each later one at an epoch's start.
+
+    Other attributes are those of the loader.
+    """
+
+    def __init__(self, loader: Any, num_batches: int) -> None:
+        self.loader, self.num_batches = loader, num_batches
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "loader":  # a copy that has no attributes yet
+            raise AttributeError(name)
+        return getattr(self.loader, name)
+
+    def __len__(self) -> int:
+        return max(0, len(self.loader) - self.num_batches)
+
+    def __iter__(self) -> Iterator[Any]:
+        skipped, self.num_batches = self.num_batches, 0
+        if isinstance(self.loader, PreparedLoader):
+            if skipped:
+                self.loader.skip(skipped)
+            return iter(self.loader)
+        return _iterated(self.loader, skipped)
+
+
+def skip_first_batches(dataloader: Any, num_batches: int = 0) -> SkippedBatches:
+    """Return a loader whose first iteration begins at batch `num_batches` of the epoch, with what an uninterrupted one has.
+
+    Later iterations are whole epochs. A loader that `load_state` has put at that batch begins there, and not later.
+
+    Args:
+        dataloader: one that an Accelerator has prepared, or any other; of a DataLoader with indices nothing is read in vain.
+        num_batches: batches of this rank, counted from the start of the epoch.
+
+    Raises:
+        TypeError, ValueError: not a loader, or not a number of batches.
+    """
+    if isinstance(num_batches, bool) or not isinstance(num_batches, int) or num_batches < 0:
+        raise ValueError(f"num_batches={num_batches!r} is not accepted; pass a whole number from 0.")
+    if not isinstance(dataloader, Iterable):
+        raise TypeError(f"skip_first_batches was given a {type(dataloader).__name__}; accepted is a loader.")
+    return SkippedBatches(dataloader, num_batches)
+
+
+def _iterated(loader: Iterable[Any], skipped: int) -> Iterator[Any]:
+    is_plain = isinstance(loader, DataLoader) and type(loader).__iter__ is DataLoader.__iter__
+    if not skipped or not is_plain or isinstance(loader.dataset, IterableDataset):  # type: ignore[attr-defined]
+        return islice(iter(loader), skipped, None)
+    name = "sampler" if loader.batch_sampler is None else "batch_sampler"  # type: ignore[attr-defined]
+    clone = copy.copy(loader)
+    # Through __dict__, because a DataLoader refuses a new sampler.
+    vars(clone).update({name: _Later(getattr(loader, name), skipped), "_iterator": None})
+    return iter(clone)
+
+
+class _Later:
+    """A sampler without its first items."""
+
+    def __init__(self, sampler: Sequence[Any], skipped: int) -> None:
+        self.sampler, self.skipped = sampler, skipped
+
+    def __len__(self) -> int:
+        return max(0, len(self.sampler) - self.skipped)
+
+    def __iter__(self) -> Iterator[Any]:
+        return islice(iter(self.sampler), self.skipped, None)
