@@ -6,6 +6,7 @@ import os
 import pty
 import select
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -438,3 +439,49 @@ def test_a_terminal_is_interrupted_and_killed(started: Program) -> None:
         started.check_nothing_left()
     finally:
         terminal.close()
+
+
+LAUNCHERS = """
+import sys
+import trainwright as tw
+
+def settings():
+    accelerator = tw.Accelerator()
+    environment = accelerator.engine.environment
+    return [accelerator.num_processes, accelerator.mixed_precision, str(accelerator.device), environment.num_nodes,
+            environment.main_port]
+"""
+
+
+@pytest.mark.launch
+def test_the_arguments_of_the_launchers(tmp_path: Path) -> None:
+    port = free_port()
+    calls = f"tw.debug_launcher(settings), tw.notebook_launcher(settings, (), 2, 'bf16', use_port='{port}')"
+    printed = Program(tmp_path).run(["-c", f"{LAUNCHERS}\nprint('found', {calls})"])
+    assert "found [2, 'no', 'cpu', 1, " in printed
+    assert f" [2, 'bf16', 'cpu', 1, {port}]" in printed
+
+
+@pytest.mark.launch
+def test_notebooks_on_two_nodes(tmp_path: Path) -> None:
+    port = free_port()
+    outputs: list[str] = ["", ""]
+
+    def run(rank: int) -> None:
+        (tmp_path / str(rank)).mkdir()
+        call = f"tw.notebook_launcher(settings, num_processes=1, num_nodes=2, node_rank={rank}, use_port={port})"
+        outputs[rank] = Program(tmp_path / str(rank)).run(["-c", f"{LAUNCHERS}\nprint('found', {call})"])
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(2)]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join()
+    assert f"found [2, 'no', 'cpu', 2, {port}]" in outputs[0]
+    assert "found None" in outputs[1]
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

@@ -261,7 +261,19 @@ def test_the_states_are_views() -> None:
     assert (state.num_processes, state.is_main_process, state.mixed_precision) == (1, True, "bf16")
     assert state.device == accelerator.device
     assert "mixed_precision=bf16" in repr(state)
+    assert accelerator.state.mixed_precision == "bf16"
     assert tw.AcceleratorState().process_index == 0
+    gradients = accelerator.gradient_state
+    assert (gradients.in_dataloader, gradients.end_of_dataloader, gradients.remainder) == (False, False, -1)
+    net, loader = accelerator.prepare(make_net(), make_loader(samples=10))
+    ends = []
+    for _ in loader:
+        with accelerator.accumulate(net):
+            assert gradients.active_dataloader is loader
+            ends.append((gradients.sync_gradients, gradients.end_of_dataloader, gradients.remainder))
+    assert ends == [(False, False, 0), (True, False, 0), (True, True, 0)]
+    assert gradients.num_steps == 2
+    assert "num_steps=2" in repr(gradients)
 
 
 # -- launchers -------------------------------------------------------------------------------------------------------
