@@ -30,7 +30,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import trainwright as tw
 from trainwright import __main__ as command_line
+from trainwright.commands.trials import Trials
 from trainwright.launch import cli
+from trainwright.launch.config import KEYS, find_config
 
 ROOT = Path(tw.__file__).parents[1]
 PAGES = [
@@ -192,7 +194,7 @@ def test_a_block_of_several_processes_runs_as_in_a_notebook(block: Block, tmp_pa
 
 def test_few_blocks_are_marked_as_not_run() -> None:
     assert len([block for block in BLOCKS if block.reason is not None]) <= NOT_RUN
-    assert {block.kind for block in BLOCKS} <= {"", "python", "console"}
+    assert {block.kind for block in BLOCKS} <= {"", "python", "console", "yaml"}
     assert len(PYTHON) >= 11
 
 
@@ -239,7 +241,9 @@ def after(word: str) -> list[list[str]]:
 
 COMMANDS = list(commands())
 LAUNCHES = [rest for name, *rest in after("trainwright") if name == "launch" and rest and rest != ["--help"]]
-CHECKPOINTS = [rest for name, *rest in after("trainwright") if name == "checkpoint" and "|" not in rest[0]]
+OTHERS = [words for words in after("trainwright") if words[0] in ("config", "test", "estimate", "env") and words[1:]]
+CONFIGS = [block for block in BLOCKS if block.kind == "yaml"]
+CHECKPOINTS = [rest for name, *rest in after("trainwright") if name == "checkpoint" and rest and "|" not in rest[0]]
 
 
 def test_make_knows_each_target_and_variable() -> None:
@@ -284,9 +288,31 @@ def test_trainwright_launch_accepts_what_is_shown(
     Path("train.py").touch()
     if "train.py" not in arguments:  # an option alone
         arguments = [*arguments, "60", "train.py"]
+    Path("cluster.yaml").write_text(CONFIGS[0].text)
     assert cli.main(["launch", *arguments], command_line.check_names) == 0
-    assert "train.py" in started[0][0].command
-    capsys.readouterr()
+    said = capsys.readouterr().out
+    assert "train.py" in (said if "--dry-run" in arguments else started[0][0].command)
+
+
+@pytest.mark.parametrize("block", CONFIGS, ids=lambda block: block.place)
+def test_launch_accepts_the_configs_that_are_shown(block: Block) -> None:
+    Path("shown.yaml").write_text(block.text)
+    config = find_config("shown.yaml")
+    cli.check_config(config, command_line.check_names)
+    assert set(config.values) | {"env"} >= set(KEYS) - {"nodes"}  # in place of num_nodes and node_rank
+
+
+@pytest.mark.parametrize("words", OTHERS, ids=" ".join)
+def test_the_other_commands_do_what_is_shown(
+    words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TRAINWRIGHT_CONFIG", str(Path("mine.yaml").absolute()))
+    Path("mine.yaml").write_text("devices: 2")
+    monkeypatch.setattr("builtins.input", lambda _: "yes" if _.endswith("[no] ") else "")
+    monkeypatch.setattr(Trials, "run", lambda self, strategies: print(strategies) or 0)
+    monkeypatch.setattr("sys.argv", ["trainwright", *words])
+    assert command_line.main() == 0
+    assert capsys.readouterr().out
 
 
 def test_torchrun_accepts_what_is_shown() -> None:
