@@ -14,14 +14,7 @@ from trainwright.checkpoint.codec import decode
 from trainwright.checkpoint.discovery import listing_of, read_manifest
 from trainwright.checkpoint.filesystem import Files, describe, resolve
 from trainwright.checkpoint.manifest import MANIFEST_NAME, MAX_JSON_BYTES, Manifest, load_json, rank_section
-from trainwright.checkpoint.shards import (
-    CHUNK_BYTES,
-    FileRecord,
-    StoredArray,
-    copy_into,
-    plan_copies,
-    read_header,
-)
+from trainwright.checkpoint.shards import CHUNK_BYTES, FileRecord, StoredArray, copy_into, plan_copies, read_header
 from trainwright.checkpoint.tensors import Piece, StoredPiece, TensorEntry
 from trainwright.distributed.ranks import Ranks
 from trainwright.errors import CheckpointError
@@ -234,12 +227,7 @@ def check_verify(verify: str) -> None:
         )
 
 
-def open_checkpoint(
-    path: str,
-    verify: Verify = "full",
-    *,
-    ranks: Ranks | None = None,
-) -> Checkpoint:
+def open_checkpoint(path: str, verify: Verify = "full", *, ranks: Ranks | None = None) -> Checkpoint:
     """Verify a checkpoint and return it, ready to be read.
 
     With `ranks` the files are distributed: one rank hashes each, and all raise the same error. Collective then.
