@@ -356,7 +356,8 @@ def _tail(path: Path) -> str:
     return path.read_text(errors="replace")[-1500:]
 
 
-def main() -> None:
+def main(arguments: list[str] | None = None) -> int:
+    """Run the soak of a command line and return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=200, help="how many in all")
     parser.add_argument("--seed", type=int, default=0, help="what the kills follow from")
@@ -367,7 +368,7 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=8, help="epochs of one run")
     parser.add_argument("--only", type=int, help="make the run of this number alone")
     parser.add_argument("--forget", choices=FORGETTABLE, help="let resumed runs leave that out, which has to be found")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     options.strategies = options.strategies.split(",")
     if unknown := [each for each in options.strategies if each not in STRATEGIES]:
         parser.error(f"{unknown[0]!r} is unknown here; choose from {', '.join(STRATEGIES)}")
@@ -376,8 +377,8 @@ def main() -> None:
             parser.error(f"--{name.replace('_', '-')} {getattr(options, name)}: give 1 or more")
     options.out = options.out or f"runs/soak-{options.seed}"
     soak = Soak(options)
-    sys.exit(0 if (soak.run_all() if options.only is None else soak.run_one(options.only)) else 1)
+    return 0 if (soak.run_all() if options.only is None else soak.run_one(options.only)) else 1
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

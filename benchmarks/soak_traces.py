@@ -57,7 +57,8 @@ class Traces:
                 owner is None or not os.path.exists(f"/proc/{owner[1]}")
             ):  # else another job's
                 left.append(f"/dev/shm/{name}")
-        return left + [f"the temporary {path.name}" for path in sorted(self.temporary.iterdir())]
+        names = sorted(path.name for path in self.temporary.iterdir())
+        return left + [f"the temporary {each}" for each in names if not each.startswith("torchinductor")]  # a cache
 
 
 def processes_of(tag: str, *, begins: bool = False) -> list[int]:

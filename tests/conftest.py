@@ -9,6 +9,7 @@ import gc
 import importlib.util
 import os
 import signal
+import tempfile
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import Any
@@ -24,16 +25,21 @@ LONGEST = (
     "test_soak.py",
     "launch/test_graceful_shutdown.py",
     "strategies/test_contract.py",
-    "test_fuzz.py",
     "examples/test_examples.py",
     "test_gpu_benchmark.py",
+    "test_fuzz.py",
     "launch/test_two_nodes.py",
+    "launch/test_notebook.py",
     "strategies/test_matrix.py",
     "strategies/test_seam.py",
     "strategies/test_fsdp.py",
-    "launch/test_processes.py",
-    "launch/test_notebook.py",
+    "test_benchmarks.py",
     "trainer/test_streams.py",
+    "test_packaging.py",
+    "launch/test_processes.py",
+    "strategies/test_zero_optimizers.py",
+    "strategies/test_layers.py",
+    "launch/test_cli.py",
     "trainer/test_cuts.py",
     "trainer/test_resume_data.py",
 )
@@ -86,6 +92,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell without job control does so for what it runs with &
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    # torch's compiler makes a folder for its cache when it is imported, in the folder that a test checks for what a job leaves.
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Path(tempfile.gettempdir(), f"torchinductor_{os.getuid()}")))
     if importlib.util.find_spec("pytest_timeout") is None:
         config.addinivalue_line("markers", "timeout(seconds): pytest-timeout's, which is not installed")
 

@@ -178,10 +178,10 @@ def _run_program(
         warnings.simplefilter(warnings_are)  # type: ignore[arg-type]
         sys.warnoptions[:] = [warnings_are]
     sys.path[:0] = [each for each in variables.get("PYTHONPATH", "").split(os.pathsep) if each]
-    _run_to_the_end(_interpret, (arguments,))
+    _run_to_the_end(interpret, (arguments,))
 
 
-def _interpret(arguments: list[str]) -> None:
+def interpret(arguments: list[str]) -> None:
     """Do what an interpreter does with its arguments, and with no option before them."""
     if arguments[0] == "-m":
         sys.argv[:] = arguments[1:]

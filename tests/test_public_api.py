@@ -32,14 +32,14 @@ METHODS = {
     tw.Engine: """backward barrier broadcast close finish_save gather load open prepare_loader
         prepare_module prepare_optimizers rank_zero_first reduce refresh_trainable run save step sync_gradients
         take_seed train_apart verified""",
-    tw.Accelerator: """accumulate autocast backward broadcast check_trigger clear clip_grad_norm_ clip_grad_value_ end_training
-        finish_save free_memory gather gather_for_metrics get_state_dict get_tracker init_trackers
-        join_uneven_inputs load load_state local_main_process_first log log_images lomo_backward
-        main_process_first no_sync on_last_process on_local_main_process on_local_process on_main_process
-        on_process pad_across_processes prepare prepare_data_loader prepare_model prepare_optimizer
-        prepare_scheduler print profile reduce register_for_checkpointing save save_model save_state set_trigger
-        skip_first_batches split_between_processes step trigger_sync_in_backward unscale_gradients unwrap_model
-        verify_device_map wait_for_everyone""",
+    tw.Accelerator: """accumulate autocast backward broadcast check_trigger clear clip_grad_norm_
+        clip_grad_value_ end_training finish_save free_memory gather gather_for_metrics get_state_dict get_tracker
+        init_trackers join_uneven_inputs load load_state local_main_process_first log log_images lomo_backward
+        main_process_first no_sync on_last_process on_local_main_process on_local_process on_main_process on_process
+        pad_across_processes prepare prepare_data_loader prepare_model prepare_optimizer prepare_scheduler print profile
+        reduce register_for_checkpointing register_load_state_pre_hook register_save_state_pre_hook save save_model
+        save_state set_trigger skip_first_batches split_between_processes step trigger_sync_in_backward
+        unscale_gradients unwrap_model verify_device_map wait_for_everyone""",
     tw.Strategy: """after_load after_run allocate_optimizer_state backward before_evaluation check clip_gradients close connect
         describe_optimizer finalize finalize_gradients model_pieces move_to_device optimizer_pieces piece refresh_toggled
         refresh_trainable release resolve run setup_module setup_optimizers step sync_gradients""",
@@ -117,7 +117,7 @@ def test_the_arguments_of_saves() -> None:
     saves = {
         tw.Trainer.save_checkpoint: "filepath weights_only storage_options blocking overwrite",
         tw.Accelerator.save_state: "output_dir safe_serialization blocking overwrite",
-        tw.Engine.save: "path step epoch state rank_state weights_only edit blocking number overwrite",
+        tw.Engine.save: "path step epoch state rank_state weights_only edit blocking number overwrite directory",
     }
     for method, names in saves.items():
         assert list(inspect.signature(method).parameters)[1:] == names.split()

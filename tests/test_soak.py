@@ -2,60 +2,110 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from deadlines import deadline, wait_until
+from forked import interpret, run_python, run_ranks
 from started import Started
 
 pytestmark = pytest.mark.timeout(600)
 
-SCRIPT = Path(__file__).resolve().parents[1] / "benchmarks" / "soak.py"
-ONE_KILL = {1: "ddp_sharded", 7: "deepspeed_stage_1", 9: "deepspeed_stage_2", 8: "deepspeed_stage_3"}
-"""By the number of its run. 1: all in a step, 7: all in a save, 9: a rank in a validation, 8: a rank in a save."""
+FOLDER = Path(__file__).resolve().parents[1] / "benchmarks"
+SCRIPT = FOLDER / "soak.py"
+ONE_KILL = {1: "ddp_sharded", 11: "fsdp", 7: "deepspeed_stage_1", 9: "deepspeed_stage_2", 8: "deepspeed_stage_3"}
+"""By the number of its run. 1: all in a step, 11: the launcher in a step, 7: all in a save, 9: a rank in a validation,
+8: a rank in a save."""
+
+Soak = Callable[..., tuple[int, str]]
 
 
-def soak(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-W", "error", str(SCRIPT), "--out", str(folder), *arguments],
+@pytest.fixture(scope="module")
+def program() -> Iterator[Any]:
+    """The soak in this process, whose uninterrupted runs are made by forked ranks, once each."""
+    patch = pytest.MonkeyPatch()
+    patch.syspath_prepend(str(FOLDER))
+    module = importlib.import_module("soak")
+    known: dict[tuple[str, int], Any] = {}
+
+    def oracle(soak: Any, strategy: str) -> Any:
+        ranks, epochs = module.RANKS.get(strategy, 2), soak.options.epochs
+        if (strategy, epochs) not in known:
+            folder = soak.out / f"oracle-{strategy}"
+            folder.mkdir(parents=True)
+            settings = {"strategy": strategy, "devices": ranks, "folder": folder, "epochs": epochs}
+            command = [
+                str(FOLDER / "soak_job.py"),
+                *(str(each) for key in settings for each in (f"--{key}", settings[key])),
+            ]
+            with pytest.MonkeyPatch.context() as variables:
+                variables.setenv("SOAK_EVENTS", str(folder / "events"))
+                variables.setenv("DS_ACCELERATOR", "cpu")
+                if ranks > 1:
+                    run_ranks(interpret, (command,), ranks, folder, 180.0)
+                else:
+                    done = run_python(*command, folder=folder, seconds=180.0)
+                    assert done.returncode == 0, done.stderr
+            known[strategy, epochs] = module.read_outcome(folder, module.FINAL, ranks)
+        return known[strategy, epochs]
+
+    patch.setattr(module.Soak, "oracle", oracle)
+    yield module
+    patch.undo()
+
+
+@pytest.fixture
+def soak(program: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Soak:
+    """Return the exit code and the output of a soak."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+
+    def run(*arguments: str) -> tuple[int, str]:
+        code = program.main(["--out", str(tmp_path), *arguments])
+        return code, capsys.readouterr().out
+
+    return run
+
+
+@pytest.mark.launch
+def test_a_killed_process_ends_as_the_one_that_nobody_killed(tmp_path: Path) -> None:
+    arguments = ("--only", "0", "--strategies", "single_device", "--per-run", "1", "--epochs", "3")
+    done = subprocess.run(
+        [sys.executable, "-W", "error", str(SCRIPT), "--out", str(tmp_path), *arguments],
         capture_output=True,
         text=True,
         timeout=deadline(580),
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         check=False,
     )
-
-
-@pytest.mark.launch
-def test_a_killed_process_ends_as_the_one_that_nobody_killed(tmp_path: Path) -> None:
-    done = soak(tmp_path, "--only", "0", "--strategies", "single_device", "--per-run", "1", "--epochs", "3")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "kill 1: rank 0" in done.stdout
     assert "1 kills in 1 runs of 1 strategies: 0 runs that differ, 0 lost checkpoints, 0 things left" in done.stdout
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_three_kills_of_one_run(tmp_path: Path, strategy: str) -> None:
+def test_three_kills_of_one_run(soak: Soak) -> None:
     """One is of a rank, one of the launcher and one of all: after each, nothing of the job is left."""
-    done = soak(tmp_path, "--only", "3", "--strategies", strategy, "--per-run", "3", "--epochs", "4")
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "3 kills in 1 runs of 1 strategies: 0 runs that differ, 0 lost checkpoints, 0 things left" in done.stdout
+    code, said = soak("--only", "3", "--strategies", "ddp", "--per-run", "3", "--epochs", "4")
+    assert code == 0, said
+    assert "3 kills in 1 runs of 1 strategies: 0 runs that differ, 0 lost checkpoints, 0 things left" in said
     for victim in ("rank ", "the launcher, ", "all, "):
-        assert f": {victim}" in done.stdout
+        assert f": {victim}" in said
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("number", "strategy"), ONE_KILL.items())
-def test_one_kill_of_each_other_strategy(tmp_path: Path, number: int, strategy: str) -> None:
+def test_one_kill_of_each_other_strategy(soak: Soak, number: int, strategy: str) -> None:
     """What is killed, and when, follows from the run's number; `make soak` kills each strategy many times."""
-    done = soak(tmp_path, "--only", str(number), "--strategies", strategy, "--per-run", "1", "--epochs", "3")
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "1 kills in 1 runs of 1 strategies: 0 runs that differ, 0 lost checkpoints, 0 things left" in done.stdout
+    code, said = soak("--only", str(number), "--strategies", strategy, "--per-run", "1", "--epochs", "3")
+    assert code == 0, said
+    assert "1 kills in 1 runs of 1 strategies: 0 runs that differ, 0 lost checkpoints, 0 things left" in said
 
 
 @pytest.mark.slow
@@ -67,17 +117,16 @@ def test_one_kill_of_each_other_strategy(tmp_path: Path, number: int, strategy: 
         ("early_stopping", ["state/callbacks/EarlyStopping"]),
     ],
 )
-def test_what_a_resumed_run_forgets_is_found(tmp_path: Path, part: str, keys: list[str]) -> None:
-    done = soak(
-        tmp_path, "--only", "0", "--strategies", "single_device", "--per-run", "1", "--epochs", "3", "--forget", part
-    )
-    assert done.returncode == 1, done.stdout + done.stderr
-    assert "1 runs that differ" in done.stdout
-    assert any(f"    {key}" in done.stdout for key in keys), done.stdout
+def test_what_a_resumed_run_forgets_is_found(soak: Soak, part: str, keys: list[str]) -> None:
+    settings = ("--strategies", "single_device", "--per-run", "1", "--epochs", "3")
+    code, said = soak("--only", "0", *settings, "--forget", part)
+    assert code == 1, said
+    assert "1 runs that differ" in said
+    assert any(f"    {key}" in said for key in keys), said
 
 
 @pytest.mark.slow
-def test_a_soak_that_was_cut_goes_on(tmp_path: Path) -> None:
+def test_a_soak_that_was_cut_goes_on(tmp_path: Path, soak: Soak) -> None:
     settings = ("--strategies", "single_device", "--kills", "2", "--per-run", "1", "--epochs", "2", "--jobs", "1")
     first = Started([sys.executable, str(SCRIPT), "--out", str(tmp_path), *settings], tmp_path)
     try:
@@ -85,21 +134,20 @@ def test_a_soak_that_was_cut_goes_on(tmp_path: Path) -> None:
         wait_until((tmp_path / "run-1" / "events-0").exists, 60.0)
         first.process.send_signal(signal.SIGKILL)
         first.process.wait(timeout=deadline(60))
-        other = soak(tmp_path, *settings, "--seed", "1")
-        assert other.returncode == 1
-        assert "go on with these, or give another --out" in other.stderr
-        done = soak(tmp_path, *settings)
+        with pytest.raises(SystemExit, match="go on with these, or give another --out"):
+            soak(*settings, "--seed", "1")
+        code, said = soak(*settings)
     finally:
         first.close()
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "going on after 1 kills" in done.stdout
-    assert "2 kills in 2 runs" in done.stdout
+    assert code == 0, said
+    assert "going on after 1 kills" in said
+    assert "2 kills in 2 runs" in said
     assert not (tmp_path / "soak.json").exists()  # the next soak begins anew
     first.check_nothing_left()
 
 
 @pytest.mark.slow
-def test_unknown_strategy_is_refused(tmp_path: Path) -> None:
-    done = soak(tmp_path, "--strategies", "fdsp")
-    assert done.returncode == 2
-    assert "'fdsp' is unknown here; choose from ddp, ddp_sharded, fsdp, deepspeed_stage_1" in done.stderr
+def test_unknown_strategy_is_refused(soak: Soak, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        soak("--strategies", "fdsp")
+    assert "'fdsp' is unknown here; choose from ddp, ddp_sharded, fsdp, deepspeed_stage_1" in capsys.readouterr().err

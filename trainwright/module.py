@@ -20,8 +20,8 @@ from trainwright.compiled_names import register_clean_names
 from trainwright.data.transfer import map_leaves, to_device
 from trainwright.distributed import collectives
 from trainwright.hyperparameters import HyperParameters, build, classonly, read_hyper_parameters
-from trainwright.metric_kinds import is_collection, is_metric
 from trainwright.module_hooks import ModuleHooks
+from trainwright.value_kinds import is_collection, is_metric
 
 if TYPE_CHECKING:
     from trainwright.loggers.base import Logger
@@ -167,7 +167,9 @@ class Module(HyperParameters, ModuleHooks, nn.Module):
             metric_attribute, rank_zero_only,
         )  # fmt: skip
         if is_compiling():  # within a graph: break it once here, not at each thing that log does
-            _log_uncompiled(self, name, value, settings, batch_size)
+            from trainwright.uncompiled import log
+
+            log(self, name, value, settings, batch_size)
             return
         trainer = self._trainer
         if trainer is None:
@@ -444,12 +446,6 @@ class Module(HyperParameters, ModuleHooks, nn.Module):
     def __getstate__(self) -> dict[str, Any]:
         # A copy or a pickle holds the module alone, not the run that it is in.
         return {**self.__dict__, "_trainer": None, "_toggled": {}}
-
-
-@torch.compiler.disable  # type: ignore[untyped-decorator]
-def _log_uncompiled(module: Module, name: str, value: Any, settings: tuple[Any, ...], batch_size: Any) -> None:
-    arguments: Any = (*settings[:-2], batch_size, *settings[-2:])  # in the order of `Module.log`
-    module.log(name, value, *arguments)
 
 
 def _calling_hook() -> str:

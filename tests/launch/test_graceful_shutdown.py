@@ -18,6 +18,7 @@ import psutil
 import pytest
 import torch
 from deadlines import deadline
+from forked import interpret, run_ranks
 from started import GONE_SECONDS, Started, python
 
 from trainwright.checkpoint.discovery import find_checkpoints
@@ -135,28 +136,26 @@ def check_equal(left: Any, right: Any) -> None:
         assert left == right
 
 
-@pytest.mark.parametrize("to", ["the launcher", pytest.param("a rank", marks=pytest.mark.slow)])
-def test_a_signalled_job_resumes_bitwise(to: str, tmp_path: Path, start: StartJob) -> None:
-    whole = start(tmp_path / "whole", 0.0)
-    job = start(tmp_path / "stopped", 0.05, command=LAUNCH if to == "a rank" else None)
+def run_here(folder: Path, strategy: str = "auto") -> None:
+    """Run the job to its end on forked ranks, without a signal."""
+    folder.mkdir(exist_ok=True)
+    run_ranks(interpret, ([JOB, str(folder), "2", "0.0", strategy],), 2, folder, 120.0)
+
+
+def test_a_signalled_job_resumes_bitwise(tmp_path: Path, start: StartJob) -> None:
+    job = start(tmp_path / "stopped", 0.05)
     assert job.reach(9)
     job.note_processes()
     began = time.monotonic()
-    if to == "the launcher":
-        job.process.send_signal(signal.SIGTERM)
-        job.process.send_signal(signal.SIGTERM)  # a repeated signal changes nothing
-    else:
-        job.ranks()[1].send_signal(signal.SIGUSR1)
+    job.process.send_signal(signal.SIGTERM)
+    job.process.send_signal(signal.SIGTERM)  # a repeated signal changes nothing
     assert job.wait() == 75, job.stderr
     assert time.monotonic() - began < deadline(60)
-    if to == "a rank":
-        job.stderr = job.stderr.partition("grace_seconds")[2]  # below what the command line resolves
-    path = job.check_saved()
-    assert "/stop-step=" in path
+    assert "/stop-step=" in job.check_saved()
     job.check_nothing_left()
-    assert whole.wait() == 0, whole.stderr
     again = start(tmp_path / "stopped", 0.0)
     assert again.wait() == 0, again.stderr
+    run_here(tmp_path / "whole")
     check_equal(results(tmp_path / "stopped"), results(tmp_path / "whole"))
 
 
@@ -208,27 +207,38 @@ def test_a_wrong_number_of_grace_seconds_is_refused(given: str, tmp_path: Path, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("seed", "strategy"), list(enumerate(["ddp", "ddp_sharded", "fsdp", "deepspeed_stage_2"])))
-def test_five_signals_at_random_moments(seed: int, strategy: str, tmp_path: Path, start: StartJob) -> None:
-    """Each run of a chain is stopped somewhere: the first step, a window, a validation, a save; the last one ends."""
-    draw = random.Random(seed)
-    # Importing DeepSpeed causes warnings.
-    options: dict[str, Any] = {"strategy": strategy, "command": python() if strategy.startswith("deepspeed") else None}
-    whole = start(tmp_path / "whole", 0.0, **options)
-    folder, sent = tmp_path / "stopped", 0
-    while sent < 5:
-        job = start(folder, 0.03, **options)
+@pytest.mark.parametrize(
+    ("strategy", "signals"),
+    [
+        ("ddp", ("launcher", "launcher", "rank", "launcher", "launcher")),
+        ("ddp_sharded", ("launcher", "launcher")),
+        ("fsdp", ("launcher", "launcher")),
+        ("deepspeed_stage_2", ("launcher", "launcher")),
+    ],
+)
+def test_signals_at_random_moments(strategy: str, signals: tuple[str, ...], tmp_path: Path, start: StartJob) -> None:
+    """Each run of a chain is stopped somewhere: the first step, a window, a validation, a save; the last one ends.
+
+    The jobs are started by `trainwright launch`; a signal to one of its ranks stops all of them too.
+    """
+    draw = random.Random(strategy)
+    folder = tmp_path / "stopped"
+    variables = {} if strategy.startswith("deepspeed") else {"PYTHONWARNINGS": "error"}  # importing it causes warnings
+    for to in signals:
+        job = start(folder, 0.03, strategy=strategy, command=LAUNCH, **variables)
         assert job.reach(draw.randint(1, 8)), job.stderr
         job.note_processes()
         time.sleep(draw.random() * 0.1)
         began = time.monotonic()
-        job.process.send_signal(signal.SIGTERM)
+        if to == "rank":
+            job.ranks()[1].send_signal(signal.SIGUSR1)
+        else:
+            job.process.send_signal(signal.SIGTERM)
         assert job.wait() == 75, job.stderr
         assert time.monotonic() - began < deadline(60)
+        job.stderr = job.stderr.partition("grace_seconds")[2]  # below what the command line resolves
         job.check_saved()
         job.check_nothing_left()
-        sent += 1
-    assert whole.wait() == 0, whole.stderr
-    job = start(folder, 0.0, **options)
-    assert job.wait() == 0, job.stderr
+    run_here(folder, strategy)
+    run_here(tmp_path / "whole", strategy)
     check_equal(results(folder), results(tmp_path / "whole"))

@@ -180,6 +180,7 @@ def test_a_killed_rank_ends_the_job_even_where_sigterm_is_ignored(tmp_path: Path
     job.check_nothing_left()
 
 
+@pytest.mark.launch
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux ends a process with its parent")
 def test_a_killed_launcher_takes_its_workers_with_it(tmp_path: Path, jobs: list[Job]) -> None:
     job = Job(tmp_path, "wait")

@@ -127,12 +127,12 @@ def test_the_nodes_that_are_left_meet_again_and_others_join_there(range_: Range)
     assert main.lost_nodes() == [lost]
     assert third.lost_nodes() == []  # the main node tells it
     assert range_.meet(main, third) == [(0, 2, 1), (1, 2, 1)]
+    range_.wait(main)  # which waits for the third
     late = range_.arrive(1, 3)
     range_.wait(late)
     wait_until(lambda: late._agents.check(["ready/3"]))
     assert main.num_nodes == 2  # until the next restart
-    for node in (main, third):
-        range_.wait(node)
+    range_.wait(third)
     range_.check_met()
     assert [(each.node_rank, each.num_nodes, each.round.restarts) for each in (main, third, late)] == [
         (0, 3, 2),
@@ -141,6 +141,12 @@ def test_the_nodes_that_are_left_meet_again_and_others_join_there(range_: Range)
     ]
     assert main.failures(1).post(0, "boom") == 1
     assert third.failures(2).count() == 0  # each start has its own
+    for node in (main, late):
+        range_.wait(node)
+    assert third.heartbeat is not None
+    third.heartbeat.close()  # lost while the others wait for it
+    range_.check_met()
+    assert [(each.node_rank, each.num_nodes, each.round.restarts) for each in (main, late)] == [(0, 2, 3), (1, 2, 3)]
 
 
 def test_a_job_with_enough_nodes_waits_a_while_for_more(range_: Range, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -212,8 +218,9 @@ def test_numbered_nodes_meet_again_when_all_are_back(meeting: Meeting) -> None:
 def test_a_main_port_in_use_is_refused() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = int(taken.getsockname()[1])
-        with pytest.raises(LaunchError, match=rf"port {port} of 127.0.0.1 cannot be listened on"):
-            NodeRendezvous(Nodes(2, 0, port=port), 1)
+        for rank in (0, None):
+            with pytest.raises(LaunchError, match=rf"port {port} of 127.0.0.1 cannot be listened on"):
+                NodeRendezvous(Nodes(2, rank, port=port), 1)
 
 
 @pytest.mark.parametrize(

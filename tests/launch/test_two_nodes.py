@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from deadlines import deadline
+from forked import interpret, run_ranks
 from machines import ADDRESSES, Network, two_machines
 from small import assert_equal
 from started import GONE_SECONDS, Started, python
@@ -81,8 +82,7 @@ def one_node(tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor
     """The weights that two processes on one node end with."""
     folder = tmp_path_factory.mktemp("one")
     (folder / "train.py").write_text(SCRIPT)
-    job = Started(python("train.py", "train", '{"devices": 2}'), folder)
-    assert job.wait() == 0, job.stderr
+    run_ranks(interpret, (["train.py", "train", '{"devices": 2}'],), 2, folder, 120.0)
     return torch.load(folder / "weights.pt")
 
 

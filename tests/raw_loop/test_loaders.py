@@ -22,7 +22,8 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset
 
 import trainwright as tw
 
-EXAMPLES = 40
+EXAMPLES = {1: 60, 2: 15, 3: 60, 4: 60}
+"""By number of ranks; those of the job in the fast set are few."""
 CASES = st.fixed_dictionaries(
     {
         "samples": st.integers(0, 41),
@@ -32,7 +33,7 @@ CASES = st.fixed_dictionaries(
         "dispatch_batches": st.booleans(),
         "even_batches": st.booleans(),
         "kind": st.sampled_from(["indices", "shuffled", "own batches", "iterable", "once"]),
-        "stop": st.integers(0, 6),
+        "stop": st.integers(1, 4),
         "inner": st.integers(0, 7),
     }
 )
@@ -189,7 +190,7 @@ def run_examples(folder: Path) -> list[tuple[Case, Case]]:
         made_here.append((case, outcome))
 
     @hypothesis.settings(
-        max_examples=EXAMPLES,
+        max_examples=EXAMPLES[ranks.world_size],
         deadline=None,
         derandomize=True,
         database=None,
@@ -216,10 +217,10 @@ def run_examples(folder: Path) -> list[tuple[Case, Case]]:
     return made_here
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("ranks", [2, *(pytest.param(ranks, marks=pytest.mark.slow) for ranks in (1, 3, 4))])
 def test_each_sample_is_gathered_once(ranks: int, tmp_path: Path) -> None:
     results = run_examples(tmp_path) if ranks == 1 else run_job(run_examples, ranks, tmp_path)[0]
-    assert sum(outcome["done"] is not None for _, outcome in results) > EXAMPLES // 10
+    assert any(outcome["done"] is not None for _, outcome in results)
     for case, outcome in results if ranks > 1 else ():
         if outcome["done"] is None or outcome["rest"] is None:
             continue

@@ -15,6 +15,7 @@ from small import ON_HOST, assert_equal, loss_of, make_loader, make_net, weights
 
 import trainwright as tw
 from trainwright.checkpoint.discovery import find_checkpoints, is_checkpoint
+from trainwright.checkpoint.reader import open_checkpoint
 
 
 class Loop:
@@ -351,3 +352,86 @@ def test_a_stop_within_an_epoch_is_exact(tmp_path: Path) -> None:
     again.accelerator.load_state()
     again.train(2)
     assert_equal(weights(again.net), weights(whole.net))
+
+
+def test_hooks_write_into_the_checkpoint(tmp_path: Path) -> None:
+    loop = Loop(project_config=project(tmp_path, total_limit=1))
+    accelerator, read = loop.accelerator, []
+
+    def save(models: list[Any], weights: list[Any], output_dir: str) -> None:
+        assert weights.pop().keys() == models[0].state_dict().keys()
+        folder = Path(output_dir, "adapter", "inner")
+        folder.mkdir(parents=True)
+        (folder / "config.json").write_text("{}")
+        Path(output_dir, "note.txt").write_text("first")
+
+    def load(models: list[Any], input_dir: str) -> None:
+        models.pop()
+        read.append(Path(input_dir, "adapter", "inner", "config.json").read_text())
+
+    handle = accelerator.register_save_state_pre_hook(save)
+    accelerator.register_load_state_pre_hook(load)
+    for _ in range(2):
+        path = Path(accelerator.save_state())
+    accelerator.save_state(blocking=False)
+    accelerator.finish_save()
+    assert names(tmp_path) == ["checkpoint_2"]  # the folders of hooks are removed with their checkpoints
+    path = tmp_path / "checkpoints" / "checkpoint_2"
+    before = weights(loop.net)
+    loop.train(1)
+    accelerator.load_state()
+    assert read == ["{}"]
+    assert_equal(weights(loop.net), before)
+    checkpoint = open_checkpoint(str(path))
+    assert (checkpoint.extra_files, checkpoint.file_sizes["adapter/inner/config.json"]) == ([], 2)
+    (path / "adapter" / "own.txt").write_text("")
+    assert open_checkpoint(str(path)).extra_files == ["adapter/own.txt"]
+    (path / "note.txt").write_text("other")
+    with pytest.raises(tw.CheckpointError, match=r"note\.txt does not match its digest"):
+        accelerator.load_state(path)
+    handle.remove()
+    last = Path(accelerator.save_state())
+    assert not (last / "note.txt").exists()
+    with pytest.raises(TypeError, match="register_save_state_pre_hook was given a int"):
+        accelerator.register_save_state_pre_hook(3)  # type: ignore[arg-type]
+
+
+def test_a_failing_hook_leaves_nothing(tmp_path: Path) -> None:
+    loop = Loop()
+
+    def fail(models: list[Any], weights: list[Any], output_dir: str) -> None:
+        Path(output_dir, "half").write_text("")
+        raise OSError("the hook's disk")
+
+    def link(models: list[Any], weights: list[Any], output_dir: str) -> None:
+        Path(output_dir, "link").symlink_to(tmp_path)
+
+    for hook, match in (
+        (fail, "a hook of save_state failed: OSError: the hook's disk"),
+        (link, "accepted are plain files"),
+    ):
+        handle = loop.accelerator.register_save_state_pre_hook(hook)
+        with pytest.raises(tw.CheckpointError, match=match):
+            loop.accelerator.save_state(tmp_path / "state.ckpt")
+        handle.remove()
+        assert list(tmp_path.iterdir()) == []
+    taken = loop.accelerator.save_state(tmp_path / "state.ckpt")
+    loop.accelerator.register_save_state_pre_hook(fail)
+    with pytest.raises(tw.CheckpointError, match="exists already"):
+        loop.accelerator.save_state(taken)
+    assert [each.name for each in tmp_path.iterdir()] == ["state.ckpt"]
+
+
+def test_hooks_on_a_remote_file_system() -> None:
+    loop = Loop(project_config=tw.ProjectConfiguration("memory://hooked", total_limit=1))
+
+    def save(models: list[Any], weights: list[Any], output_dir: str) -> None:
+        loop.accelerator.save({"rank": 1}, f"memory://{output_dir.removeprefix('memory://')}/inner/own.json")
+
+    loop.accelerator.register_save_state_pre_hook(save)
+    for _ in range(2):
+        path = loop.accelerator.save_state()
+    assert loop.accelerator.load(f"{path}/inner/own.json") == {"rank": 1}
+    assert [each.path for each in find_checkpoints("memory://hooked/checkpoints")] == [path]
+    assert "inner/own.json" in open_checkpoint(path).file_sizes
+    loop.accelerator.load_state()

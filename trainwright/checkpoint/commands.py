@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 from trainwright.checkpoint.codec import encode
 from trainwright.checkpoint.conversion import EXPORT_DTYPES, export_safetensors, import_checkpoint
-from trainwright.checkpoint.discovery import read_manifest
+from trainwright.checkpoint.discovery import listing_of, read_manifest
 from trainwright.checkpoint.filesystem import Files, resolve
 from trainwright.checkpoint.manifest import FORMAT_VERSION, MANIFEST_NAME
 from trainwright.checkpoint.reader import Checkpoint, faults, open_checkpoint
@@ -226,7 +226,7 @@ def examine(path: str) -> Verdict:
         manifest = read_manifest(files, inside)
     except CheckpointError as error:
         return Verdict(path, [str(error)])
-    listed = files.listing(inside)
+    listed = listing_of(files, inside, manifest)
     problems = list(faults(files, inside, manifest, listed))
     if not problems:
         try:
@@ -237,8 +237,8 @@ def examine(path: str) -> Verdict:
                 checkpoint.rank_state(rank)
         except CheckpointError as error:
             problems.append(str(error).removeprefix(f"{path}: "))
-    extra = sorted(listed.keys() - manifest.files.keys() - {MANIFEST_NAME})
-    sizes = [record.size for record in manifest.files.values()]
+    extra = sorted(listed.keys() - manifest.own_names)
+    sizes = [record.size for record in manifest.all_files.values()]
     return Verdict(path, problems, extra, int(manifest.header["step"]), len(sizes) + 1, sum(sizes))
 
 

@@ -175,21 +175,32 @@ def remove_checkpoint(path: str) -> None:
     if _is_link(files, inside):
         raise CheckpointError(f"{path} is a symbolic link and was not removed; give the directory it points to.")
     manifest = read_manifest(files, inside)
-    own = {MANIFEST_NAME, *manifest.files}
-    present = files.listing(inside)
-    if files.has_rename and present.keys() <= own:
+    present = listing_of(files, inside, manifest)
+    if files.has_rename and present.keys() <= manifest.own_names:
         temporary = temporary_path(inside)
         files.rename(inside, temporary)
         files.sync_directory(os.path.dirname(inside))
         files.remove_tree(temporary)
         return
     # The manifest first, and durably: without it the rest is no checkpoint, whenever a crash interrupts the removal.
-    for name in (MANIFEST_NAME, *sorted(manifest.files)):
+    for name in (MANIFEST_NAME, *sorted(manifest.all_files)):
         if name in present:
             files.remove_file(f"{inside}/{name}")
         if name == MANIFEST_NAME:
             files.sync_directory(inside)
+    for folder in sorted(manifest.own_names - manifest.all_files.keys() - {MANIFEST_NAME}, reverse=True):
+        files.remove_empty(f"{inside}/{folder}")
     files.remove_empty(inside)
+
+
+def listing_of(files: Files, path: str, manifest: Manifest) -> dict[str, int | None]:
+    """Return the listing of a checkpoint's directory, and of its folders that hold attached files (OSError)."""
+    listed = files.listing(path)
+    for folder in sorted(manifest.own_names - manifest.all_files.keys() - {MANIFEST_NAME}):
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            if not _is_link(files, f"{path}/{folder}"):
+                listed |= {f"{folder}/{name}": size for name, size in files.listing(f"{path}/{folder}").items()}
+    return listed
 
 
 def remove_older(paths: Iterable[str], committed: str) -> None:
@@ -241,10 +252,10 @@ def _objection(files: Files, path: str) -> str:
     if _is_link(files, path):
         return "it is a symbolic link"
     try:
-        own = {MANIFEST_NAME, *read_manifest(files, path).files}
+        manifest = read_manifest(files, path)
     except CheckpointError as error:
         return str(error).removesuffix(".")
-    others = sorted(files.listing(path).keys() - own)
+    others = sorted(listing_of(files, path, manifest).keys() - manifest.own_names)
     return f"it also holds {others[0]}, which is not the checkpoint's" if others else ""
 
 

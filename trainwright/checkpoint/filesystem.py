@@ -18,8 +18,8 @@ import stat
 import sys
 import time
 import uuid
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Iterable, Iterator
+from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO, cast
 
 import fsspec.core
@@ -85,6 +85,22 @@ class LocalFiles:
                     status = entry.stat(follow_symlinks=False)
                     found[entry.name] = status.st_size if stat.S_ISREG(status.st_mode) else None
         return found
+
+    def tree(self, path: str) -> dict[str, int | None]:
+        """Return the files in a directory and its folders by their paths there; None for anything but a plain file."""
+        found: dict[str, int | None] = {}
+        for folder, folders, names in os.walk(path):
+            for name in (*names, *(each for each in folders if os.path.islink(f"{folder}/{each}"))):
+                status = os.lstat(f"{folder}/{name}")
+                relative = os.path.relpath(f"{folder}/{name}", path)
+                found[relative] = status.st_size if stat.S_ISREG(status.st_mode) else None
+        return found
+
+    def sync_tree(self, path: str, names: Iterable[str]) -> None:
+        """Make files of a directory durable that were written by others, and their folders."""
+        for name in names:
+            for each in (name, *(str(parent) for parent in PurePosixPath(name).parents)):
+                self.sync_directory(f"{path}/{each}")
 
     def make_directories(self, path: str) -> None:
         """Create a directory and its missing parents, durably."""
@@ -169,6 +185,14 @@ class RemoteFiles:
             name = item["name"].rstrip("/").rsplit("/", 1)[-1]
             found[name] = int(item["size"]) if item["type"] == "file" and not item.get("islink") else None
         return found
+
+    def tree(self, path: str) -> dict[str, int | None]:
+        self._fs.invalidate_cache()
+        found = self._fs.find(path, detail=True)
+        return {name[len(path) :].lstrip("/"): int(each["size"]) for name, each in found.items()}
+
+    def sync_tree(self, path: str, names: Iterable[str]) -> None:
+        pass
 
     def make_directories(self, path: str) -> None:
         self._fs.makedirs(path, exist_ok=True)

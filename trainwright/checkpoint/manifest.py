@@ -15,8 +15,9 @@ import json
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import starmap
+from pathlib import PurePosixPath
 from typing import Any
 
 from trainwright.checkpoint.shards import FileRecord, unique_keys
@@ -33,6 +34,8 @@ _TAIL = b"}\n"
 _HEAD_BYTES = len(_HEAD) - 2 + 64
 FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,199}", re.ASCII)
 """The file names that are accepted from a manifest; none is a path of several parts."""
+_PART = re.compile(r"(?!\.)[^/\\\x00-\x1f]{1,200}")
+"""A part of the path of an attached file."""
 _SHA256 = re.compile(r"[0-9a-f]{64}", re.ASCII)
 
 
@@ -47,6 +50,19 @@ class Manifest:
     header: dict[str, Any]
     files: dict[str, FileRecord]
     sections: dict[str, dict[str, TensorEntry]]
+    attached: dict[str, FileRecord] = field(default_factory=dict)
+    """Files that hooks have written, by their paths within the directory."""
+
+    @property
+    def all_files(self) -> dict[str, FileRecord]:
+        """Return every file but the manifest, the attached ones too."""
+        return {**self.files, **self.attached}
+
+    @property
+    def own_names(self) -> set[str]:
+        """Return what the directory holds if nothing foreign is in it: files, and folders of attached ones."""
+        folders = {str(parent) for name in self.attached for parent in PurePosixPath(name).parents}
+        return {MANIFEST_NAME, *self.files, *self.attached, *folders} - {"."}
 
 
 def rank_section(rank: int) -> str:
@@ -63,6 +79,8 @@ def render(manifest: Manifest) -> bytes:
         "files": dict(sorted(manifest.files.items())),
         "sections": {name: table_to_json(table) for name, table in sorted(manifest.sections.items())},
     }
+    if manifest.attached:
+        body["attached"] = dict(sorted(manifest.attached.items()))
     text = dump_json(body, MANIFEST_NAME)
     return _HEAD % hashlib.sha256(text).hexdigest().encode() + text + _TAIL
 
@@ -133,9 +151,10 @@ def parse(data: bytes) -> Manifest:
                 raise _malformed("header", field, header[field])
         files = {name: _parse_record(name, record) for name, record in content["files"].items()}
         sections = {name: table_from_json(table) for name, table in content["sections"].items()}
+        attached = {name: _parse_record(name, record, True) for name, record in content.get("attached", {}).items()}
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise CheckpointError(f"{MANIFEST_NAME} is malformed: {type(error).__name__}: {error}") from error
-    manifest = Manifest(header, files, sections)
+    manifest = Manifest(header, files, sections, attached)
     check_tensors(manifest)
     for table in sections.values():
         for name, entry in table.items():
@@ -156,8 +175,13 @@ def _check_format(content: Mapping[str, Any]) -> None:
         )
 
 
-def _parse_record(name: str, record: Any) -> FileRecord:
-    if not FILE_NAME.fullmatch(name) or name == MANIFEST_NAME:
+def is_attachable(name: str) -> bool:
+    """Return whether this is the path of a file within the directory, as hooks may write it."""
+    return name != MANIFEST_NAME and all(_PART.fullmatch(part) for part in name.split("/"))
+
+
+def _parse_record(name: str, record: Any, is_attached: bool = False) -> FileRecord:
+    if not (is_attachable(name) if is_attached else FILE_NAME.fullmatch(name) and name != MANIFEST_NAME):
         raise CheckpointError(
             f"{MANIFEST_NAME} names the file {name[:200]!r}; accepted are plain file names inside the directory. "
             "Do not use this checkpoint: it was not written by trainwright."

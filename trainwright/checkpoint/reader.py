@@ -11,17 +11,10 @@ from typing import Any, BinaryIO, Literal, NamedTuple, get_args
 import torch
 
 from trainwright.checkpoint.codec import decode
-from trainwright.checkpoint.discovery import read_manifest
+from trainwright.checkpoint.discovery import listing_of, read_manifest
 from trainwright.checkpoint.filesystem import Files, describe, resolve
 from trainwright.checkpoint.manifest import MANIFEST_NAME, MAX_JSON_BYTES, Manifest, load_json, rank_section
-from trainwright.checkpoint.shards import (
-    CHUNK_BYTES,
-    FileRecord,
-    StoredArray,
-    copy_into,
-    plan_copies,
-    read_header,
-)
+from trainwright.checkpoint.shards import CHUNK_BYTES, FileRecord, StoredArray, copy_into, plan_copies, read_header
 from trainwright.checkpoint.tensors import Piece, StoredPiece, TensorEntry
 from trainwright.distributed.ranks import Ranks
 from trainwright.errors import CheckpointError
@@ -51,7 +44,7 @@ class Checkpoint:
         self.world_size: int = manifest.header["world_size"]
         self.extra_files = list(extra_files)
         self.sections = [name for name in manifest.sections if not _is_internal(name)]
-        self.file_sizes = {name: record.size for name, record in sorted(manifest.files.items())}
+        self.file_sizes = {name: record.size for name, record in sorted(manifest.all_files.items())}
         self._files = files
         self._inside = inside
         self._manifest = manifest
@@ -234,12 +227,7 @@ def check_verify(verify: str) -> None:
         )
 
 
-def open_checkpoint(
-    path: str,
-    verify: Verify = "full",
-    *,
-    ranks: Ranks | None = None,
-) -> Checkpoint:
+def open_checkpoint(path: str, verify: Verify = "full", *, ranks: Ranks | None = None) -> Checkpoint:
     """Verify a checkpoint and return it, ready to be read.
 
     With `ranks` the files are distributed: one rank hashes each, and all raise the same error. Collective then.
@@ -260,14 +248,14 @@ def open_checkpoint(
     def examine() -> str:
         manifest = read_manifest(files, inside)
         try:
-            listed = files.listing(inside)
+            listed = listing_of(files, inside, manifest)
         except OSError as error:
             raise CheckpointError(f"{path} cannot be read: {error}") from error
         if fault := next(faults(files, inside, manifest, listed, verify, rank, world_size), None):
             raise CheckpointError(f"{path}: {fault}. {REMEDY}")
-        extra = sorted(listed.keys() - manifest.files.keys() - {MANIFEST_NAME})
+        extra = sorted(listed.keys() - manifest.own_names)
         found.append(Checkpoint(files, str(path), inside, manifest, verify, extra))
-        return hashlib.sha256(repr(sorted(manifest.files.items())).encode()).hexdigest()
+        return hashlib.sha256(repr(sorted(manifest.all_files.items())).encode()).hexdigest()
 
     if ranks is None:
         examine()
@@ -289,7 +277,7 @@ def faults(
 ) -> Iterator[str]:
     """Yield what is wrong with each file of a checkpoint; of several ranks each hashes a part of the files."""
     whole = {}
-    for name, record in manifest.files.items():
+    for name, record in manifest.all_files.items():
         if name not in listed:
             yield f"{name} is missing"
         elif (size := listed[name]) is None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import hashlib
 import os
 import sys
 import threading
@@ -29,11 +30,12 @@ from trainwright.checkpoint.manifest import (
     Manifest,
     check_tensors,
     dump_json,
+    is_attachable,
     render,
     table_from_json,
     table_to_json,
 )
-from trainwright.checkpoint.shards import FileRecord, HashingStream, write_shard
+from trainwright.checkpoint.shards import CHUNK_BYTES, FileRecord, HashingStream, write_shard
 from trainwright.checkpoint.tensors import Piece, merge
 from trainwright.distributed.ranks import Ranks
 from trainwright.errors import CheckpointError
@@ -68,12 +70,16 @@ class CheckpointWriter:
         header: Mapping[str, Any],
         blocking: bool,
         overwrite: bool = False,
+        directory: str | None = None,
     ) -> None:
-        """Write a checkpoint, or start to; CheckpointError on every rank of this save, or of the one in flight. Collective."""
+        """Write a checkpoint, or start to; CheckpointError on every rank of this save, or of the one in flight. Collective.
+
+        `directory` is what `stage` returned for this path.
+        """
         self.finish()
         files, inside = resolve(path)
         path = inside if files.has_rename else path  # the working directory may change before the thread runs
-        write = partial(write_contents, path, header=header, overwrite=overwrite)
+        write = partial(write_contents, path, header=header, overwrite=overwrite, staged=directory)
         gather = partial(collect, sections, state, rank_state, self._ranks.rank, self._ranks.world_size)
         if blocking:
             write(gather=gather, ranks=self._ranks)
@@ -82,6 +88,26 @@ class CheckpointWriter:
         save.start()
         self.in_flight = save  # not before: a thread that cannot start is never done
         atexit.register(self._finish_at_exit)
+
+    def stage(self, path: str, overwrite: bool) -> str:
+        """Return the directory that the next save of this path writes into, for hooks to write files there. Collective.
+
+        Raises:
+            CheckpointError: on every rank, if the path cannot be written, or the save in flight has failed.
+        """
+        self.finish()
+        files, inside = resolve(path)
+        work = partial(_stage, files, inside, overwrite) if self._ranks.rank == 0 else None
+        subject = f"checkpoint {path} was not written"
+        directory = self._ranks.run_on_all(work, SAVE, subject=subject, describe=partial(describe, path=inside))[0]
+        return str(directory)
+
+    def drop_stage(self, path: str, directory: str) -> None:
+        """Remove what `stage` returned, after a failure; the files of an object store stay, without a manifest."""
+        files, _ = resolve(path)
+        if files.has_rename and self._ranks.rank == 0:
+            with contextlib.suppress(OSError):
+                files.remove_tree(directory)
 
     def finish(self) -> None:
         """Wait for the save in flight, if any; CheckpointError on every rank if it failed. Collective."""
@@ -217,7 +243,13 @@ def write_checkpoint(
 
 
 def write_contents(
-    path: str, *, gather: Callable[[], Contents], header: Mapping[str, Any], ranks: Ranks, overwrite: bool
+    path: str,
+    *,
+    gather: Callable[[], Contents],
+    header: Mapping[str, Any],
+    ranks: Ranks,
+    overwrite: bool,
+    staged: str | None = None,
 ) -> None:
     """Write a checkpoint of what `gather` returns on each rank; else as `write_checkpoint`. Collective."""
     files, target = resolve(path)
@@ -229,12 +261,13 @@ def write_contents(
         describe=partial(describe, path=target),
     )
     header = {"world_size": ranks.world_size, **header}
-    directory = run_on_all(partial(_begin, files, target, header, overwrite) if is_first else None)[0]
+    directory = run_on_all(partial(_begin, files, target, header, overwrite, staged) if is_first else None)[0]
     own = _RankFiles(files, directory)
     try:
         # NOTE: every rank makes both exchanges, whatever fails on it, or the others would wait for it.
         tables = run_on_all(lambda: own.write(gather(), ranks.rank), reads=is_first)
-        run_on_all(partial(_commit, files, directory, target, header, tables, overwrite) if is_first else None)
+        commit = partial(_commit, files, directory, target, header, tables, overwrite, has_attached=staged is not None)
+        run_on_all(commit if is_first else None)
     except Exception as error:
         if files.has_rename:
             if is_first:
@@ -294,12 +327,17 @@ class _RankFiles:
         self._table["files"][name] = out.record()
 
 
-def _begin(files: Files, target: str, header: Mapping[str, Any], overwrite: bool) -> str:
-    """Check the target, create the directory to write into and return it."""
+def _begin(files: Files, target: str, header: Mapping[str, Any], overwrite: bool, staged: str | None) -> str:
+    """Check the header and the target; return the directory to write into, a new one unless it is staged."""
     for field in ("step", "epoch", "world_size"):
         if type(header.get(field)) is not int or header[field] < 0:
             raise CheckpointError(f"the header's {field} is {header.get(field)!r}; accepted is a whole number from 0.")
     dump_json(dict(header), "the header")
+    return _stage(files, target, overwrite) if staged is None else staged
+
+
+def _stage(files: Files, target: str, overwrite: bool) -> str:
+    """Check the target, create the directory to write into and return it."""
     if files.exists(target if files.has_rename else f"{target}/{MANIFEST_NAME}"):
         if not overwrite:
             raise CheckpointError(
@@ -317,14 +355,21 @@ def _begin(files: Files, target: str, header: Mapping[str, Any], overwrite: bool
 
 
 def _commit(
-    files: Files, directory: str, target: str, header: Mapping[str, Any], tables: Sequence[Any], overwrite: bool
+    files: Files,
+    directory: str,
+    target: str,
+    header: Mapping[str, Any],
+    tables: Sequence[Any],
+    overwrite: bool,
+    *,
+    has_attached: bool,
 ) -> None:
     """Write the manifest and rename the directory to its target."""
     records = {name: FileRecord(*record) for table in tables for name, record in table["files"].items()}
     names = sorted({name for table in tables for name in table["sections"]})
     parts = [{name: table_from_json(part) for name, part in table["sections"].items()} for table in tables]
     merged = {name: merge(part[name] for part in parts if name in part) for name in names}
-    manifest = Manifest(dict(header), records, merged)
+    manifest = Manifest(dict(header), records, merged, _attached(files, directory, records) if has_attached else {})
     check_tensors(manifest)
     # Each rank has synced its files, but on a network file system rank 0 may see another directory than the others.
     listed = files.listing(directory)
@@ -356,3 +401,25 @@ def _commit(
         raise
     if free != target:
         replace_checkpoint(free, target)
+
+
+def _attached(files: Files, directory: str, records: Mapping[str, FileRecord]) -> dict[str, FileRecord]:
+    """Return the files that hooks have written into the directory, durable."""
+    found = {name: size for name, size in files.tree(directory).items() if name not in records}
+    for name, size in found.items():
+        if size is None or not is_attachable(name):
+            raise CheckpointError(
+                f"a hook of save_state wrote {name!r}, which cannot be part of a checkpoint: accepted are plain files (no "
+                "links) whose names do not begin with a dot."
+            )
+    files.sync_tree(directory, found)
+    return {name: _record(files, f"{directory}/{name}") for name in found}
+
+
+def _record(files: Files, path: str) -> FileRecord:
+    digest, size = hashlib.sha256(), 0
+    with files.open(path) as stream:
+        while data := stream.read(CHUNK_BYTES):
+            digest.update(data)
+            size += len(data)
+    return FileRecord(size, digest.hexdigest())

@@ -49,6 +49,21 @@ def is_own_address(address: str) -> bool:
     return True
 
 
+def claim_port(address: str, port: int) -> socket.socket | None:
+    """Return a socket that marks a port as a launcher's while it is open; None if another launcher of this machine has it.
+
+    A port in use does not tell whose it is. Only Linux has such marks; elsewhere every port can be claimed.
+    """
+    mark = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+    try:
+        if sys.platform == "linux":
+            mark.bind(f"\0trainwright-{resolve(address)[1]}-{port}")
+    except OSError:
+        mark.close()
+        return None
+    return mark
+
+
 def listen_at(address: str, port: int, *, else_everywhere: bool = False) -> socket.socket:
     """Return a socket that listens at one address of this machine only; port 0 is a free one.
 

@@ -27,13 +27,7 @@ class StoreChannel:
     """Swaps payloads between all ranks in the order of their calls; only the main thread's channel has `positions`."""
 
     def __init__(
-        self,
-        store: Store,
-        rank: int,
-        world_size: int,
-        *,
-        name: str = "main",
-        positions: RankPositions | None = None,
+        self, store: Store, rank: int, world_size: int, *, name: str = "main", positions: RankPositions | None = None
     ) -> None:
         self.rank, self.world_size = rank, world_size
         self._store, self._name, self._positions = store, name, positions

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from trainwright.compiled_names import is_compiled
-from trainwright.metric_kinds import is_metric
+from trainwright.value_kinds import is_metric
 
 
 class Compiled:

@@ -290,6 +290,7 @@ class Engine:
         blocking: bool = True,
         number: int = 0,
         overwrite: bool = False,
+        directory: str | None = None,
     ) -> None:
         """Write a checkpoint of the modules, the optimizers and the caller's state. Collective: call on every rank.
 
@@ -303,6 +304,7 @@ class Engine:
             blocking: False returns once all is copied to host memory; a thread writes, and the next save waits for it.
             number: orders several saves of one step.
             overwrite: replace a whole checkpoint at the path, once the new one is committed.
+            directory: what the writer's `stage` returned for this path, with files that become part of the checkpoint.
 
         Raises:
             CheckpointError: on every rank; of this save, which leaves nothing at the path, or of the one in flight before.
@@ -361,6 +363,7 @@ class Engine:
                 },
                 blocking=blocking,
                 overwrite=overwrite,
+                directory=directory,
             )
 
     def finish_save(self) -> None:

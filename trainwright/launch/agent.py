@@ -232,16 +232,17 @@ class JobAgent(LocalElasticAgent):
 
     def _job_has_failed(self) -> bool:
         """Return whether a rank of any node has failed; the main node also posts a failure for a node whose launcher ended."""
-        try:
-            if self.failures.count() > 0:
-                return True
-            if lost := self.rendezvous.lost_nodes():
-                if self.rendezvous.is_main:
-                    self._post(self.rendezvous.first_rank(lost[0]), NODE_LOST)
+        if not self._has_lost_main:  # else torch prints a stack for each request
+            try:
+                if self.failures.count() > 0:
                     return True
+                if lost := self.rendezvous.lost_nodes():
+                    if self.rendezvous.is_main:
+                        self._post(self.rendezvous.first_rank(lost[0]), NODE_LOST)
+                        return True
+                    self._has_lost_main = True
+            except GONE:
                 self._has_lost_main = True
-        except GONE:
-            self._has_lost_main = True
         if self._has_lost_main:
             self._remaining_restarts = 0  # without it the nodes cannot meet
         return self._has_lost_main
@@ -275,13 +276,15 @@ class JobAgent(LocalElasticAgent):
             self._ended_before = sorted(rank for rank, code in codes.items() if code == 0)
             self._kill_groups(failed)
             with contextlib.suppress(*GONE):
-                self._post_first_failure()
+                if not self._has_lost_main:
+                    self._post_first_failure()
             deadline = time.monotonic() + LEAVE_SECONDS
             while len(self._exit_codes()) < len(self._handlers()) and time.monotonic() < deadline:
                 time.sleep(0.01)
         elif not failed:
             with contextlib.suppress(*GONE):
-                self.failures.announce_end()
+                if not self._has_lost_main:
+                    self.failures.announce_end()
         running = set(self._handlers()) - set(self._exit_codes())
         assert self._pcontext is not None
         self._pcontext._close(death_sig or signal.SIGTERM, cast(int, CLOSE_SECONDS))
@@ -329,6 +332,8 @@ class JobAgent(LocalElasticAgent):
     def _summarize(self) -> tuple[int, str, str]:
         """Return the exit code of the job, which rank failed first and how, and lines to print after that."""
         world = self.rendezvous.world_size
+        if self._has_lost_main:
+            return 1, "the launcher of node 0, the main node, has ended", ""
         try:
             report = self._first_report()
         except GONE:

@@ -22,7 +22,7 @@ from torch.distributed.elastic.rendezvous.api import (
 )
 
 from trainwright.distributed.failures import FailureLog
-from trainwright.distributed.network import is_own_address, is_own_name, listen_at, resolve
+from trainwright.distributed.network import claim_port, is_own_address, is_own_name, listen_at, resolve
 from trainwright.distributed.store import STORE_PREFIX, Store, post, stores
 from trainwright.errors import LaunchError
 from trainwright.launch.heartbeat import Heartbeat
@@ -60,6 +60,7 @@ class NodeRendezvous(RendezvousHandler):
         self.own = Member(socket.gethostname(), num_processes, nodes.rank)
         self.round = Round(members=[self.own])
         self._port, self._arrival = nodes.port, 0
+        self._claim: socket.socket | None = None
         self.store, self.is_main = self._open_store()
         self.heartbeat = Heartbeat(nodes.address, is_main=self.is_main) if nodes.count > 1 else None
         self._agents = stores().PrefixStore("agent", self.store)
@@ -75,12 +76,14 @@ class NodeRendezvous(RendezvousHandler):
             return (self._hold_store(), True) if self.nodes.rank == 0 else (self._find_store(), False)
         if not is_own_address(self.nodes.address):
             return self._find_store(), False
+        self._claim = claim_port(self.nodes.address, self.nodes.port)
+        if self._claim is None:  # another launcher on this machine holds it
+            return self._find_store(), False
         try:
             return self._hold_store(), True
         except LaunchError:
-            if not self._answers():
-                raise
-            return self._find_store(), False  # another launcher on this machine holds it
+            self._claim.close()
+            raise
 
     def _hold_store(self) -> Any:
         _, number = resolve(self.nodes.address)
@@ -259,7 +262,8 @@ class NodeRendezvous(RendezvousHandler):
             with suppress(RuntimeError):  # the main node may have gone, and its store
                 if self.is_main:
                     post(self._agents, "ended", json.dumps({"code": code}))
-                post(self._agents, f"left/{self._arrival}", "1")
+                if self.is_main or not self.heartbeat.lost():
+                    post(self._agents, f"left/{self._arrival}", "1")
             deadline = time.monotonic() + LEAVE_SECONDS
             while self._roster is not None and time.monotonic() < deadline:
                 self._roster.admit()
@@ -268,6 +272,8 @@ class NodeRendezvous(RendezvousHandler):
                 time.sleep(0.02)
         finally:
             self.heartbeat.close()
+            if self._claim is not None:
+                self._claim.close()
 
     # What elastic asks of any rendezvous. It decides itself who may join, at each start, so it never closes.
 

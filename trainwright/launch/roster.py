@@ -93,7 +93,7 @@ class Roster:
         if set(living) & set(self.round.arrivals) - set(ready) and not is_over:
             return None  # ranks of the last round are still ending
         if self._nodes.rank is not None:
-            by_rank = {self._members[each].node_rank: each for each in ready}
+            by_rank = {self._members[each].node_rank: each for each in reversed(ready)}  # the oldest of each number
             ranks = range(self._nodes.count)
             return [by_rank[rank] for rank in ranks] if len(by_rank) == len(ranks) else None
         if len(ready) < self._nodes.least:

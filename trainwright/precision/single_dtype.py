@@ -10,12 +10,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from trainwright.devices.abilities import computes_in
-from trainwright.metric_kinds import is_metric
 from trainwright.precision.base import Closure, Precision, Sender
+from trainwright.value_kinds import is_dtensor, is_metric
 
 DTYPES = {"64-true": torch.float64, "16-true": torch.float16, "bf16-true": torch.bfloat16}
 
@@ -61,7 +60,7 @@ class SingleDtypePrecision(Precision):
         is_done = all(
             each.is_meta or each.dtype == self.param_dtype or not each.dtype.is_floating_point for each in own
         )
-        is_sharded = any(isinstance(each, DTensor) for each in own)  # which torch cannot swap, for equal ones either
+        is_sharded = any(map(is_dtensor, own))  # which torch cannot swap, for equal ones either
         if is_done and (is_sharded or type(module)._apply is nn.Module._apply or isinstance(module, nn.RNNBase)):
             return
         module._apply(self._converted, **({} if own_way else {"recurse": False}))  # type: ignore[no-untyped-call]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.profiler import profile
+from torch.utils.hooks import RemovableHandle
 
 from trainwright.checkpoint.reader import Verify
 from trainwright.engine.command_line import fill_accumulation
@@ -514,6 +515,22 @@ class Accelerator(Collectives):
             CheckpointError: a state that holds more than plain data and tensors.
         """
         self._states.register(objects)
+
+    def register_save_state_pre_hook(self, hook: Callable[..., None]) -> RemovableHandle:
+        """Call `hook(models, weights, output_dir)` on every rank before each `save_state`; the handle's remove() ends that.
+
+        What it writes into output_dir becomes a part of the checkpoint, verified and removed with it: a folder with another
+        name until the commit. `weights` are the models' state_dicts, to read, where each rank holds them whole, and otherwise
+        empty. The checkpoint is whole in any case: what a hook removes from the two lists is stored all the same.
+        """
+        return self._states.add_save_hook(hook)
+
+    def register_load_state_pre_hook(self, hook: Callable[..., None]) -> RemovableHandle:
+        """Call `hook(models, input_dir)` on every rank in each `load_state`, once the checkpoint was verified.
+
+        The models are loaded after it, also those that it removes from the list. The handle's remove() ends that.
+        """
+        return self._states.add_load_hook(hook)
 
     @property
     def trackers(self) -> list[Tracker]:

@@ -24,7 +24,6 @@ from trainwright.engine.prepared import PreparedModule
 from trainwright.errors import CheckpointError
 from trainwright.paths import absolute
 from trainwright.rank_zero import rank_zero_warn
-from trainwright.strategies.whole_module import gather_module, is_sharded
 
 WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors", re.ASCII)
@@ -59,6 +58,8 @@ def state_dict_of(model: nn.Module) -> dict[str, Any]:
     Collective if it is sharded.
     """
     module = unwrapped(model)
+    from trainwright.strategies.whole_module import gather_module, is_sharded  # which imports FSDP
+
     whole = gather_module(module) if is_sharded(module) else module
     return {} if whole is None else {clean_name(name): value for name, value in whole.state_dict().items()}
 

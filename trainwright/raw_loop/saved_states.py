@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import difflib
 import os
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from itertools import chain, repeat
 from typing import Any
+
+from torch.utils.hooks import RemovableHandle
 
 from trainwright.checkpoint.contents import encode_state
 from trainwright.checkpoint.discovery import find_checkpoints, same_path
@@ -18,6 +23,8 @@ from trainwright.raw_loop.preparation import Preparation
 from trainwright.raw_loop.project import NumberedCheckpoints, ProjectConfiguration
 from trainwright.raw_loop.tracking import Trackers
 
+Hook = Callable[..., None]
+
 
 class SavedStates:
     """The checkpoints of one Accelerator."""
@@ -26,6 +33,8 @@ class SavedStates:
         self.numbered = NumberedCheckpoints(engine, project)
         self._engine, self._trackers = engine, trackers
         self._objects: list[Any] = []
+        self._save_hooks: OrderedDict[int, Hook] = OrderedDict()  # handles refer to them, weakly
+        self._load_hooks: OrderedDict[int, Hook] = OrderedDict()
         self._has_warned = False
 
     def register(self, objects: tuple[Any, ...]) -> None:
@@ -46,6 +55,12 @@ class SavedStates:
         for each in objects:
             if all(each is not one for one in self._objects):
                 self._objects.append(each)
+
+    def add_save_hook(self, hook: Hook) -> RemovableHandle:
+        return _added(self._save_hooks, hook, "register_save_state_pre_hook")
+
+    def add_load_hook(self, hook: Hook) -> RemovableHandle:
+        return _added(self._load_hooks, hook, "register_load_state_pre_hook")
 
     def save(
         self, preparation: Preparation, output_dir: str | os.PathLike[str] | None, blocking: bool, overwrite: bool
@@ -75,16 +90,18 @@ class SavedStates:
             "registered": self._states_of_objects(),
             "loggers": self._trackers.states(),
         }
-        self._engine.save(
-            path,
-            step=preparation.step_count,
-            epoch=position["epoch"],
-            state=state,
-            rank_state={"sources": sources},
-            blocking=blocking,
-            number=number,
-            overwrite=overwrite,
-        )
+        with self._staged(preparation, path, overwrite) as directory:
+            self._engine.save(
+                path,
+                step=preparation.step_count,
+                epoch=position["epoch"],
+                state=state,
+                rank_state={"sources": sources},
+                blocking=blocking,
+                number=number,
+                overwrite=overwrite,
+                directory=directory,
+            )
         if is_numbered:
             self.numbered.note_save(path, number)
         return path
@@ -117,6 +134,8 @@ class SavedStates:
                 )
             self._check_objects(state.get("registered", []), path)
 
+        if self._load_hooks:
+            self._run(self._load_hooks, "load_state", list(preparation.models), path)
         if weights_only:
             engine.load(opened, weights_only=True, strict=strict)
             return
@@ -141,6 +160,32 @@ class SavedStates:
             self.numbered.note_load(path)
         if engine.rank == 0 and state.get("loggers") and (input_dir is None or _is_newest(path)):
             self._trackers.resume(state["loggers"], path)
+
+    @contextmanager
+    def _staged(self, preparation: Preparation, path: str, overwrite: bool) -> Iterator[str | None]:
+        """Run the hooks before a save; yield the directory with their files, None without hooks. Collective with any."""
+        if not self._save_hooks:
+            yield None
+            return
+        writer, models = self._engine.writer, list(preparation.models)
+        directory = writer.stage(path, overwrite)
+        try:
+            is_whole = self._engine.strategy.holds_modules
+            weights = [model.state_dict() for model in models] if is_whole else []
+            self._run(self._save_hooks, "save_state", models, weights, directory)
+            yield directory
+        except BaseException:
+            writer.drop_stage(path, directory)
+            raise
+
+    def _run(self, hooks: OrderedDict[int, Hook], call: str, *arguments: Any) -> None:
+        """Call the hooks, and raise what one raises on any rank on all of them (CheckpointError). Collective."""
+
+        def run() -> None:
+            for hook in hooks.values():
+                hook(*arguments)
+
+        self._engine.ranks.run_on_all(run, f"the hooks of {call}", subject=f"a hook of {call} failed")
 
     def _states_of_objects(self) -> list[dict[str, Any]]:
         """Return the registered objects' states. Collective if there are any."""
@@ -173,6 +218,14 @@ class SavedStates:
         if self._objects:
             call, subject = "the load of registered objects", f"{path}: a registered object does not take its state"
             self._engine.ranks.run_on_all(load, call, subject=subject)
+
+
+def _added(hooks: OrderedDict[int, Hook], hook: Any, call: str) -> RemovableHandle:
+    if not callable(hook):
+        raise TypeError(f"{call} was given a {type(hook).__name__}; accepted is a function.")
+    handle = RemovableHandle(hooks)
+    hooks[handle.id] = hook
+    return handle
 
 
 def refuse_pickle(call: str, safe_serialization: Any) -> None:

@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
@@ -27,6 +26,7 @@ from trainwright.strategies.placement import materialize, move
 from trainwright.strategies.state_entries import state_tensors
 from trainwright.strategies.synced_buffers import SyncedBuffers
 from trainwright.strategies.synced_buffers import broadcast_tensors as broadcast_tensors
+from trainwright.value_kinds import is_dtensor
 
 UNSAVED_KEYS = frozenset({"params", "param_names", "fused", "foreach", "capturable", "differentiable"})
 """Keys of a parameter group that no checkpoint stores: its tensors, and the kernels chosen on this machine."""
@@ -371,7 +371,7 @@ def state_location(
 def refuse_sharded(module: nn.Module, name: str) -> None:
     """Raise ValueError for a module that another strategy's engine has sharded."""
     for parameter_name, parameter in module.named_parameters():
-        if isinstance(parameter, DTensor) or hasattr(parameter, "ds_id"):
+        if is_dtensor(parameter) or hasattr(parameter, "ds_id"):
             raise ValueError(
                 f"parameter {parameter_name!r} of {type(module).__name__} is sharded, as fsdp or ZeRO stage 3 has left it, and "
                 f"strategy={name!r} needs it whole. Continue with the strategy that sharded it, take the whole copy that "

@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
+
+from trainwright.value_kinds import is_dtensor
 
 Occurrences = dict[Tensor, list[tuple[dict[str, Any], str]]]
 """Where each tensor occurs: the tables of modules that hold it, and its names in them."""
@@ -47,7 +48,7 @@ def materialize(module: nn.Module, parts: Sequence[nn.Module] | None = None) -> 
     meta: Occurrences = {}
     for each in module.modules():
         for table, name, tensor in _own_tensors(each):
-            if tensor.is_meta and not isinstance(tensor, DTensor):
+            if tensor.is_meta and not is_dtensor(tensor):
                 meta.setdefault(tensor, []).append((table, name))
     if not meta:
         return False

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
 from trainwright.checkpoint.contents import is_extra_state
@@ -59,7 +58,7 @@ def _entries(module: nn.Module) -> Iterator[tuple[str, Tensor, bool]]:
 
 def _memory(tensor: Tensor) -> Any:
     """Return a key that is equal for tensors over the same memory, and unique for those without memory."""
-    local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    local = getattr(tensor, "_local_tensor", tensor)  # the part of a DTensor
     if is_lazy(local) or local.layout is not torch.strided or local.is_meta or local.numel() == 0:
         return ("none", id(tensor))
     return local.data_ptr(), local.dtype, tuple(local.shape), local.stride(), tuple(tensor.shape)

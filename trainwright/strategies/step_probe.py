@@ -18,7 +18,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
 from torch.optim import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, NAdam, Optimizer, RAdam, RMSprop, Rprop
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
@@ -150,6 +149,7 @@ def _tried(optimizer: Optimizer, device: torch.device, flat: bool, dtype: torch.
 
 def _distance_of_rows(optimizer: Optimizer, mesh: DeviceMesh) -> float:
     """Return how far this rank's rows of DTensors end up from those of whole tensors."""
+    from torch.distributed.tensor import DTensor, Shard
 
     def rows(tensor: Tensor) -> Tensor:
         return tensor.chunk(mesh.size())[dist.get_rank()] if tensor.dim() else tensor

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from trainwright.checkpoint.foreign_formats import is_plain
-from trainwright.metric_kinds import is_collection, is_metric
 from trainwright.rank_zero import rank_zero_warn
 from trainwright.trainer.logged_value import Key, Reduced
+from trainwright.value_kinds import is_collection, is_metric
 
 if TYPE_CHECKING:
     from torchmetrics import Metric

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from trainwright.metric_kinds import is_collection, is_metric
 from trainwright.rank_zero import rank_zero_warn
 from trainwright.trainer.log_rules import (
     LogSettings,
@@ -37,6 +36,7 @@ from trainwright.trainer.metric_objects import (
     states_of_metrics,
     step_value,
 )
+from trainwright.value_kinds import is_collection, is_metric
 
 if TYPE_CHECKING:
     from torchmetrics import Metric

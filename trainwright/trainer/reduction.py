@@ -17,10 +17,10 @@ from torch import nn
 
 from trainwright.devices.abilities import computes_in
 from trainwright.distributed import collectives
-from trainwright.metric_kinds import is_metric
 from trainwright.trainer.logged_value import Key, LoggedValue, Reduced, read_all
 from trainwright.trainer.metric_objects import compute_metrics, reset_metrics
 from trainwright.trainer.metrics import MetricCollector
+from trainwright.value_kinds import is_metric
 
 VECTOR_LENGTH = 512  # float64: 4 KiB a rank, room for 255 keys
 NEUTRAL = {"mean": 0.0, "sum": 0.0, "min": float("inf"), "max": float("-inf")}

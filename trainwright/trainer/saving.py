@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from trainwright.callbacks.base import Callback, stop_themselves
@@ -156,7 +155,7 @@ def _check_first_step(optimizer: Optimizer) -> None:
         handle.remove()
         for state in stepped.state.values():
             for key, value in state.items() if isinstance(state, dict) else ():
-                local = value._local_tensor if isinstance(value, DTensor) else value
+                local = getattr(value, "_local_tensor", value)  # the part of a DTensor
                 if isinstance(local, Tensor):
                     check_storable(f"{key} of {type(stepped).__name__}", local)
 

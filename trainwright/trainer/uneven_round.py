@@ -27,10 +27,10 @@ from torch import Tensor, nn
 
 from trainwright.data.transfer import map_leaves
 from trainwright.distributed import collectives
-from trainwright.metric_kinds import is_collection, is_metric
 from trainwright.module import Module
 from trainwright.trainer.metrics import MetricCollector
 from trainwright.trainer.stage import Shard
+from trainwright.value_kinds import is_collection, is_metric
 
 if TYPE_CHECKING:
     from torchmetrics import Metric
