@@ -43,6 +43,9 @@ TORCH = (
         "_profiler_enabled",
         "leave torch's profiler whole when a recording fails (profilers/pytorch.py)",
     ),
+    Use(
+        "torch.Tensor", "_make_subclass", "move a parameter to the meta device in its class (raw_loop/empty_weights.py)"
+    ),
     Use("torch.Tensor", "_version", "see that a step wrote to a parameter or a buffer in place"),
     Use("torch.Tensor", "_is_view", "hand out results that are no views of fsdp's buffers (strategies/fsdp.py)"),
     Use(
@@ -219,7 +222,7 @@ TORCH = (
     Use(
         "torch.distributed.elastic.agent.server.local_elastic_agent.LocalElasticAgent",
         "_start_workers _stop_workers _restart_workers _monitor_workers _exit_barrier _construct_event _worker_group "
-        "_remaining_restarts _pcontext",
+        "_remaining_restarts _pcontext _rendezvous",
         "start, watch and end the ranks of a job in our order (launch/agent.py)",
     ),
     Use(

@@ -177,6 +177,7 @@ loop.accelerator.end_training()
 """
 
 
+@pytest.mark.slow
 def test_a_killed_process_in_between(tmp_path: Path) -> None:
     """Killed at each file operation of a save that replaces another: the next process continues exactly."""
     whole = Loop(project_config=project(tmp_path / "whole", total_limit=2))

@@ -27,7 +27,7 @@ from trainwright.raw_loop.collectives import Collectives
 from trainwright.raw_loop.loaders import DataLoaderConfiguration, check_loader, loader_options
 from trainwright.raw_loop.loss_graph import check_loss
 from trainwright.raw_loop.memory import release_memory
-from trainwright.raw_loop.model_files import load_object, save_model, save_object, size_of, state_dict_of, unwrapped
+from trainwright.raw_loop.model_files import load_object, save_model, save_object, size_of, state_dict_of
 from trainwright.raw_loop.options import AutocastKwargs
 from trainwright.raw_loop.plugins import (
     DeepSpeedPlugin,
@@ -42,6 +42,7 @@ from trainwright.raw_loop.saved_states import SavedStates, refuse_load_options, 
 from trainwright.raw_loop.settings import LoopSettings, refuse_unknown, word_for
 from trainwright.raw_loop.state_views import AcceleratorState, GradientState
 from trainwright.raw_loop.tracking import Options, Tracker, Trackers, chosen_loggers
+from trainwright.raw_loop.unwrapping import extract_model_from_parallel
 from trainwright.strategies import Strategy
 from trainwright.strategies.base import Optimization, StepResult
 
@@ -193,7 +194,7 @@ class Accelerator(Collectives):
 
         With keep_torch_compile=False, of a module that torch.compile returned, return the one that it was given.
         """
-        return unwrapped(model, keep_compiled=keep_torch_compile)
+        return extract_model_from_parallel(model, keep_torch_compile=keep_torch_compile)
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
         """Return a model's whole state_dict, under the names of the user's module whether or not `unwrap` is set.

@@ -18,12 +18,12 @@ from trainwright.checkpoint.filesystem import Files, describe, resolve, temporar
 from trainwright.checkpoint.manifest import load_json
 from trainwright.checkpoint.shards import check_storable, host_bytes, render_header
 from trainwright.checkpoint.tensors import Piece, tied_groups
-from trainwright.compiled_names import clean_name, is_compiled
+from trainwright.compiled_names import clean_name
 from trainwright.distributed.ranks import Ranks
-from trainwright.engine.prepared import PreparedModule
 from trainwright.errors import CheckpointError
 from trainwright.paths import absolute
 from trainwright.rank_zero import rank_zero_warn
+from trainwright.raw_loop.unwrapping import extract_model_from_parallel
 
 WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors", re.ASCII)
@@ -44,20 +44,12 @@ STRUCTURE = "trainwright.structure"
 PICKLED = (".pt", ".pth", ".bin", ".pkl", ".pickle", ".ckpt")
 
 
-def unwrapped(model: nn.Module, *, keep_compiled: bool = True) -> nn.Module:
-    """Return the module that was given to `prepare`; without `keep_compiled` the one that torch.compile was given."""
-    module = model.module if isinstance(model, PreparedModule) else model
-    while not keep_compiled and is_compiled(module):
-        module = module._orig_mod  # type: ignore[assignment]
-    return module
-
-
 def state_dict_of(model: nn.Module) -> dict[str, Any]:
     """Return a model's whole state_dict: on every rank, or if it is sharded on rank 0, and an empty one on the others.
 
     Collective if it is sharded.
     """
-    module = unwrapped(model)
+    module = extract_model_from_parallel(model)
     from trainwright.strategies.whole_module import gather_module, is_sharded  # which imports FSDP
 
     whole = gather_module(module) if is_sharded(module) else module
