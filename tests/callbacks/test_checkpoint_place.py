@@ -201,7 +201,7 @@ def test_a_run_that_was_killed_before_the_older_one_went(tmp_path: Path) -> None
 
     run(tmp_path, [3.0])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("trainwright.callbacks.checkpoint_files.remove_checkpoint", killed)
+        patch.setattr("trainwright.checkpoint.discovery.remove_checkpoint", killed)
         with pytest.raises(Killed):
             run(tmp_path, [1.0, 0.5], filename="new-{epoch}")
     assert set(found(tmp_path)) == {"epoch=0-step=11.ckpt", "new-epoch=0.ckpt", "new-epoch=1.ckpt"}
@@ -256,7 +256,7 @@ def test_one_that_cannot_be_removed_ends_no_run(
             raise error
         remove_checkpoint(path)
 
-    monkeypatch.setattr("trainwright.callbacks.checkpoint_files.remove_checkpoint", refuses_the_first)
+    monkeypatch.setattr("trainwright.checkpoint.discovery.remove_checkpoint", refuses_the_first)
     with pytest.warns(
         UserWarning, match=r"epoch=0-step=11\.ckpt, which .*epoch=1-step=22\.ckpt replaces, could not"
     ) as said:

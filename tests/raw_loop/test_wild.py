@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from deadlines import deadline
 
 FOLDER = Path(__file__).with_name("wild")
 RECORDED = FOLDER / "recorded.json"
@@ -72,7 +73,7 @@ def run_script(program: str, runs: list[list[str]], folder: Path, *starter: str)
             env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path), "LOGLEVEL": "ERROR"},
             capture_output=True,
             text=True,
-            timeout=600,
+            timeout=deadline(600),
         )
         assert done.returncode == 0, done.stdout + done.stderr
         output += done.stdout

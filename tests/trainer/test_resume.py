@@ -274,7 +274,7 @@ def test_from_the_trainer_to_a_loop_and_back(tmp_path: Path) -> None:
 
     whole = fit(3, None)
     fit(1, None)
-    accelerator = tw.Accelerator(cpu=ON_HOST)
+    accelerator = tw.Accelerator(cpu=ON_HOST, fused_optimizers=False)
     module = Classifier()
     model, optimizer, prepared = accelerator.prepare(module, module.configure_optimizers(), loader)
     accelerator.load_state(str(tmp_path / "fit.ckpt"))

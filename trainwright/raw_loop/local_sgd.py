@@ -34,6 +34,8 @@ class LocalSGD:
         ValueError: a strategy that shards the model or its optimizer, a precision with a loss scale, a model that was not
             prepared, a wrong number.
 
+    >>> accelerator = tw.Accelerator()
+    >>> model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     >>> with tw.LocalSGD(accelerator, model, local_sgd_steps=8) as local_sgd:
     ...     for inputs, targets in loader:
     ...         accelerator.backward(nn.functional.cross_entropy(model(inputs), targets))
