@@ -98,6 +98,7 @@ class Loop:
         config = self.config
         self.accelerator = tw.Accelerator(
             cpu=True,
+            fused_optimizers=False,
             mixed_precision=config["precision"],
             gradient_accumulation_steps=config["window"],
             strategy=config["strategy"] if processes() > 1 else "auto",
