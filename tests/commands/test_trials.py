@@ -46,6 +46,7 @@ def fake(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(trials, "why_missing", lambda name: "Run: pip install it" if name == "ddp_sharded" else "")
 
 
+@pytest.mark.slow
 def test_each_way_to_fail_has_its_words(fake: None, capsys: pytest.CaptureFixture[str]) -> None:
     assert trials_command(["--cpu", "--timeout", "2"], check_names) == 1
     said = capsys.readouterr().out
