@@ -269,6 +269,7 @@ class Net(tw.Module):
     def __init__(self, seconds=0):
         super().__init__()
         self.net, self.seconds = torch.nn.Linear(2, 1), seconds
+        torch.nn.init.zeros_(self.net.weight)  # so that the distance moved is exact
     def training_step(self, batch, batch_idx):
         if self.seconds and batch_idx == 1:
             print("at", "work", flush=True)
