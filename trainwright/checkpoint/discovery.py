@@ -193,6 +193,16 @@ def remove_checkpoint(path: str) -> None:
     files.remove_empty(inside)
 
 
+def is_newest(path: str) -> bool:
+    """Return whether this is the newest whole checkpoint of its folder, those with weights only aside."""
+    try:
+        found = find_checkpoints(os.path.dirname(path.rstrip("/")) or ".")
+    except CheckpointError:  # the folder cannot be listed
+        return False
+    entries = [each for each in found if not each.weights_only]
+    return bool(entries) and same_path(entries[-1].path, path)
+
+
 def listing_of(files: Files, path: str, manifest: Manifest) -> dict[str, int | None]:
     """Return the listing of a checkpoint's directory, and of its folders that hold attached files (OSError)."""
     listed = files.listing(path)

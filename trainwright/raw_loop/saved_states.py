@@ -13,7 +13,7 @@ from typing import Any
 from torch.utils.hooks import RemovableHandle
 
 from trainwright.checkpoint.contents import encode_state
-from trainwright.checkpoint.discovery import find_checkpoints, same_path
+from trainwright.checkpoint.discovery import is_newest
 from trainwright.checkpoint.reader import Verify
 from trainwright.data.seeding import set_rng_state
 from trainwright.engine.engine import Engine
@@ -158,7 +158,7 @@ class SavedStates:
             set_rng_state(restored.rng)
         if input_dir is not None:
             self.numbered.note_load(path)
-        if engine.rank == 0 and state.get("loggers") and (input_dir is None or _is_newest(path)):
+        if engine.rank == 0 and state.get("loggers") and (input_dir is None or is_newest(path)):
             self._trackers.resume(state["loggers"], path)
 
     @contextmanager
@@ -246,13 +246,3 @@ def refuse_load_options(given: dict[str, Any]) -> None:
         if name == "map_location":
             hint = " Tensors are loaded to where the prepared objects are; leave it out."
         raise TypeError(f"load_state has no argument {name}= (it was given {name}={value!r:.80}).{hint}")
-
-
-def _is_newest(path: str) -> bool:
-    """Return whether this is the newest whole checkpoint of its folder, those with weights only aside."""
-    try:
-        found = find_checkpoints(os.path.dirname(path.rstrip("/")) or ".")
-    except CheckpointError:  # the folder cannot be listed
-        return False
-    entries = [each for each in found if not each.weights_only]
-    return bool(entries) and same_path(entries[-1].path, path)

@@ -9,7 +9,7 @@ from typing import Any
 
 from trainwright.callbacks.checkpoint_files import SUFFIX
 from trainwright.callbacks.model_checkpoint import ModelCheckpoint
-from trainwright.checkpoint.discovery import CheckpointEntry, find_candidates, find_checkpoints, same_path
+from trainwright.checkpoint.discovery import CheckpointEntry, find_candidates, is_newest, same_path
 from trainwright.checkpoint.filesystem import resolve
 from trainwright.checkpoint.reader import Checkpoint, Verify, check_verify
 from trainwright.distributed.ranks import Ranks
@@ -110,7 +110,7 @@ class CheckpointSearch:
         if self.engine.num_workers:
             return Choice(path)
         checkpoint = self.engine.verified(path, self.verify)
-        continues = self.call == "fit" and self.engine.ranks.decide(lambda: _is_newest(path), CALL)
+        continues = self.call == "fit" and self.engine.ranks.decide(lambda: is_newest(path), CALL)
         return _chosen(checkpoint, continues)
 
     def _best(self) -> str:
@@ -224,16 +224,6 @@ def _names(folder: str) -> list[str]:
         return sorted(name for name in files.listing(inside) if name.endswith(SUFFIX) and not name.startswith("."))
     except OSError:
         return []
-
-
-def _is_newest(path: str) -> bool:
-    """Return whether this is the newest whole checkpoint of its folder, those with weights only aside. Rank 0's."""
-    try:
-        found = find_checkpoints(os.path.dirname(path.rstrip("/")) or ".")
-    except CheckpointError:  # the folder cannot be listed
-        return False
-    entries = [each for each in found if not each.weights_only]
-    return bool(entries) and same_path(entries[-1].path, path)
 
 
 def _first_filled(folders: list[str], takes_weights: bool) -> tuple[str | None, list[CheckpointEntry]]:
