@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -143,16 +142,6 @@ class LoopSettings:
         if resolve_precision(name, device_type).name != "16-mixed":
             return name  # as scripts pass the options whatever the precision is
         return scaler.precision("16-mixed", device_type)
-
-
-def refuse_unknown(arguments: dict[str, Any], known: Iterable[str]) -> None:
-    """Raise TypeError for an argument that the Accelerator does not have, with what to pass instead."""
-    for name, value in arguments.items():
-        if name in REPLACED:
-            raise TypeError(f"Accelerator has no {name}= (it was given {name}={value!r}): {REPLACED[name]}.")
-        close = difflib.get_close_matches(name, list(known), n=1)
-        hint = f" Did you mean {close[0]}=?" if close else f" Its arguments are {', '.join(known)}."
-        raise TypeError(f"Accelerator has no argument {name}= (it was given {name}={value!r}).{hint}")
 
 
 def _of_kind(given: Any, kind: type, name: str) -> Any:

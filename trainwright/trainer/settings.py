@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -224,16 +223,6 @@ class Settings:
         if interval is None or isinstance(interval, (int, float)):
             return None
         return to_seconds(interval, name="val_check_interval")
-
-
-def refuse_unknown(arguments: dict[str, Any], known: Iterable[str]) -> None:
-    """Raise TypeError for an argument that the Trainer does not have, with what to pass instead."""
-    for name, value in arguments.items():
-        if name in REPLACED:
-            raise TypeError(f"Trainer has no {name}= (it was given {name}={value!r}): {REPLACED[name]}.")
-        close = difflib.get_close_matches(name, list(known), n=1)
-        hint = f" Did you mean {close[0]}=?" if close else f" Its arguments are {', '.join(known)}."
-        raise TypeError(f"Trainer has no argument {name}= (it was given {name}={value!r}).{hint}")
 
 
 def _is_number(value: Any) -> bool:

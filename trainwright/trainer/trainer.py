@@ -18,6 +18,7 @@ from trainwright.callbacks.base import Callback
 from trainwright.checkpoint.reader import Verify
 from trainwright.data.datamodule import DataModule
 from trainwright.distributed.environment import Environment
+from trainwright.engine.arguments import refuse_unknown
 from trainwright.engine.command_line import fill_accumulation
 from trainwright.engine.engine import Engine
 from trainwright.loggers.base import Logger
@@ -44,7 +45,7 @@ from trainwright.trainer.request import Request, choose_checkpoint, read_evaluat
 from trainwright.trainer.resume import Resumption, open_with_hooks, restore_weights
 from trainwright.trainer.run import Parts, Run
 from trainwright.trainer.saving import save_checkpoint
-from trainwright.trainer.settings import Settings, refuse_unknown
+from trainwright.trainer.settings import REPLACED, Settings
 from trainwright.trainer.sources import find_source
 from trainwright.trainer.state import TrainerState
 from trainwright.trainer.status import Status
@@ -163,7 +164,7 @@ class Trainer(Status):
     ) -> None:
         given = locals()
         self._arguments = {name: value for name, value in given.items() if name not in ("self", "unknown")}
-        refuse_unknown(unknown, list(self._arguments))
+        refuse_unknown("Trainer", unknown, self._arguments, REPLACED)
         given_settings = Settings(**{each.name: given[each.name] for each in fields(Settings)})
         of_script = given_settings.accumulate_grad_batches
         accumulate = fill_accumulation(Environment.detect(), "accumulate_grad_batches", of_script)
