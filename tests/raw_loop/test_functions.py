@@ -255,6 +255,24 @@ def test_extraction_of_models() -> None:
 # -- states ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(
+    ("mixed_precision", "options", "dtype"),
+    [
+        ("bf16", tw.AutocastKwargs(cache_enabled=False), torch.bfloat16),
+        ("fp16", tw.AutocastKwargs(cache_enabled=False), torch.float16),
+        ("bf16", tw.AutocastKwargs(enabled=False), torch.float32),
+        ("bf16", None, torch.bfloat16),
+        ("no", tw.AutocastKwargs(cache_enabled=False), torch.float32),
+    ],
+)
+def test_autocast_keeps_the_precision(
+    mixed_precision: str, options: tw.AutocastKwargs | None, dtype: torch.dtype
+) -> None:
+    accelerator = alone(mixed_precision=mixed_precision)
+    with accelerator.autocast(options):
+        assert nn.Linear(4, 4)(torch.ones(2, 4)).dtype == dtype
+
+
 def test_the_states_are_views() -> None:
     accelerator = alone(mixed_precision="bf16", gradient_accumulation_steps=2)
     state = tw.AcceleratorState(accelerator)

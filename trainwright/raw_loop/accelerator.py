@@ -16,6 +16,7 @@ from torch.profiler import profile
 from torch.utils.hooks import RemovableHandle
 
 from trainwright.checkpoint.reader import Verify
+from trainwright.engine.arguments import refuse_unknown
 from trainwright.engine.command_line import fill_accumulation
 from trainwright.engine.engine import Engine
 from trainwright.engine.prepared import PreparedOptimizer, PreparedScheduler, stepped_by
@@ -39,7 +40,7 @@ from trainwright.raw_loop.preparation import Preparation, PreparationOptions
 from trainwright.raw_loop.profiling import ProfileKwargs, profiled
 from trainwright.raw_loop.project import ProjectConfiguration, chosen_project
 from trainwright.raw_loop.saved_states import SavedStates, refuse_load_options, refuse_pickle
-from trainwright.raw_loop.settings import LoopSettings, refuse_unknown, word_for
+from trainwright.raw_loop.settings import REPLACED, LoopSettings, word_for
 from trainwright.raw_loop.state_views import AcceleratorState, GradientState
 from trainwright.raw_loop.tracking import Options, Tracker, Trackers, chosen_loggers
 from trainwright.raw_loop.unwrapping import extract_model_from_parallel
@@ -123,7 +124,7 @@ class Accelerator(Collectives):
         project_config: ProjectConfiguration | None = None,
         **unknown: Any,
     ) -> None:
-        refuse_unknown(unknown, _arguments())
+        refuse_unknown("Accelerator", unknown, _arguments(), REPLACED)
         project, loggers = chosen_project(project_dir, project_config), chosen_loggers(log_with)
         settings = LoopSettings(
             mixed_precision,
@@ -302,7 +303,10 @@ class Accelerator(Collectives):
         inner = self.engine.precision.forward_context()
         if inner is None or options == AutocastKwargs():
             return inner or nullcontext()
-        return torch.autocast(self.device.type, enabled=options.enabled, cache_enabled=options.cache_enabled)
+        dtype = self.engine.precision.autocast_dtype
+        if dtype is None and options.enabled:
+            return inner  # a precision without autocast, which has no cache
+        return torch.autocast(self.device.type, dtype, enabled=options.enabled, cache_enabled=options.cache_enabled)
 
     @contextmanager
     def no_sync(self, model: nn.Module | None = None) -> Iterator[None]:
