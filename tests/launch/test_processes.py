@@ -39,7 +39,7 @@ import torch
 from trainwright.distributed.collectives import all_reduce
 
 def report_threads():
-    # The last exit handler, so the group has been closed. A thread is joined a moment before the kernel forgets it.
+    # The last exit handler, so the group has been closed. A thread is joined a moment before the kernel drops it.
     deadline = time.monotonic() + 10
     while (left := sum("gloo" in each.read_text() for each in Path("/proc/self/task").glob("*/comm"))):
         if time.monotonic() > deadline:

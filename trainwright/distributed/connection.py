@@ -93,8 +93,8 @@ class Connection:
         if self.owns_group and not self._watch.has_failed:
             self._destroy_group()
         elif self.owns_group and self.backend == "gloo":
-            _forget_last_error()
-            # A thread of gloo that still lets go of a tensor when the interpreter ends aborts the process. A collective whose
+            _clear_last_error()
+            # A thread of gloo that still releases a tensor when the interpreter ends aborts the process. A collective whose
             # peer is gone holds its thread for longer.
             destroyer = threading.Thread(target=self._destroy_group, name="trainwright-destroy-group", daemon=True)
             with suppress(RuntimeError):  # Python 3.12.0 and 3.12.1 start no thread so late
@@ -109,7 +109,7 @@ class Connection:
         _destroy_group()
 
 
-def _forget_last_error() -> None:
+def _clear_last_error() -> None:
     """Clear the frames of the error that ends this process, in which collectives hold on to their group."""
     error: BaseException | None = getattr(sys, "last_value", None)
     cleared = set()
