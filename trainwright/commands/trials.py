@@ -66,7 +66,7 @@ def trials_command(arguments: Sequence[str], _: Any) -> int:
         if (job := Environment.detect(variables)).launched_by != "single":
             raise ValueError(
                 f"the environment is that of rank {job.rank} of a job of {job.world_size} process(es), started by "
-                f"{job.launched_by}, and the test starts jobs of its own; run it in a shell outside of that job."
+                f"{job.launched_by}, and the test starts other jobs; run it in a shell outside of that job."
             )
     except ValueError as error:
         parser.error(str(error))
