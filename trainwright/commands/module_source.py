@@ -54,7 +54,7 @@ def make_module(target: str, arguments: str | None) -> tuple[nn.Module, str]:
 
 
 def _on_meta(module: nn.Module) -> nn.Module:
-    """Return a copy on the meta device; `to` would make two tensors of one that two layers share."""
+    """Return a copy on the meta device; `to` would make two tensors of one that two layers hold."""
     tensors: dict[int, Any] = {
         id(each): nn.Parameter(torch.empty_like(each, device="meta"), each.requires_grad)
         for each in module.parameters()
