@@ -22,7 +22,8 @@ from trainwright.launch.output import PrefixedOutput
 from trainwright.launch.processes import launch
 
 SCRIPT = """
-import json, os, signal, sys, threading, time
+import atexit, json, os, signal, sys, threading, time
+from pathlib import Path
 from trainwright.distributed.connection import open_process_group
 from trainwright.distributed.environment import Environment
 
@@ -36,6 +37,18 @@ if environment.world_size == 1:
 
 import torch
 from trainwright.distributed.collectives import all_reduce
+
+def report_threads():
+    # The last exit handler, so the group has been closed. A thread is joined a moment before the kernel drops it.
+    deadline = time.monotonic() + 10
+    while (left := sum("gloo" in each.read_text() for each in Path("/proc/self/task").glob("*/comm"))):
+        if time.monotonic() > deadline:
+            break
+        time.sleep(0.1)
+    print(f"threads of gloo: {left}", flush=True)
+
+if mode == "wait" and environment.rank == 0:
+    atexit.register(report_threads)
 
 connection = open_process_group(environment, "gloo")
 assert open_process_group(environment, "gloo") is connection
@@ -73,8 +86,8 @@ if environment.rank == 1:
 elif mode == "die":
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 print("ready", flush=True)
-if environment.rank == 0 and mode in ("die", "wait"):
-    time.sleep(600)
+while environment.rank == 0 and mode in ("die", "wait"):
+    time.sleep(0.1)
 all_reduce(torch.zeros(1))
 """
 
@@ -204,8 +217,10 @@ def test_a_signal_to_the_launcher_ends_all(tmp_path: Path, jobs: list[Job], numb
     job.wait_for("ready", times=2)
     began = time.monotonic()
     job.process.send_signal(number)
-    assert job.wait() == code
+    assert job.wait() == code, job.stderr
     assert time.monotonic() - began < deadline(GONE_SECONDS)
+    if number == signal.SIGINT:  # a thread that is left may abort the process
+        assert "threads of gloo: 0" in job.stdout
     assert job.stderr.count("KeyboardInterrupt") == (number == signal.SIGINT)  # rank 0's own
     assert "RuntimeError" not in job.stderr
     assert "trainwright" not in job.stderr  # no traceback of the launcher, no summary

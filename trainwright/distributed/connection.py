@@ -6,6 +6,8 @@ import atexit
 import gc
 import os
 import sys
+import threading
+import traceback
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -22,6 +24,8 @@ from trainwright.distributed.rank_positions import RankPositions
 from trainwright.distributed.store import STORE_PREFIX, Store, open_store, stores
 from trainwright.distributed.store_channel import StoreChannel
 from trainwright.distributed.sync_points import SyncPoint, SyncPoints
+
+FAILED_GROUP_SECONDS = 1.0  # for the process group's threads to end after a failure
 
 
 def pick_backend(device_type: str, *, on_host_too: bool = False) -> str:
@@ -86,13 +90,33 @@ class Connection:
             with suppress(RuntimeError, OSError):  # the store's host may have been killed
                 self.channel.leave()  # before the goodbye, which is what the host waits for
         self._watch.stop()
-        # After a failure no communication is attempted: a peer that is gone would make it hang.
         if self.owns_group and not self._watch.has_failed:
-            for holder in self._holders:
-                if (release := holder()) is not None:
-                    release()
-            gc.collect()  # a DistributedDataParallel is a cycle
-            _destroy_group()
+            self._destroy_group()
+        elif self.owns_group and self.backend == "gloo":
+            _clear_last_error()
+            # A thread of gloo that still releases a tensor when the interpreter ends aborts the process. A collective whose
+            # peer is gone holds its thread for longer.
+            destroyer = threading.Thread(target=self._destroy_group, name="trainwright-destroy-group", daemon=True)
+            with suppress(RuntimeError):  # Python 3.12.0 and 3.12.1 start no thread so late
+                destroyer.start()
+                destroyer.join(FAILED_GROUP_SECONDS)
+
+    def _destroy_group(self) -> None:
+        for holder in self._holders:
+            if (release := holder()) is not None:
+                release()
+        gc.collect()  # a DistributedDataParallel is a cycle
+        _destroy_group()
+
+
+def _clear_last_error() -> None:
+    """Clear the frames of the error that ends this process, in which collectives hold on to their group."""
+    error: BaseException | None = getattr(sys, "last_value", None)
+    cleared = set()
+    while error is not None and id(error) not in cleared:
+        cleared.add(id(error))
+        traceback.clear_frames(error.__traceback__)
+        error = error.__context__
 
 
 def open_connection() -> Connection | None:
