@@ -104,7 +104,7 @@ class ModelWindow(AccumulationWindow, AbstractContextManager[None]):
         """The pass over a loader that it began in."""
         self._corrected: set[int] = set()
         self._put_off: list[Callable[[], None]] = []
-        """Clears of gradients that were asked for at its end, before the step, and wait for the next one's first batch."""
+        """What clears gradients once the next window begins, as `zero_grad` came at this one's end, before the step."""
 
     def __enter__(self) -> None:
         windows = self._windows

@@ -618,9 +618,9 @@ class Accelerator(Collectives):
             return None
         given = {parameters} if isinstance(parameters, Tensor) else set(parameters)
         for prepared in self._preparations.optimizers:
-            own = stepped_by(prepared)
+            own = {each for each in stepped_by(prepared) if each.requires_grad}
             # Parameters that no optimizer steps may be among them, if they have no gradient that the norm would miss.
-            if own <= given and not any(each.grad is not None for each in given - own):
+            if own and own <= given and not any(each.grad is not None for each in given - own):
                 self._warn_of_norm(norm)
                 return prepared.clip(norm, value)
         raise ValueError(
