@@ -16,6 +16,7 @@ from trainwright.checkpoint.contents import encode_state
 from trainwright.checkpoint.discovery import is_newest
 from trainwright.checkpoint.reader import Verify
 from trainwright.data.seeding import set_rng_state
+from trainwright.engine.arguments import check_takes
 from trainwright.engine.engine import Engine
 from trainwright.errors import CheckpointError
 from trainwright.rank_zero import rank_zero_warn
@@ -57,10 +58,10 @@ class SavedStates:
                 self._objects.append(each)
 
     def add_save_hook(self, hook: Hook) -> RemovableHandle:
-        return _added(self._save_hooks, hook, "register_save_state_pre_hook")
+        return _added(self._save_hooks, hook, "register_save_state_pre_hook", ("models", "weights", "output_dir"))
 
     def add_load_hook(self, hook: Hook) -> RemovableHandle:
-        return _added(self._load_hooks, hook, "register_load_state_pre_hook")
+        return _added(self._load_hooks, hook, "register_load_state_pre_hook", ("models", "input_dir"))
 
     def save(
         self, preparation: Preparation, output_dir: str | os.PathLike[str] | None, blocking: bool, overwrite: bool
@@ -220,9 +221,10 @@ class SavedStates:
             self._engine.ranks.run_on_all(load, call, subject=subject)
 
 
-def _added(hooks: OrderedDict[int, Hook], hook: Any, call: str) -> RemovableHandle:
+def _added(hooks: OrderedDict[int, Hook], hook: Any, call: str, given: tuple[str, ...]) -> RemovableHandle:
     if not callable(hook):
         raise TypeError(f"{call} was given a {type(hook).__name__}; accepted is a function.")
+    check_takes(f"{call}: {getattr(hook, '__name__', type(hook).__name__)}", hook, given)
     handle = RemovableHandle(hooks)
     hooks[handle.id] = hook
     return handle
