@@ -336,6 +336,18 @@ def test_two_ranks(tmp_path: Path) -> None:
     assert len(table) == 7
 
 
+def test_an_evaluation_that_was_left_begins_anew(tmp_path: Path) -> None:
+    loop = Loop(project_dir=tmp_path)
+    scored = loop.accelerator.prepare(make_loader(16))
+    loop.train(1)
+    next(iter(scored))
+    loop.accelerator.save_state()
+    again = Loop(project_dir=tmp_path)
+    scored = again.accelerator.prepare(make_loader(16))
+    again.accelerator.load_state()
+    assert len(list(scored)) == 4
+
+
 def test_a_stop_within_an_epoch_is_exact(tmp_path: Path) -> None:
     whole = Loop()
     whole.train(2)

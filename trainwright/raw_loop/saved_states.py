@@ -67,6 +67,11 @@ class SavedStates:
         self, preparation: Preparation, output_dir: str | os.PathLike[str] | None, blocking: bool, overwrite: bool
     ) -> str:
         """Write a checkpoint; see `Accelerator.save_state`. Collective."""
+        if preparation.windows.drop_left():
+            rank_zero_warn(
+                "the loop left its loader within an accumulation window, whose gradients are dropped: checkpoints hold none.",
+                stacklevel=3,
+            )
         if preparation.windows.is_open and preparation.windows.usual_length > 1:
             raise RuntimeError(
                 "save_state was called within an accumulation window, and checkpoints hold no gradients; call it when "
