@@ -236,6 +236,7 @@ PACKAGE_LINES = [
     ),
     (30, "a failed rank ends the process group's threads before the interpreter"),
     (135, "defects that a reading of the raw loop and the command line proved"),
+    (90, "misspelt hooks, wrong signatures and what a newcomer from Accelerate types are named before anything is run"),
 ]
 """Lines of the package: what is added to it, or taken off, with the reason. The sum is the limit."""
 

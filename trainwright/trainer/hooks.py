@@ -59,8 +59,6 @@ SILENT = (
     "val_dataloader", "transfer_batch_to_device", "setup", "teardown",
 )  # fmt: skip
 """Further methods of a module of which a misspelt one is missed by nothing."""
-STAGES_OF_SEVERAL = ("on_validation", "on_test", "on_predict")
-"""How the hooks begin that are given a loader's index if there are several loaders, or if they take no call without."""
 SAVE = "on_train_epoch_end, saving"
 """The hook table's name for the on_train_epoch_end of ModelCheckpoints, which come last of all."""
 RUN_LAST = "on_train_epoch_end, last"
@@ -103,7 +101,7 @@ class HookTable:
                 own = getattr(module, name)
                 calls.append(own if profiler is None else profiler.timed(own, f"[module] {name}"))
             calls += [bound(each, name) for each in after]
-            if name.endswith(("_batch_start", "_batch_end")) and name.startswith(STAGES_OF_SEVERAL):
+            if name.endswith(("_batch_start", "_batch_end")) and "train" not in name:
                 calls = [_with_loader_index(each, 2 if name.endswith("_start") else 3) for each in calls]
             self._calls[name] = tuple(calls)
         readers = [
@@ -152,15 +150,20 @@ def check_hooks(owner: Module | Callback) -> None:
         if kind.__module__.partition(".")[0] in ("trainwright", "torch", "builtins"):
             continue
         for name, method in vars(kind).items():
-            if name in hooks and inspect.isfunction(method):
-                given = list(inspect.signature(getattr(base, name)).parameters)[1:]
-                call = getattr(owner, name)
-                if given[-1:] == ["dataloader_idx"] and name.startswith(STAGES_OF_SEVERAL):
-                    given = given[:-1] if _with_loader_index(call, len(given) - 1) is call else given
-                check_takes(f"{type(owner).__name__}.{name}", call, given)
+            if not inspect.isfunction(method):
                 continue
-            meant = nearest_hook(name, base) if inspect.isfunction(method) and not hasattr(base, name) else ""
-            if meant and not is_overridden(meant, owner, base):
+            if name in hooks:
+                call, given = getattr(owner, name), list(inspect.signature(getattr(base, name)).parameters.values())[1:]
+                least = [each.name for each in given if each.default is each.empty]
+                is_enough = _with_loader_index(call, len(least)) is call
+                check_takes(
+                    f"{type(owner).__name__}.{name}", call, least if is_enough else [each.name for each in given]
+                )
+            elif (
+                not hasattr(base, name)
+                and (meant := nearest_hook(name, base))
+                and not is_overridden(meant, owner, base)
+            ):
                 rank_zero_warn(
                     f"{type(owner).__name__}.{name} is not a hook, so it is never called; did you mean {meant}? If it is a "
                     "method of your own, give it another name.",

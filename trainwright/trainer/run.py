@@ -256,9 +256,9 @@ class Run:
         engine, outcome = self.engine, Outcome()
         module, datamodule = self.module, self.datamodule
         assert module is not None
-        owners: list[Module | Callback] = [module, *self.callbacks]
-        for owner in owners:
-            check_hooks(owner)
+        check_hooks(module)
+        for callback in self.callbacks:
+            check_hooks(callback)
         self.stop.note_end(None)
         self.state.progress.enter(Phase.OUTSIDE)
         outer = trainer_of(module)
