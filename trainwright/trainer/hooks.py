@@ -173,7 +173,7 @@ def check_hooks(owner: Module | Callback) -> None:
 
 @cache
 def nearest_hook(name: str, base: type) -> str:
-    """Return the hook whose name is almost this one; "" if there is none."""
+    """Return the hook whose name is almost this one, or ""."""
     known = HOOKS if base is Callback else (*MODULE_HOOKS, *SILENT)
     is_on = name.startswith("on")
     similar = [each for each in known if (is_on if each.startswith("on_") else each in SILENT)]
