@@ -1,6 +1,7 @@
 """The cost of a ddp step on two processes against torch's DistributedDataParallel in a hand-written loop.
 
-Both train the same small model in the same two processes, in interleaved rounds; the median of each counts.
+All train the same small model in the same two processes, in interleaved rounds; the median of the ratios counts. The Trainer
+and the Accelerator fuse AdamW by default, so there is a second ratio: to the hand-written loop with `fused=True`.
 
     python benchmarks/ddp_overhead.py [--rounds 9] [--steps 300]
 """
@@ -10,6 +11,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -35,9 +37,9 @@ def make_loader(steps: int) -> DataLoader[Any]:
     return DataLoader(data, batch_size=16)
 
 
-def hand_written(steps: int) -> float:
+def hand_written(steps: int, fused: bool | None = None) -> float:
     model = DistributedDataParallel(make_model())
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=fused)
     data = make_loader(steps)
     sampler = torch.utils.data.DistributedSampler(data.dataset, shuffle=False)  # type: ignore[arg-type, var-annotated]
     loader = DataLoader(data.dataset, batch_size=16, sampler=sampler)
@@ -97,6 +99,29 @@ def trainwright_trainer(steps: int) -> float:
     return clock.seconds
 
 
+def trainwright_accelerator(steps: int) -> float:
+    accelerator = tw.Accelerator(cpu=True, strategy="ddp")
+    model = make_model()
+    prepared = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-3), make_loader(steps))
+    model, optimizer, loader = prepared
+    dist.barrier()
+    began = time.perf_counter()
+    for inputs, targets in loader:
+        optimizer.zero_grad()
+        accelerator.backward(nn.functional.cross_entropy(model(inputs), targets))
+        optimizer.step()
+    dist.barrier()
+    return time.perf_counter() - began
+
+
+LOOPS: dict[str, Callable[[int], float]] = {
+    "hand-written": hand_written,
+    "hand-written, fused": lambda steps: hand_written(steps, fused=True),
+    "Trainer": trainwright_trainer,
+    "Accelerator": trainwright_accelerator,
+}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=9)
@@ -104,16 +129,13 @@ def main() -> None:
     options = parser.parse_args()
     trainer = make_trainer(Clock())  # starts the two processes
     torch.set_num_threads(1)
-    ratios, micros = [], []
-    for _ in range(options.rounds + 1):
-        by_hand, ours = hand_written(options.steps), trainwright_trainer(options.steps)
-        ratios.append(ours / by_hand)
-        micros.append((1e6 * by_hand / options.steps, 1e6 * ours / options.steps))
-    by_hand, ours = (statistics.median(each) for each in zip(*micros[1:], strict=True))  # the first round warms up
-    trainer.print(
-        f"\nhand-written ddp {by_hand:.0f} us a step, trainwright {ours:.0f} us a step, "
-        f"ratio {statistics.median(ratios[1:]):.3f} ({options.rounds} rounds, {min(ratios[1:]):.3f} to {max(ratios[1:]):.3f})"
-    )
+    rounds = [{name: loop(options.steps) for name, loop in LOOPS.items()} for _ in range(options.rounds + 1)]
+    for name in LOOPS:
+        line = f"{name:20}{1e6 * statistics.median(each[name] for each in rounds[1:]) / options.steps:6.0f} us a step"
+        for base in ("hand-written", "hand-written, fused"):
+            ratios = [each[name] / each[base] for each in rounds[1:]]  # the first round warms up
+            line += f"; {statistics.median(ratios):.3f} of {base} ({min(ratios):.3f} to {max(ratios):.3f})"
+        trainer.print(line)
 
 
 if __name__ == "__main__":

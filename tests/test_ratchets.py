@@ -235,7 +235,8 @@ PACKAGE_LINES = [
         "the raw loop in full: Accelerate's constructor, methods, plugins, trackers; launch by a config, env, test, estimate",
     ),
     (30, "a failed rank ends the process group's threads before the interpreter"),
-    (120, "defects that a reading of the raw loop and the command line proved"),
+    (135, "defects that a reading of the raw loop and the command line proved"),
+    (90, "misspelt hooks, wrong signatures and what a newcomer from Accelerate types are named before anything is run"),
 ]
 """Lines of the package: what is added to it, or taken off, with the reason. The sum is the limit."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import io
 import sys
 from collections.abc import Sequence
 from functools import partial
@@ -40,6 +41,10 @@ def main() -> int:
     """Run the command line of this process."""
     from trainwright.launch.cli import main as run
 
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(
+            errors="backslashreplace"
+        )  # as stderr: a terminal's encoding may lack a letter of a path
     others = {name: (partial(_run, where), about) for name, (where, about) in COMMANDS.items()}
     return run(sys.argv[1:], check_names, others)
 

@@ -185,3 +185,12 @@ def test_every_value_is_read_as_it_was_written(text: str) -> None:
     Path("one.yaml").write_text(as_yaml({"env": {"A": text}}))
     found = command.find_config("one.yaml")
     assert found.variables["A"].text == text
+
+
+def test_show_accepts_a_config_whose_machine_number_is_in_the_environment(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Path("shared.yaml").write_text("num_nodes: 2\nmain_address: 10.0.0.1\n")
+    monkeypatch.setenv("NODE_RANK", "1")
+    assert config_command(["show", "--config-file", "shared.yaml"], check_names) == 0
+    assert "num_nodes: 2" in capsys.readouterr().out

@@ -76,7 +76,7 @@ def test_a_number_of_parameters(capsys: pytest.CaptureFixture[str]) -> None:
     assert row(found, "16-mixed", "single_device", 1)["verdict"] == "too large"
     assert row(found, "bf16-true", "ddp", 8)["verdict"] == "tight"
     staged = row(found, "bf16-true", "deepspeed_stage_2", 8)
-    assert (staged["parameters"], staged["gradients"], staged["masters"]) == (2 * count, 2 * count / 8, 4 * count / 8)
+    assert (staged["parameters"], staged["gradients"], staged["masters"]) == (2 * count, 4 * count / 8, 4 * count / 8)
     assert staged["optimizer"] == pytest.approx(8 * count / 8, abs=8), "the optimizer steps float32 masters"
 
 
@@ -131,6 +131,12 @@ def test_the_table_groups_precisions_that_take_the_same(capsys: pytest.CaptureFi
         (["fails.py"], "fails.py failed while it was imported (SystemExit: 3); put its work under"),
         (["net.py:small", "--params", "3"], "pass either SCRIPT_OR_MODULE[:CLASS] or --params N."),
         ([], "pass either SCRIPT_OR_MODULE[:CLASS] or --params N."),
+        (["bad.py"], "bad.py failed while it was imported (ValueError: a wrong number); put its work under"),
+        (
+            ["--params", "1", "--devices", "8", "--strategies", "single_device"],
+            "leaves nothing to show: single_device is",
+        ),
+        (["--params", "1", "--precision", "64-true", "--strategies", "deepspeed_stage_2"], "DeepSpeed has no 64 bits."),
         (["--params", "many"], "--params many: expected a number such as 7e9 or 7B."),
         (["--params", "1", "--memory", "80GiBs"], "--memory 80GiBs: expected a number such as 80GiB."),
         (["--params", "1", "--devices", "1,x"], "--devices x: expected whole numbers from 1, separated by commas."),
@@ -141,7 +147,22 @@ def test_the_table_groups_precisions_that_take_the_same(capsys: pytest.CaptureFi
 )
 def test_what_is_refused(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
     Path("fails.py").write_text("import sys\nsys.exit(3)")
+    Path("bad.py").write_text("raise ValueError('a wrong number')")
     with pytest.raises(SystemExit) as caught:
         estimate_command(arguments, check_names)
     assert caught.value.code == 2
     assert said in capsys.readouterr().err
+
+
+def test_weights_that_layers_share_count_once_and_an_assumed_optimizer_is_said(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    Path("alone.py").write_text(
+        "from torch import nn\ntied = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))\ntied[1].weight = tied[0].weight"
+    )
+    found = estimated(capsys, "alone.py:tied", "--devices", "1", "--optimizer", "LBFGS")
+    assert (found["parameters"], found["optimizer_is_assumed"]) == (24, True)
+    assert [each["parameters"] for each in found["rows"]] == [96, 96, 96, 48, 48]
+    assert estimate_command(["--params", "9", "--optimizer", "LBFGS"], check_names) == 0
+    assert "LBFGS could not be tried on these sizes: its state is counted as Adam's" in capsys.readouterr().out
+    assert not estimated(capsys, "--params", "9")["optimizer_is_assumed"]

@@ -219,6 +219,12 @@ def test_clipping_is_refused_where_it_would_leave_something_out() -> None:
     with pytest.raises(ValueError, match="those that one optimizer steps"):
         accelerator.clip_grad_norm_(model.parameters(), 1.0)
     assert accelerator.clip_grad_norm_(net[0].parameters(), 1.0) is not None
+    whole = make_net()
+    whole[0].requires_grad_(False)
+    accelerator, trained = tw.Accelerator(cpu=ON_HOST), [each for each in whole.parameters() if each.requires_grad]
+    model, _ = accelerator.prepare(whole, torch.optim.SGD(whole.parameters(), 0.1))
+    accelerator.backward(model(torch.ones(2, 8)).sum())
+    assert accelerator.clip_grad_norm_(trained, 1.0) is not None
 
 
 def test_a_save_within_a_window_is_refused(tmp_path: Path) -> None:
@@ -226,6 +232,9 @@ def test_a_save_within_a_window_is_refused(tmp_path: Path) -> None:
     for batch in loader:
         with accelerator.accumulate(model):
             accelerator.backward(loss_of(model, batch))
+        with pytest.raises(RuntimeError, match="within an accumulation window"):
+            accelerator.save_state(str(tmp_path / "within.ckpt"))
         break
-    with pytest.raises(RuntimeError, match="within an accumulation window"):
-        accelerator.save_state(str(tmp_path / "within.ckpt"))
+    with pytest.warns(UserWarning, match="left its loader within an accumulation window"):
+        accelerator.save_state(str(tmp_path / "left.ckpt"))
+    assert all(parameter.grad is None for parameter in model.parameters())

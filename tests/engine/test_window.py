@@ -224,3 +224,55 @@ def test_a_step_that_is_skipped_leaves_the_gradients_of_the_others_to_scale() ->
         scales.append(scaler.get_scale())
     assert scales == [65536.0, 65536.0, 65536.0, 32768.0]
     assert [model.module.weight.item() for model in models] == [0.5, 0.0]
+
+
+def test_a_loop_that_counts_its_batches_by_itself_divides_by_the_usual_length() -> None:
+    accelerator, model, optimizer, loader = accumulating(5)
+    whole, plain = tw.Accelerator(cpu=ON_HOST), make_net()
+    plain, stepper = whole.prepare(plain, torch.optim.SGD(plain.parameters(), 0.5))
+    for number, batch in enumerate(loader):
+        accelerator.backward(loss_of(model, batch))
+        whole.backward(loss_of(plain, batch) / 5)
+        if number == 2:  # such as for a loss that is not finite
+            for each in (optimizer, stepper):
+                each.zero_grad()
+    optimizer.step()
+    stepper.step()
+    assert_close(weights(model), weights(plain), 1e-6)
+
+
+@pytest.mark.parametrize("when", ["instead of a backward", "after a backward", "after clipping", "before a step"])
+def test_gradients_that_are_cleared_at_a_windows_end_are_gone(when: str) -> None:
+    accelerator, model, optimizer, loader = accumulating(2, samples=32)
+    before = weights(model)
+    for number, batch in enumerate(loader):
+        with accelerator.accumulate(model):
+            if number == 3 and when == "instead of a backward":
+                optimizer.zero_grad()
+                continue
+            accelerator.backward(loss_of(model, batch) * (float("nan") if number in (2, 3) else 1.0))
+            if number == 3:
+                if when == "after clipping":
+                    assert accelerator.clip_grad_norm_(model.parameters(), 1.0).isnan()
+                optimizer.zero_grad()
+                if when != "before a step":
+                    continue
+            optimizer.step()
+            optimizer.zero_grad()
+    assert all(each.isfinite().all() and not each.equal(before[name]) for name, each in weights(model).items())
+    assert accelerator.step_count == 4 - (when != "before a step")
+
+
+def test_gradients_of_chosen_optimizers_are_unscaled() -> None:
+    accelerator = tw.Accelerator(cpu=ON_HOST, mixed_precision="fp16")
+    models = [Overflowing(-1), Overflowing(-1)]
+    optimizers = [torch.optim.SGD(each.parameters(), 0.5) for each in models]
+    models, optimizers = (list(accelerator.prepare(*each)) for each in (models, optimizers))
+    for model in models:
+        accelerator.backward(model().sum())
+    accelerator.unscale_gradients(optimizers[1:])
+    assert [model.module.weight.grad.item() for model in models] == [65536.0, 1.0]
+    accelerator.unscale_gradients()
+    assert [model.module.weight.grad.item() for model in models] == [1.0, 1.0]
+    with pytest.raises(ValueError, match="was not prepared"):
+        accelerator.unscale_gradients(torch.optim.SGD(make_net().parameters(), 0.5))

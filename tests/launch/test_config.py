@@ -207,3 +207,34 @@ def test_accumulation_reaches_the_ranks() -> None:
     job = '{"gradient_accumulation_steps": 4, "precision": "bf16"}'
     environment = Environment.detect({**variables, JOB_VARIABLE: job})
     assert (environment.gradient_accumulation_steps, environment.precision) == (4, "bf16")
+
+
+def test_what_overrides_the_config_is_said_once_and_truly(
+    started: list[Any], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def said(text: str, *arguments: str) -> list[str]:
+        assert launch(text, "--dry-run", *arguments) == 0
+        return [line.strip() for line in capsys.readouterr().err.splitlines() if "overrides" in line]
+
+    fixed = "num_nodes: 2\nnode_rank: 0\nmain_address: 10.0.0.1\n"
+    spread = "nodes: 1:4\nmain_address: 10.0.0.1\n"
+    assert said(fixed, "--nodes", "1:3") == [
+        "--nodes 1:3 overrides num_nodes: 2 of mine.yaml:1",
+        "--nodes 1:3 overrides node_rank: 0 of mine.yaml:2",
+    ]
+    assert said(spread, "--num-nodes", "2", "--node-rank", "0") == ["--num-nodes 2 overrides nodes: 1:4 of mine.yaml:1"]
+    assert said("nodes: 1:4\n", "--node-rank", "0") == ["--node-rank 0 overrides nodes: 1:4 of mine.yaml:1"]
+    assert said(fixed, "--num-nodes", "1") == ["--num-nodes 1 overrides num_nodes: 2 of mine.yaml:1"]
+    monkeypatch.setenv("MASTER_PORT", "29501")
+    assert said("main_port: 1234\ncpu: True\n", "--cpu") == []  # one machine meets where the config says
+    assert said(fixed + "main_port: 1\n") == ["MASTER_PORT=29501 overrides main_port: 1 of mine.yaml:4"]
+
+
+def test_a_variable_without_a_value_is_left_out_and_control_characters_are_escaped(
+    started: list[Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert launch('env:\n  FIRST: ~\n  SECOND: "a\\nb\\e[31m"\n', "--dry-run") == 0
+    said = capsys.readouterr()
+    assert "FIRST" not in said.err + said.out
+    assert "env SECOND a\\nb\\x1b[31m mine.yaml:3" in rows(said.err)
+    assert "FIRST" not in os.environ

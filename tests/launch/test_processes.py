@@ -208,9 +208,8 @@ def test_a_killed_launcher_takes_its_workers_with_it(tmp_path: Path, jobs: list[
     job.wait()
 
 
-@pytest.mark.parametrize(
-    ("number", "code"), [pytest.param(signal.SIGINT, 130, marks=pytest.mark.launch), (signal.SIGTERM, 143)]
-)
+@pytest.mark.launch
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_to_the_launcher_ends_all(tmp_path: Path, jobs: list[Job], number: int, code: int) -> None:
     job = Job(tmp_path, "wait")
     jobs.append(job)

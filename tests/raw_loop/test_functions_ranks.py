@@ -48,6 +48,21 @@ def train_locally(accelerator: tw.Accelerator, folder: Path) -> dict[str, Any]:
     return {"after": after, "end": weights(net), "refused": refused}
 
 
+def normalize(accelerator: tw.Accelerator) -> list[Any]:
+    """Return the statistics of a batch norm that each rank has trained with its own samples."""
+    net = torch.nn.Sequential(torch.nn.Linear(8, 4), torch.nn.BatchNorm1d(4))
+    net, optimizer = accelerator.prepare(net, optimizer_of(net))
+    with tw.LocalSGD(accelerator, net, local_sgd_steps=EVERY):
+        accelerator.backward(net(torch.randn(4, 8) + accelerator.process_index).square().sum())
+        optimizer.step()
+    statistics: list[Any] = accelerator.unwrap_model(net)[1].running_mean.tolist()
+    optimizer.zero_grad()
+    with net.no_sync():
+        accelerator.backward(net(torch.randn(4, 8) + accelerator.process_index).square().sum())
+    own = accelerator.unwrap_model(net)[0].weight.grad
+    return [statistics, own.equal(accelerator.reduce(own, "mean"))]
+
+
 def search(accelerator: tw.Accelerator) -> dict[str, Any]:
     tried: list[int] = []
 
@@ -95,6 +110,7 @@ def work(folder: Path) -> dict[str, Any]:
     off = tw.Accelerator(cpu=True, strategy="fsdp")
     with tw.LocalSGD(off, off.prepare(make_net()), 2, enabled=False) as local_sgd:
         local_sgd.step()
+    found["normalized"] = normalize(tw.Accelerator(cpu=True))
     found["search"] = search(plain)
     return found
 
@@ -157,6 +173,12 @@ def test_local_sgd(ranks: list[dict[str, Any]], name: str, accumulate: int) -> N
         assert "within LocalSGD, where each rank has other weights" in rank[name]["refused"]
     for key, value in ranks[0][name]["end"].items():
         assert torch.equal(value, ranks[1][name]["end"][key]), "the replicas stay the same afterwards"
+
+
+def test_buffers_after_local_sgd_and_gradients_within_no_sync(ranks: list[dict[str, Any]]) -> None:
+    statistics, is_averaged = ranks[0]["normalized"]
+    assert ranks[1]["normalized"] == [statistics, is_averaged]
+    assert not is_averaged
 
 
 def test_the_ranks_agree_on_a_batch_size(ranks: list[dict[str, Any]]) -> None:

@@ -80,6 +80,12 @@ def on_ranks(folder: Path) -> dict[str, Any]:
         accelerator.on_process(lambda: "0", process_index=0)(),
     ]
     seen["teacher"] = teach()
+    halves = tw.Accelerator(cpu=True, scale_schedulers=True, split_batches=True)
+    net, optimizer, loader = make(halves, 2)
+    once = halves.prepare(torch.optim.lr_scheduler.StepLR(optimizer, 9))
+    optimizer.step()
+    once.step()
+    assert once.last_epoch == 1
     return seen
 
 

@@ -17,7 +17,7 @@ from trainwright.distributed.network import DEFAULT_PORT, LOOPBACK
 from trainwright.launch.cli import Parser, check_config
 from trainwright.launch.config import KEYS, Config, Entry, checked_variable, config_path, find_config, nearest
 from trainwright.launch.sources import NameCheck
-from trainwright.launch.variables import shown
+from trainwright.launch.variables import printable, shown
 
 INTERRUPTED = 130
 Answers = dict[str, str | dict[str, str]]
@@ -69,10 +69,10 @@ def describe_config(given: str | None, check_names: NameCheck) -> str:
     config = find_config(given)
     if config.path is None:
         return f"{path} does not exist, so launch uses its defaults; trainwright config writes it."
-    check_config(config, check_names)
+    check_config(config, check_names, with_environment=True)
     lines = [f"{path} ({source})"]
     lines += [f"  {name}: {entry.text}" for name, entry in config.values.items()]
-    lines += [f"  env {name}: {shown(name, entry.text)}" for name, entry in config.variables.items()]
+    lines += [f"  env {name}: {printable(shown(name, entry.text))}" for name, entry in config.variables.items()]
     return "\n".join(lines if len(lines) > 1 else [*lines, "  holds no values"])
 
 

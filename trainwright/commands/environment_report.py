@@ -70,7 +70,7 @@ def _config(check_names: NameCheck) -> dict[str, Any]:
     path, source = config_path(None)
     try:
         config = find_config(None)
-        check_config(config, check_names)
+        check_config(config, check_names, with_environment=True)
     except ValueError as error:
         return {"file": path, "named by": source, "error": str(error)}
     if config.path is None:

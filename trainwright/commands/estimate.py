@@ -58,19 +58,35 @@ def estimate_command(arguments: Sequence[str], _: Any) -> int:
         optimizer = _optimizer(options.optimizer)
         module, name = _module(options.target, options.params, options.args)
         rows = list(_rows(module, optimizer, precisions, strategies, devices))
+        if not rows:
+            raise ValueError(
+                f"--strategies {options.strategies} with --devices {options.devices} and these precisions leaves nothing to "
+                "show: single_device is for 1 device, the others are for several, and DeepSpeed has no 64 bits."
+            )
+        is_assumed = estimate_memory(module, optimizer, 1, 1).is_assumed
     except (ValueError, TypeError) as error:
         parser.error(str(error))
     count = sum(each.numel() for each in module.parameters())
     if options.json:
         print(
             json.dumps(
-                {"parameters": count, "memory": memory, "rows": [_as_data(row, memory) for row in rows]}, indent=2
+                {
+                    "parameters": count,
+                    "memory": memory,
+                    "optimizer_is_assumed": is_assumed,
+                    "rows": [_as_data(row, memory) for row in rows],
+                },
+                indent=2,
             )
         )
         return 0
     print(
         f"{name}: {count:,} parameters, trained with {options.optimizer}. Bytes on each device, activations not counted."
     )
+    if is_assumed:
+        print(
+            f"{options.optimizer} could not be tried on these sizes: its state is counted as Adam's, 8 bytes a parameter."
+        )
     print(f"With {size_text(memory)} for each device; `fits` leaves a fifth of it for activations.")
     print("\n".join(_table(rows, memory)))
     return 0
@@ -122,7 +138,7 @@ def _rows(
         converted = module if dtype is None else copy.deepcopy(module).to(dtype)
         for count in devices:
             for strategy, held in estimate_memory(converted, optimizer, count, 1).parts.items():
-                if strategy in strategies:
+                if strategy in strategies and not (dtype == torch.float64 and held.masters):  # no engine has these
                     yield Row(precision, strategy, count, held)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 import importlib.util
 import inspect
@@ -14,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from trainwright.launch.config import nearest
 
@@ -33,7 +35,7 @@ def make_module(target: str, arguments: str | None) -> tuple[nn.Module, str]:
     source = _imported(origin)
     found, name = _find(source, origin, name)
     if isinstance(found, nn.Module):
-        return found.to("meta"), name
+        return _on_meta(found), name
     options = _options(arguments)
     _check_call(found, name, options)
     try:
@@ -48,7 +50,18 @@ def make_module(target: str, arguments: str | None) -> tuple[nn.Module, str]:
         ) from error
     if not isinstance(module, nn.Module):
         raise ValueError(f"{name} gave a {type(module).__name__}; name a torch module, or a function that returns one.")
-    return module.to("meta"), name
+    return _on_meta(module), name
+
+
+def _on_meta(module: nn.Module) -> nn.Module:
+    """Return a copy on the meta device; `to` would make two tensors of one that two layers hold."""
+    tensors: dict[int, Any] = {
+        id(each): nn.Parameter(torch.empty_like(each, device="meta"), each.requires_grad)
+        for each in module.parameters()
+        if not is_lazy(each)
+    }
+    tensors |= {id(each): torch.empty_like(each, device="meta") for each in module.buffers() if not is_lazy(each)}
+    return copy.deepcopy(module, tensors)
 
 
 def _imported(origin: str) -> ModuleType:
@@ -58,12 +71,12 @@ def _imported(origin: str) -> ModuleType:
             f"{origin!r} is not a script that exists; pass the path of a .py file, or the name of a module."
         )
     sys.path.insert(0, os.path.dirname(os.path.abspath(origin)) if is_script else os.getcwd())
+    if not is_script and _spec_of(origin) is None:
+        raise ValueError(
+            f"neither a script nor a module {origin!r} was found; pass the path of a .py file, or the name of a module."
+        )
     try:
         if not is_script:
-            if _spec_of(origin) is None:
-                raise ValueError(
-                    f"neither a script nor a module {origin!r} was found; pass the path of a .py file, or the name of a module."
-                )
             return importlib.import_module(origin)
         # Not under its own name, which another module may have.
         spec = importlib.util.spec_from_file_location(f"estimated_{os.path.basename(origin)[:-3]}", origin)
@@ -73,8 +86,6 @@ def _imported(origin: str) -> ModuleType:
         sys.modules[source.__name__] = source
         spec.loader.exec_module(source)
         return source
-    except ValueError:
-        raise
     except (Exception, SystemExit) as error:
         raise ValueError(
             f"{origin} failed while it was imported ({type(error).__name__}: {error}); put its work under "

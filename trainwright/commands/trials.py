@@ -17,6 +17,7 @@ from torch import Tensor
 from trainwright.commands.choices import choose
 from trainwright.commands.machine import STRATEGIES, describe_devices, why_missing
 from trainwright.devices import accelerator
+from trainwright.distributed.environment import Environment
 from trainwright.launch.cli import Parser
 from trainwright.launch.config import find_config
 from trainwright.launch.variables import with_variables_of
@@ -61,10 +62,15 @@ def trials_command(arguments: Sequence[str], _: Any) -> int:
         if not options.timeout.isdigit() or int(options.timeout) < 1:
             raise ValueError(f"--timeout {options.timeout}: expected a whole number of seconds from 1.")
         config = find_config(options.config_file)
+        variables = with_variables_of(config)
+        if (job := Environment.detect(variables)).launched_by != "single":
+            raise ValueError(
+                f"the environment is that of rank {job.rank} of a job of {job.world_size} process(es), started by "
+                f"{job.launched_by}, and the test starts other jobs; run it in a shell outside of that job."
+            )
     except ValueError as error:
         parser.error(str(error))
     on_cpu = options.cpu or ("cpu" in config.values and config.values["cpu"].text.lower() == "true")
-    variables = with_variables_of(config)
     with tempfile.TemporaryDirectory(prefix="trainwright-test-") as folder:
         try:
             return Trials(folder, variables, on_cpu, int(options.timeout)).run(strategies)

@@ -64,6 +64,8 @@ class PreparedOptimizer(Optimizer):
         """Whether the present gradients have been stepped with."""
         self._began = windows.backwards if windows is not None else 0
         """How many losses had been sent backward when the gradients were last cleared."""
+        self._cleared_at: int | None = None
+        """The same at a `zero_grad` that waits; None if none does."""
 
     def __getattr__(self, name: str) -> Any:  # param_groups, state, and what else an optimizer has
         if name == "optimizer":  # a copy that has no attributes yet
@@ -101,6 +103,9 @@ class PreparedOptimizer(Optimizer):
             if not windows.current.is_at_end:
                 self._is_done = False  # a zero_grad that follows has to keep this window's gradients
                 return None
+            if self._cleared_at == windows.backwards:
+                self._drop_waiting()  # cleared after its last backward, it has nothing to step with
+            self._cleared_at = None
             scale = windows.current.correct(self.optimizer)
         if self._clip_norm is not None and self.optimizer not in self._engine.strategy.finalized:
             norm = self._clip_norm  # else the loop has clipped them already
@@ -164,20 +169,30 @@ class PreparedOptimizer(Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients, except those of an accumulation window that has not ended."""
         windows = self._windows
-        is_plain = windows is None or (windows.usual_length == 1 and windows.current.is_at_end)
+        is_plain = (
+            windows is None or (windows.usual_length == 1 and windows.current.is_at_end) or not windows.is_counting
+        )
+        is_clipped = self.optimizer in self._engine.strategy.finalized
         # Loops call this in every batch, before the backward or after the step; only a window's gradients may be lost by it.
-        if windows is None or is_plain or self._is_done or windows.backwards == self._began:
+        if windows is None or is_plain or is_clipped or self._is_done or windows.backwards == self._began:
             self.drop_gradients(set_to_none)
+        elif windows.current.is_at_end:  # before the last backward, or instead of a step
+            self._cleared_at = windows.backwards
+            windows.current.put_off(self._drop_waiting)
 
     def drop_gradients(self, set_to_none: bool = True) -> None:
         """Clear the gradients, also those that wait for the end of a window."""
-        self._is_done = False
+        self._is_done, self._cleared_at = False, None
         self.optimizer.zero_grad(set_to_none)
         if self._windows is not None:
             self._began = self._windows.backwards
         strategy = self._engine.strategy
         if self.optimizer in strategy.finalized:  # by a clip without a step
             strategy.release(self.optimizer)
+
+    def _drop_waiting(self) -> None:
+        if self._cleared_at is not None:
+            self.drop_gradients()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group to the inner optimizer. Collective in a raw loop: call on every rank.
@@ -243,6 +258,15 @@ class PreparedModule(nn.Module):
             setattr(inner, name, value)
         else:
             super().__setattr__(name, value)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Accumulate gradients within the block without averaging them over the ranks, as torch's DDP does."""
+        self._engine.sync_gradients(False)
+        try:
+            yield
+        finally:
+            self._engine.sync_gradients(True)
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         return self.module.named_parameters(*args, **kwargs)

@@ -42,6 +42,8 @@ class PreparedLoader:
         self._iterations = iterations
         self._batch = self._skipped = 0
         self._is_begun = False
+        self._is_evaluated = False
+        """Whether the latest pass trained nothing and was left before its end, which is over for a checkpoint too."""
 
     def __getattr__(self, name: str) -> Any:
         if name == "loader":  # a copy that has no attributes yet
@@ -51,7 +53,7 @@ class PreparedLoader:
     def __iter__(self) -> Iterator[Any]:
         if self._is_begun:  # the previous pass was left before its end
             self._end_epoch()
-        self._is_begun, self.is_at_end = True, False
+        self._is_begun, self.is_at_end, self._is_evaluated = True, False, False
         self._engine.refresh_trainable(if_changed=True)  # a raw loop may freeze layers between epochs
         skipped, self._skipped = self._skipped, 0
         if skipped and not self._batch and self._sharded.seeks:
@@ -73,7 +75,8 @@ class PreparedLoader:
             self._end_epoch()
             self._is_begun = self.is_at_end = is_left = False
         finally:  # also when the loop breaks and drops the iterator
-            self._iterations.end(iteration, is_left)
+            if self._iterations.end(iteration, is_left) and is_left:
+                self._is_evaluated = not iteration.has_trained
 
     def set_epoch(self, epoch: int) -> None:
         """Let the next iteration be that of an epoch, from its start; the current epoch continues from its position."""
@@ -124,24 +127,24 @@ class PreparedLoader:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position of the next batch: "sources" as this rank sees them, the rest the same on every rank."""
-        is_over = self.is_at_end and self._batch > 0
+        is_over = (self.is_at_end or self._is_evaluated) and self._batch > 0
         epoch, batch = (self.epoch + 1, 0) if is_over else (self.epoch, self._batch)
         return {"epoch": epoch, "batch": batch, **self._sharded.state_dict(self._batch, is_over=is_over)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Begin the next iteration at a position that was saved at any world size."""
         self.epoch, self._batch = int(state["epoch"]), int(state["batch"])
-        self._is_begun = self.is_at_end = False
+        self._is_begun = self.is_at_end = self._is_evaluated = False
         self._sharded.load_state_dict({"places": state.get("places", ()), "sources": state.get("sources", ())})
 
 
 class Iteration:
     """One pass over a loader."""
 
-    def __init__(self, loader: PreparedLoader, moment: int) -> None:
-        self.loader = loader
-        self.is_left = False
-        """Whether it was abandoned before its end."""
+    def __init__(self, loader: PreparedLoader, moment: int, trainings: int) -> None:
+        self.loader, self.trainings = loader, trainings
+        self.is_left = self.has_trained = False
+        """Whether it was abandoned before its end; and, once it is over, whether it trained something."""
         self.began = self.latest = moment
         """When it began, and when it gave its latest batch, counted in batches of all loaders."""
 
@@ -151,7 +154,7 @@ class Iterations:
 
     def __init__(self) -> None:
         self._open: list[Iteration] = []
-        self._moment = 0
+        self._moment = self._trainings = 0
         self._looked = 0
         """When `current` was last called."""
         self._outer: PreparedLoader | None = None
@@ -162,17 +165,24 @@ class Iterations:
         for each in [each for each in self._open if each.loader is loader]:
             self.end(each, is_left=True)
         self._moment += 1
-        self._open.append(Iteration(loader, self._moment))
+        self._open.append(Iteration(loader, self._moment, self._trainings))
         return self._open[-1]
 
     def note_batch(self, iteration: Iteration) -> None:
         self._moment += 1
         iteration.latest = self._moment
 
-    def end(self, iteration: Iteration, is_left: bool) -> None:
-        if iteration in self._open:
-            self._open.remove(iteration)
-            iteration.is_left = is_left
+    def note_training(self) -> None:
+        """Note a backward or a step."""
+        self._trainings += 1
+
+    def end(self, iteration: Iteration, is_left: bool) -> bool:
+        """End a pass; return whether it was under way."""
+        if iteration not in self._open:
+            return False
+        self._open.remove(iteration)
+        iteration.is_left, iteration.has_trained = is_left, self._trainings > iteration.trainings
+        return True
 
     def current(self) -> tuple[Iteration | None, bool]:
         """Return the pass that the loop is over, and whether that is certain.

@@ -103,19 +103,23 @@ class ModelWindow(AccumulationWindow, AbstractContextManager[None]):
         self._iteration: Iteration | None = None
         """The pass over a loader that it began in."""
         self._corrected: set[int] = set()
+        self._put_off: list[Callable[[], None]] = []
+        """What clears gradients once the next window begins, as `zero_grad` came at this one's end, before the step."""
 
     def __enter__(self) -> None:
         windows = self._windows
         windows.current = self
+        if self._put_off and self._position == 0:
+            waiting, self._put_off = self._put_off, []
+            for clear in waiting:
+                clear()
         if windows.usual_length == 1 and self._position == 0:
             self.begin_batch(1, None, True)
             self._corrected.clear()
             return
         iteration, is_certain = windows.iterations.current()
         loader = None if iteration is None else iteration.loader
-        if self._position and self._iteration is not None and self._iteration.is_left:
-            self.drop()
-            windows.drop_gradients(self._models)  # of the pass that the loop has left
+        self.drop_if_left()
         if self._position == 0:
             self._iteration = iteration
             self._corrected.clear()
@@ -129,6 +133,18 @@ class ModelWindow(AccumulationWindow, AbstractContextManager[None]):
 
     def __exit__(self, *error: object) -> None:
         return None
+
+    def drop_if_left(self) -> bool:
+        """Drop the gradients of an open window whose pass over a loader the loop has left; return whether it was one."""
+        if not self._position or self._iteration is None or not self._iteration.is_left:
+            return False
+        self.drop()
+        self._windows.drop_gradients(self._models)
+        return True
+
+    def put_off(self, clear: Callable[[], None]) -> None:
+        """Call this when the next window of these models begins."""
+        self._put_off.append(clear)
 
     def correct(self, optimizer: Optimizer) -> float:
         """Return the factor that an optimizer's gradients still need in this window; 1 from the second call on."""
@@ -177,6 +193,15 @@ class AccumulationWindows:
         """Return whether gradients wait, or a window has begun and not ended."""
         return self._has_gradients or any(each.is_open for each in self._windows.values())
 
+    @property
+    def is_counting(self) -> bool:
+        """Return whether the loop uses `accumulate`, and does not count its batches by itself."""
+        return bool(self._windows)
+
+    def drop_left(self) -> bool:
+        """Drop the open windows that the loop has left by leaving its loader; return whether there were any."""
+        return sum(each.drop_if_left() for each in self._windows.values()) > 0
+
     def of(self, models: tuple[nn.Module, ...]) -> ModelWindow:
         window = self._windows.get(models)
         if window is None:
@@ -190,11 +215,18 @@ class AccumulationWindows:
             self.engine.sync_gradients(True)  # which a window of length 1 does not set again in each batch
 
     def divide(self, loss: Tensor) -> Tensor:
-        """Return a loss divided for the current window, and count it as sent backward."""
+        """Return a loss divided for the current window, and count it as sent backward.
+
+        For a loop that counts its batches by itself, it is divided by the usual length.
+        """
         self.backwards += 1
         self._has_gradients = True
+        self.iterations.note_training()
+        if self.usual_length > 1 and not self._windows:
+            return in_float32(loss) / self.usual_length
         return loss if self.current.length == 1 else self.current.divide(loss)
 
     def clear(self) -> None:
         """Note that no gradients wait any more: they have been stepped with, or dropped."""
+        self.iterations.note_training()
         self._has_gradients = False

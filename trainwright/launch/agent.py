@@ -97,8 +97,7 @@ class JobAgent(LocalElasticAgent):
             self.rendezvous.leave(self._code)
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
-        if self.shutdown.number:  # it came between two starts
-            raise SignalException("between two starts", sigval=signal.Signals(self.shutdown.number))
+        self._leave_if_signalled()
         self.failures = self.rendezvous.failures(self.rendezvous.round.number)
         self._first_codes, self._ended_before, self._reported_at = {}, [], None
         self._success, self._stopped_code = None, None
@@ -115,10 +114,15 @@ class JobAgent(LocalElasticAgent):
         self.logs.output.start()
         return pids
 
+    def _leave_if_signalled(self) -> None:
+        if self.shutdown.number:
+            raise SignalException("between two starts", sigval=signal.Signals(self.shutdown.number))
+
     def _restart_workers(self, worker_group: WorkerGroup) -> None:
         self._stop_workers(worker_group)
         self._kill_all()
         self.logs.output.finish()
+        self._leave_if_signalled()  # before the wait for the other nodes, which nothing would end
         if self._stopped_code is None:
             _, self._reason, self._rest = self._summarize()
         try:

@@ -14,13 +14,13 @@ from typing import NoReturn
 
 from trainwright.distributed.environment import JOB_VARIABLE
 from trainwright.distributed.network import DEFAULT_PORT, LOOPBACK
-from trainwright.launch.config import CONFIG_VARIABLE, Config, find_config, nearest
+from trainwright.launch.config import CONFIG_VARIABLE, KEY_OF, Config, find_config, nearest
 from trainwright.launch.dry_run import describe_job
 from trainwright.launch.nodes import WAIT_SECONDS, Job, Nodes
 from trainwright.launch.output import refuse_links
 from trainwright.launch.processes import GRACE_SECONDS, GRACE_VARIABLE, num_cores, supervise
 from trainwright.launch.sources import FLAGS, Given, NameCheck, Setting, Sources
-from trainwright.launch.variables import shown
+from trainwright.launch.variables import printable, shown
 
 NODE_FIELDS = {
     "num_nodes": "count",
@@ -196,9 +196,10 @@ def resolve(sources: Sources) -> dict[str, Setting]:
     return settings
 
 
-def check_config(config: Config, check_names: NameCheck) -> dict[str, Setting]:
-    """Return the settings that a config gives without flags and environment (ValueError if one is wrong)."""
-    sources = Sources(argparse.Namespace(**dict.fromkeys(FLAGS)), {}, config)
+def check_config(config: Config, check_names: NameCheck, *, with_environment: bool = False) -> dict[str, Setting]:
+    """Return the settings that a config gives without flags, or with what the environment says (ValueError if one is wrong)."""
+    variables = {name: os.environ[name] for name in KEY_OF if with_environment and name in os.environ}
+    sources = Sources(argparse.Namespace(**dict.fromkeys(FLAGS)), variables, config)
     settings = resolve(sources)
     sources.check_names(check_names, settings)
     _nodes(settings)
@@ -309,7 +310,9 @@ def _describe(command: Sequence[str], settings: Mapping[str, Setting], sources: 
         if value is not None or name != "gradient_accumulation_steps":
             is_free = name == "main_port" and value == 0
             rows.append((name, "a free one" if is_free else "none" if value is None else str(value), source))
-    rows += [(f"env {name}", shown(name, value), config.variables[name].where) for name, value in new.items()]
+    rows += [
+        (f"env {name}", printable(shown(name, value)), config.variables[name].where) for name, value in new.items()
+    ]
     widths = [max(len(row[column]) for row in rows) + 2 for column in (0, 1)]
     lines += [f"  {name:<{widths[0]}}{value:<{widths[1]}}{source}" for name, value, source in rows]
     return "\n".join([*lines, *sources.contradictions(settings)]) + "\n"

@@ -131,6 +131,7 @@ def _parse(path: str, text: str) -> tuple[dict[str, Entry], dict[str, Entry]]:
             variables = {
                 name: checked_variable(name, Entry(_scalar(each, name, where), where))
                 for name, where, each in _pairs(path, node, "env")
+                if not _is_null(each)
             }
         elif not _is_null(node):
             values[key] = Entry(_scalar(node, key, where), where)

@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 from trainwright.launch.config import KEY_OF, KEYS, Config
 
 FLAGS = {name: f"--{name.replace('_', '-')}" for name in KEYS if name != "env"}
+MACHINES = ("nodes", "num_nodes", "node_rank")
+"""A range of machines, and what it takes the place of."""
 VARIABLE_OF = {key: variable for variable, key in KEY_OF.items()}
 
 NameCheck = Callable[[str | None, str | None, int, str], None]
@@ -77,10 +79,17 @@ class Sources:
                 raise ValueError(f"{given.source}: {error}") from error
 
     def contradictions(self, settings: Mapping[str, Setting]) -> Iterator[str]:
-        """Yield a line for each entry of the config that a flag or the environment overrides."""
+        """Yield a line for each entry of the config that a flag or the environment overrides, also a range a fixed number."""
+        flags = [given for each in MACHINES if (given := self.find(each, flags_only=True)) is not None]
         for name, entry in self.config.values.items():
+            used = settings.get({"cpu": "accelerator", "nodes": "num_nodes"}.get(name, name))
             given = self.find(name)
-            if given is not None and given.source != entry.where and given.text != entry.text:
+            if name in MACHINES and flags and (given is None or given.source == entry.where):
+                is_range = flags[0].source == FLAGS["nodes"]
+                given = flags[0] if is_range or name == "nodes" else given
+            elif used is None or used.source == entry.where:
+                continue
+            if given is not None and given.source != entry.where and given.text.lower() != entry.text.lower():
                 yield f"  {given.label} overrides {name}: {entry.text} of {entry.where}"
         for name, entry in self.config.variables.items():
             if self.variables[name] != entry.text:

@@ -46,6 +46,15 @@ def with_variables_of(config: Config) -> dict[str, str]:
     return {name: entry.text for name, entry in config.variables.items()} | dict(os.environ)
 
 
+def printable(text: str) -> str:
+    """Return a text on one line, with control characters as escapes: they would change a terminal."""
+    return (
+        text
+        if text.isprintable()
+        else "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)
+    )
+
+
 def shown(name: str, value: str) -> str:
     """Return a variable's value, unless its name or a password in an address says that it is secret."""
     is_secret = SECRET.search(name) or re.search(r"://[^/\s]*:[^/\s]*@", value)

@@ -69,7 +69,8 @@ class Accelerator(Collectives):
         rng_types: generators that all ranks set to rank 0's state at the start of each epoch: "torch", or the kind of
             accelerator, such as "cuda". The order of the data needs none of them.
         fused_optimizers: run optimizers fused if torch can and their `fused` and `foreach` were not set.
-        scale_schedulers: step prepared schedulers once for each process at each optimizer step, as Accelerate does.
+        scale_schedulers: step prepared schedulers once for each process at each optimizer step, as Accelerate does; with
+            split_batches once.
         accelerator: the kind of device, as for the Trainer: "auto" (the accelerator that torch finds, else the CPU), "gpu",
             "cpu", "cuda", "mps", "xpu", or the name of a backend that another package registers.
         devices: number of processes on this node, one per device, or a list of devices. "auto": the launcher's count if
@@ -164,7 +165,7 @@ class Accelerator(Collectives):
             fused_optimizers,
             settings.compiler,
             step_scheduler_with_optimizer,
-            engine.world_size if scale_schedulers else 1,
+            engine.world_size if scale_schedulers and not loaders.configuration.split_batches else 1,
             loaders,
         )
         self._new_preparation = partial(Preparation, engine, self._optimization, settings.accumulation, options)
@@ -279,9 +280,7 @@ class Accelerator(Collectives):
         self, optimizer: Optimizer, *, max_norm: float | None = None, clip_value: float | None = None
     ) -> StepResult | None:
         """Step a prepared optimizer, and clip before, if given a limit; return None before the end of its window."""
-        prepared = self._preparations.of(optimizer)
-        if not isinstance(prepared, PreparedOptimizer):
-            raise ValueError("this optimizer was not prepared; pass one that accelerator.prepare returned.")
+        prepared = self._preparations.optimizer_of(optimizer)
         self._warn_of_norm(max_norm)
         return prepared.step_clipped(max_norm, clip_value)
 
@@ -321,10 +320,12 @@ class Accelerator(Collectives):
         """Average the gradients over the ranks in the next backward, though its forward ran in `no_sync`."""
         self.engine.sync_gradients(True)
 
-    def unscale_gradients(self, optimizer: Optimizer | None = None) -> None:
-        """Divide the gradients by the loss scale before the step, of one prepared optimizer or of all."""
-        for prepared in self._preparations.optimizers:
-            if self.sync_gradients and optimizer in (None, prepared, prepared.given):
+    def unscale_gradients(self, optimizer: Optimizer | Sequence[Optimizer] | None = None) -> None:
+        """Divide the gradients by the loss scale before the step, of one prepared optimizer, of several, or of all."""
+        given = self._preparations.optimizers if optimizer is None else optimizer
+        for each in [given] if isinstance(given, Optimizer) else given:
+            prepared = self._preparations.optimizer_of(each)
+            if self.sync_gradients:
                 prepared.clip(None, None)
 
     def prepare_model(
@@ -617,9 +618,9 @@ class Accelerator(Collectives):
             return None
         given = {parameters} if isinstance(parameters, Tensor) else set(parameters)
         for prepared in self._preparations.optimizers:
-            own = stepped_by(prepared)
+            own = {each for each in stepped_by(prepared) if each.requires_grad}
             # Parameters that no optimizer steps may be among them, if they have no gradient that the norm would miss.
-            if own <= given and not any(each.grad is not None for each in given - own):
+            if own and own <= given and not any(each.grad is not None for each in given - own):
                 self._warn_of_norm(norm)
                 return prepared.clip(norm, value)
         raise ValueError(

@@ -20,9 +20,9 @@ class LocalSGD:
     """Within the block each rank steps its own copy of a prepared model, and every few steps the parameters are averaged.
 
     Backward then sends nothing; `step` does, each local_sgd_steps calls. At the block's end the parameters are averaged once
-    more, and so are the optimizer's moments (momentum, Adam's averages), which differ by rank in between: afterwards all ranks
-    hold the same model and optimizer again. `save_state` is refused within the block. On one process the block changes
-    nothing. Collective: call on every rank.
+    more, and so are the optimizer's moments (momentum, Adam's averages), which differ by rank in between; buffers become rank
+    0's. So afterwards all ranks hold the same model and optimizer again. `save_state` is refused within the block. On one
+    process the block changes nothing. Collective: call on every rank.
 
     Args:
         accelerator: the Accelerator that prepared the model.
@@ -97,6 +97,9 @@ class LocalSGD:
         """Give all ranks the same parameters and optimizer states."""
         engine, own = self._engine, set(self._trained())
         self._average(self._trained())
+        own_buffers = list(self._module.buffers())
+        for buffer, sent in zip(own_buffers, engine.broadcast(own_buffers), strict=True):
+            buffer.copy_(sent)  # as every training step of ddp begins with rank 0's
         moments: list[Tensor] = []
         for optimizer in engine.optimizers:
             for group in optimizer.param_groups:

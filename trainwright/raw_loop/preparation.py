@@ -121,6 +121,12 @@ class Preparation(Preparations):
         self.models.append(PreparedModule(self._engine, module, to_float32=is_mixed) if is_wrapped else module)
         return self.models[-1]
 
+    def optimizer_of(self, given: Any) -> PreparedOptimizer:
+        """Return the prepared optimizer for one (ValueError)."""
+        if not isinstance(prepared := self.of(given), PreparedOptimizer):
+            raise ValueError("this optimizer was not prepared; pass one that accelerator.prepare returned.")
+        return prepared
+
     def ranks_with_samples(self, loader: Any = None) -> list[bool] | None:
         """Return whether each rank has new samples in the current batch of a loader; None if all have.
 

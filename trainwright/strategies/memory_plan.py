@@ -39,7 +39,8 @@ class MemoryPlan:
     has_buckets: bool = False
     """Whether gradients are copied into communication buckets."""
     has_masters: bool = False
-    """Whether each device keeps float32 masters of its shard of the trained parameters, which the optimizer steps."""
+    """Whether each device keeps float32 masters of its shard of the trained parameters, which the optimizer steps. A
+    window's gradients are summed in float32 too, whatever the parameters' dtype."""
     reduces: str = ""
     """The dtype of the reduction buffer: "float32", "gradients" (theirs), or "" without one."""
     gathers: bool = False
@@ -60,7 +61,7 @@ class MemoryPlan:
 
         return DeviceBytes(
             parameters=part(parameters, self.parameters),
-            gradients=part(gradients, self.gradients),
+            gradients=part(masters if self.has_masters else gradients, self.gradients),
             optimizer=part(of_masters if self.has_masters else optimizer, self.optimizer),
             masters=part(masters, True) if self.has_masters else 0,
             buffers=(gradients if self.has_buckets else 0)
