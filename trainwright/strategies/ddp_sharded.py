@@ -158,6 +158,7 @@ class ShardedDDPStrategy(Strategy):
     is_parallel = True
     takes_closure = False
     divides_optimizers = True
+    trains_prepared_only = True
 
     def __init__(self, *, reduce_buffer_size: int = 2**23, reduce_fp16: bool = False) -> None:
         super().__init__()
