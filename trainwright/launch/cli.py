@@ -14,7 +14,7 @@ from typing import NoReturn
 
 from trainwright.distributed.environment import JOB_VARIABLE
 from trainwright.distributed.network import DEFAULT_PORT, LOOPBACK
-from trainwright.launch.config import CONFIG_VARIABLE, OTHER_WORDS, KEY_OF, Config, find_config, nearest
+from trainwright.launch.config import CONFIG_VARIABLE, KEY_OF, OTHER_WORDS, Config, find_config, nearest
 from trainwright.launch.dry_run import describe_job
 from trainwright.launch.nodes import WAIT_SECONDS, Job, Nodes
 from trainwright.launch.output import refuse_links
