@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 _SHARDED_DDP: Any = object
-"""The place of FairScale's class, which is imported where a wrapper is made."""
+"""A name of FairScale's class, which is imported where a wrapper is made and is the second base there."""
 
 
 class _Following(_SHARDED_DDP):  # type: ignore[misc]
@@ -29,7 +29,7 @@ class _Following(_SHARDED_DDP):  # type: ignore[misc]
         self._averaged: set[Any] = set()
         """The buckets, and parameters without one, whose gradients are averages; those of other ranks are undefined."""
         self._taken_out: dict[Tensor, Tensor] = {}
-        self._places: dict[Tensor, Any] = {}
+        self._slots: dict[Tensor, Any] = {}
         """The bucket of each parameter that has one, and the part of it that is the gradient."""
         # An optimizer may step several modules' parameters, and each module has a wrapper.
         self._all_params = [each for each in self._all_params if each in own]
@@ -46,10 +46,10 @@ class _Following(_SHARDED_DDP):  # type: ignore[misc]
         return has_changed
 
     def _setup_bucket_strategy(self) -> None:
-        averaged = {each for place in self._averaged for each in _parameters(place)}
+        averaged = {each for slot in self._averaged for each in _parameters(slot)}
         super()._setup_bucket_strategy()
-        self._places = {each: (bucket, each.grad) for bucket in self._bucket_list for each in bucket._params}
-        self._averaged = {self._places.get(each, (each,))[0] for each in averaged}
+        self._slots = {each: (bucket, each.grad) for bucket in self._bucket_list for each in bucket._params}
+        self._averaged = {self._slots.get(each, (each,))[0] for each in averaged}
 
     def _setup_backward_hooks(self) -> None:
         super()._setup_backward_hooks()
@@ -58,23 +58,23 @@ class _Following(_SHARDED_DDP):  # type: ignore[misc]
 
     @torch.no_grad()
     def _take_out(self, parameter: Tensor, *_: Any) -> None:
-        """Leave only what is not averaged yet in the place of a gradient that a backward is about to add to."""
-        place, part = self._places.get(parameter, (parameter, None))
+        """Leave only what is not averaged yet where a gradient is that a backward is about to add to."""
+        slot, part = self._slots.get(parameter, (parameter, None))
         if part is not None and parameter.grad is not part:  # the user's loop has dropped it, such as model.zero_grad()
             part.zero_() if parameter.grad is None else part.copy_(parameter.grad)
             parameter.grad = part
-        if place not in self._averaged:
+        if slot not in self._averaged:
             return
-        self._averaged.discard(place)
+        self._averaged.discard(slot)
         is_owner = self._trainable_param_to_rank[parameter] == self._rank
-        if place is parameter:
+        if slot is parameter:
             if is_owner and parameter.grad is not None:
                 self._taken_out[parameter] = parameter.grad
             parameter.grad = None
             return
         if is_owner:
-            self._taken_out.update((each, each.grad.clone()) for each in place._params if each.grad is not None)
-        place.zero()
+            self._taken_out.update((each, each.grad.clone()) for each in slot._params if each.grad is not None)
+        slot.zero()
 
     @torch.no_grad()
     def put_back(self, parameters: Iterable[Tensor]) -> None:
@@ -94,8 +94,8 @@ class _Following(_SHARDED_DDP):  # type: ignore[misc]
                 bucket.zero()
                 continue
             for each in (p for p in bucket._params if p in parameters):
-                self._places[each][1].zero_()
-        return set(self._places)
+                self._slots[each][1].zero_()
+        return set(self._slots)
 
     def _flush_reduce_calls(self) -> None:
         super()._flush_reduce_calls()
@@ -105,7 +105,7 @@ class _Following(_SHARDED_DDP):  # type: ignore[misc]
         done.update(bucket for bucket in self._bucket_list if bucket.sent)
         self._averaged |= done
         if self._taken_out:
-            self.put_back([each for place in done for each in _parameters(place)])
+            self.put_back([each for slot in done for each in _parameters(slot)])
         self._clear_counters()  # the next backward may follow without a forward
 
     def close(self) -> None:
@@ -126,5 +126,5 @@ def make_wrapper(module: nn.Module, own: Collection[Tensor], optimizers: list[An
     return FollowingDDP(module, own, optimizers, **options)
 
 
-def _parameters(place: Any) -> list[Tensor]:
-    return [place] if isinstance(place, Tensor) else place._params
+def _parameters(slot: Any) -> list[Tensor]:
+    return [slot] if isinstance(slot, Tensor) else slot._params
