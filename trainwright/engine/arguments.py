@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Self
 
 
 def refuse_unknown(
@@ -18,6 +18,15 @@ def refuse_unknown(
         close = difflib.get_close_matches(name, list(known), n=1)
         hint = f" Did you mean {close[0]}=?" if close else f" Its arguments are {', '.join(known)}."
         raise TypeError(f"{owner} has no argument {name}= (it was given {name}={value!r}).{hint}")
+
+
+class NamedArguments:
+    """Base of dataclasses that refuse unknown arguments so."""
+
+    def __new__(cls, *_: Any, **given: Any) -> Self:
+        known = inspect.signature(cls).parameters
+        refuse_unknown(cls.__name__, {name: value for name, value in given.items() if name not in known}, known)
+        return super().__new__(cls)
 
 
 def check_takes(what: str, function: Callable[..., Any], given: Sequence[str]) -> None:

@@ -12,7 +12,7 @@ from trainwright.engine.engine import Engine
 from trainwright.engine.prepared import PreparedModule, stepped_by
 
 
-def check_loss(loss: Any, engine: Engine, models: Sequence[nn.Module]) -> None:
+def check_loss(loss: Any, engine: Engine, models: Sequence[nn.Module], options: dict[str, Any]) -> None:
     """Refuse what the backward of a loop with these prepared models cannot use.
 
     Raises:
@@ -21,6 +21,8 @@ def check_loss(loss: Any, engine: Engine, models: Sequence[nn.Module]) -> None:
     """
     if not isinstance(loss, Tensor):
         raise TypeError(f"backward was given a {type(loss).__name__}; accepted is a loss tensor.")
+    if loss.numel() != 1 and options.get("gradient") is None:
+        raise ValueError(f"backward was given a loss of shape {tuple(loss.shape)}; take its mean or its sum.")
     if not loss.requires_grad:
         raise ValueError(
             "backward was given a loss that needs no gradients; compute it from the outputs of a prepared model, outside "
