@@ -238,7 +238,7 @@ PACKAGE_LINES = [
     (135, "defects that a reading of the raw loop and the command line proved"),
     (90, "misspelt hooks, wrong signatures and what a newcomer from Accelerate types are named before anything is run"),
     (
-        118,
+        138,
         "ddp_sharded averages each backward once, in whatever order they come; optimizers that were not prepared are named",
     ),
 ]
