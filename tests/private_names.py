@@ -258,13 +258,13 @@ FAIRSCALE = (
     ),
     Use(
         "fairscale.nn.data_parallel.ShardedDataParallel",
-        "_should_bucket_grad _trainable_params",
-        "drop the gradients of one of several optimizers (strategies/ddp_sharded.py)",
+        "_should_bucket_grad _trainable_params _bucket_list _grad_accs _trainable_param_to_rank _rank",
+        "average what each backward adds, and drop the gradients of one of several optimizers (strategies/sharded_wrapper.py)",
     ),
     Use(
         "fairscale.nn.data_parallel.ShardedDataParallel",
         "_detect_train_change _reference_trainable_mask _all_params _grad_to_be_reduced",
-        "follow a change of what is trained, once (strategies/ddp_sharded.py)",
+        "follow a change of what is trained, once (strategies/sharded_wrapper.py)",
     ),
     Use(
         "fairscale.nn.data_parallel.ShardedDataParallel",
@@ -274,8 +274,14 @@ FAIRSCALE = (
     Use(
         "fairscale.nn.data_parallel.ShardedDataParallel",
         "_grad_hooks",
-        "take FairScale off a module (strategies/ddp_sharded.py)",
+        "take FairScale off a module (strategies/sharded_wrapper.py)",
     ),
+    Use(
+        "fairscale.nn.data_parallel.ShardedDataParallel",
+        "_setup_bucket_strategy _setup_backward_hooks _flush_reduce_calls _clear_counters",
+        "average what each backward adds, once (strategies/sharded_wrapper.py)",
+    ),
+    Use("fairscale.nn.misc.GradBucket", "_params", "find a parameter's bucket (strategies/sharded_wrapper.py)"),
 )
 
 ZERO_12 = "deepspeed.runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer"

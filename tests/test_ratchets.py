@@ -236,6 +236,11 @@ PACKAGE_LINES = [
     ),
     (30, "a failed rank ends the process group's threads before the interpreter"),
     (135, "defects that a reading of the raw loop and the command line proved"),
+    (90, "misspelt hooks, wrong signatures and what a newcomer from Accelerate types are named before anything is run"),
+    (
+        138,
+        "ddp_sharded averages each backward once, in whatever order they come; optimizers that were not prepared are named",
+    ),
 ]
 """Lines of the package: what is added to it, or taken off, with the reason. The sum is the limit."""
 

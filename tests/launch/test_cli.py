@@ -143,11 +143,17 @@ def test_a_main_port_in_use_is_reported_at_once(tmp_path: Path, started: list[St
     ("arguments", "text"),
     [
         (["--device", "2", "x.py"], "'--device' is not an option of trainwright launch. Did you mean '--devices'?"),
+        (
+            ["--num_processes", "2", "x.py"],
+            "'--num_processes' is not an option of trainwright launch. It is Accelerate's; ours",
+        ),
+        (["--main-process-ip=a", "x.py"], "It is Accelerate's; ours is '--main-address'."),
         (["--devices=0", "x.py"], "--devices 0: expected a whole number from 1, -1 for all, or auto."),
         (["--devices", "two", "x.py"], "--devices two: expected a whole number from 1"),
         (["--devices"], "argument --devices: expected one argument"),
         ([], "no script was given; pass one, or -m and a module"),
         (["x.py"], "file 'x.py' does not exist; pass the path of a script"),
+        (["."], "file './__main__.py' does not exist; pass the path of a script"),
         (["-m"], "-m needs the name of a module after it."),
         (["--strategy", "dpd", "x.py"], "strategy='dpd' is unknown; choose from auto"),
         (["--precision", "float16", "x.py"], "precision='float16' is unknown; choose from"),

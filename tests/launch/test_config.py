@@ -149,6 +149,10 @@ def test_where_the_config_is(started: list[Any], monkeypatch: pytest.MonkeyPatch
     [
         ("# one\ndevcies: 2", "mine.yaml:2: 'devcies' is not a key of a config; accepted are devices, cpu,"),
         ("devcies: 2", "Did you mean 'devices'?"),
+        (
+            "compute_environment: LOCAL_MACHINE",
+            "'compute_environment' is a key of Accelerate's configs; `trainwright config`",
+        ),
         ("mixed_precision: fp16", "Did you mean 'precision'?"),
         ("devices: two", "mine.yaml:1: devices: two: expected a whole number from 1, -1 for all, or auto."),
         ("devices: [1, 2]", "mine.yaml:1: devices is a list; accepted is a single value."),

@@ -261,7 +261,7 @@ def test_bad_arguments(tmp_path: Path) -> None:
     path = loop.accelerator.save_state(str(tmp_path / "state.ckpt"), safe_serialization=True)
     with pytest.raises(ValueError, match="would write a pickle"):
         loop.accelerator.save_state(path, safe_serialization=False)
-    with pytest.raises(TypeError, match=r"no argument map_location=.* Tensors are loaded to where"):
+    with pytest.raises(TypeError, match=r"has no map_location=.* tensors are loaded to where"):
         loop.accelerator.load_state(path, map_location="cpu")
     with pytest.raises(TypeError, match="Did you mean strict="):
         loop.accelerator.load_state(path, strickt=False)
@@ -407,6 +407,8 @@ def test_hooks_write_into_the_checkpoint(tmp_path: Path) -> None:
     assert not (last / "note.txt").exists()
     with pytest.raises(TypeError, match="register_save_state_pre_hook was given a int"):
         accelerator.register_save_state_pre_hook(3)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"<lambda>\(models\) cannot be called: it is given \(models, input_dir\)"):
+        accelerator.register_load_state_pre_hook(lambda models: None)
 
 
 def test_a_failing_hook_leaves_nothing(tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import inspect
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
@@ -78,6 +80,8 @@ def test_options_of_other_parts() -> None:
     ("chosen", "words"),
     [
         ({"gradient_acumulation_steps": 2}, "Did you mean gradient_accumulation_steps="),
+        ({"tpu": True}, "TPUs are not supported"),
+        ({"kwargs_handlers": tw.AutocastKwargs()}, r"pass kwargs_handlers=.AutocastKwargs"),
         ({"megatron_lm_plugin": 1}, "Megatron-LM is not supported"),
         ({"mixed_precision": "fp8"}, "choose from no, fp16, bf16"),
         ({"fsdp_plugin": object()}, "fsdp_plugin is a object; accepted is a FullyShardedDataParallelPlugin"),
@@ -109,6 +113,15 @@ def test_wrong_arguments(chosen: dict[str, Any], words: str) -> None:
 def test_wrong_options(make: Any, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         make()
+
+
+def test_unknown_options_have_the_nearest_name() -> None:
+    with pytest.raises(TypeError, match=r"DeepSpeedPlugin has no argument zero_stag= .* Did you mean zero_stage="):
+        tw.DeepSpeedPlugin(zero_stag=2)  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match=r"GradScalerKwargs has no argument init_scal= .* Did you mean init_scale="):
+        tw.GradScalerKwargs(init_scal=2.0)  # type: ignore[call-arg]
+    assert next(iter(inspect.signature(tw.GradScalerKwargs).parameters)) == "init_scale"
+    assert copy.deepcopy(tw.DataLoaderConfiguration(data_seed=3)).data_seed == 3
 
 
 def make_loop(**chosen: Any) -> tuple[tw.Accelerator, Any, Any, Any]:
@@ -159,6 +172,8 @@ def test_losses_that_backward_cannot_use() -> None:
     accelerator, model, _, _ = make_loop()
     with pytest.raises(TypeError, match="given a float"):
         accelerator.backward(1.0)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"a loss of shape \(2, 1\); take its mean"):
+        accelerator.backward(model(torch.randn(2, 4)))
     with pytest.raises(ValueError, match="needs no gradients"):
         accelerator.backward(torch.tensor(1.0))
     with pytest.raises(ValueError, match="no prepared model made"):

@@ -174,6 +174,9 @@ def test_wrong_uses(tmp_path: Path) -> None:
     ):
         with pytest.raises(RuntimeError, match=r"was called before init_trackers; call accelerator\.init_trackers"):
             call()
+    for wrong in (("loss", 1), ({"loss": 1.0}, "x")):
+        with pytest.raises(TypeError, match="accepted are a dict of numbers, and a whole step"):
+            accelerator.log(*wrong)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="project_name='' is not accepted"):
         accelerator.init_trackers("")
     with pytest.raises(TypeError, match="a dict or a Namespace"):

@@ -70,6 +70,16 @@ def on_ranks(folder: Path) -> dict[str, Any]:
     scheduler = accelerator.prepare(cycle)
     with pytest.raises(ValueError, match="that a method of a prepared model made"):
         accelerator.backward(net.score(torch.ones(1, 4)))
+    with pytest.raises(
+        ValueError, match=r"or the model as it was before prepare.*call the model that accelerator.prepare"
+    ):
+        accelerator.backward(accelerator.unwrap_model(net)(torch.ones(1, 4)).sum())
+    for strategy in ("fsdp", "ddp_sharded", "deepspeed_stage_2"):
+        without = tw.Accelerator(cpu=True, strategy=strategy)
+        alone = without.prepare(Net())
+        with pytest.raises(ValueError, match=rf"not prepared; under strategy='{strategy}'.*Pass the optimizer to acc"):
+            without.backward(alone(torch.ones(1, 4)).sum())
+        without.free_memory()
     for inputs, targets in loader:
         accelerator.backward(nn.functional.mse_loss(net(inputs), targets))
         optimizer.step()

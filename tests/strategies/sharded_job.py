@@ -165,6 +165,59 @@ def two_models(path: Path) -> Tensor:
     return torch.stack(together)
 
 
+def adversaries(backward: Any, maker: Any, judge: Any, made: Any, judged: Any, x: Tensor, y: Tensor) -> None:
+    """The maker's loss leaves gradients in the judge, which the judge's next step adds to its own."""
+    fake = maker(x)
+    backward(F.softplus(-judge(y)).mean() + F.softplus(judge(fake.detach())).mean())
+    judged.step()
+    judged.zero_grad()
+    backward(F.softplus(-judge(fake)).mean())
+    made.step()
+    made.zero_grad()
+
+
+def repeated(backward: Any, maker: Any, judge: Any, made: Any, judged: Any, x: Tensor, y: Tensor) -> None:
+    """Several backwards before a step, two of them after one forward, and gradients that the model drops."""
+    maker.zero_grad()
+    out = maker(x)
+    backward(out.square().mean(), retain_graph=True)
+    backward(out.sin().mean())
+    backward(F.mse_loss(maker(x + 1), y))
+    made.step()
+
+
+def one_for_both(backward: Any, maker: Any, judge: Any, made: Any, judged: Any, x: Tensor, y: Tensor) -> None:
+    """One optimizer steps two models, of which each has a loss."""
+    backward(F.softplus(judge(y)).mean())
+    backward(F.mse_loss(maker(x), y))
+    made.step()
+    made.zero_grad()
+
+
+def backwards_in_any_order() -> None:
+    """Loops in which a backward adds to gradients that are averaged already end as on one process."""
+    x, y = torch.randn(12, 4, generator=torch.manual_seed(5)), torch.randn(12, 2)
+    rank = torch.distributed.get_rank()
+    for train in (adversaries, repeated, one_for_both):
+        for size in (2**23, 0):
+            ends = []
+            for strategy in (None, ShardedDDPStrategy(reduce_buffer_size=size)):
+                torch.manual_seed(2)
+                maker, judge = nn.Linear(4, 2), nn.Linear(2, 1)
+                models: list[Any] = [maker, judge]
+                stepped = [*maker.parameters()] + [*judge.parameters()] * (train is one_for_both)
+                judged = [torch.optim.SGD(judge.parameters(), 0.1)] * (train is not one_for_both)
+                parts: list[Any] = [*models, torch.optim.SGD(stepped, 0.1), *judged]
+                share, backward = slice(None), torch.Tensor.backward
+                if strategy is not None:
+                    used = tw.Accelerator(strategy=strategy, cpu=True)
+                    parts, share, backward = list(used.prepare(*parts)), slice(rank, None, 2), used.backward
+                for step in range(3):
+                    train(backward, *(*parts, None)[:4], x[4 * step :][:4][share], y[4 * step :][:4][share])
+                ends.append(torch.cat([p.detach().reshape(-1) for each in models for p in each.parameters()]))
+            torch.testing.assert_close(ends[1], ends[0], msg=f"{train.__name__}, {size}: {ends}")
+
+
 def refusals() -> None:
     mixed = Regresses()
     mixed.head.double()
@@ -197,6 +250,7 @@ def sharded(folder: Path) -> dict[str, Any]:
     found["norms"] = norms(folder / "norms.ckpt")
     found["half"] = half_the_bytes()
     found["two"] = two_models(folder / "two.ckpt")
+    backwards_in_any_order()
     refusals()
     used = tw.Trainer(strategy="ddp_sharded", max_epochs=1, **QUIET)
     used.fit(Regresses(), loader(8, 1))

@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 import trainwright as tw
 from trainwright.module import is_overridden
 from trainwright.module_hooks import ModuleHooks
-from trainwright.trainer.hooks import HOOKS
+from trainwright.trainer.hooks import HOOKS, nearest_hook
 
 TRANSFER = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 OF_MODULES = (
@@ -323,3 +323,53 @@ def test_callbacks_of_the_module_take_the_place_of_the_trainers() -> None:
         trainer.fit(Choosing(), make_loader())
         assert [getattr(each, "name", "") for each in trainer.callbacks] == ["module's", ""]
         assert trainer.callbacks[-1] is checkpoint  # checkpoints stay last
+
+
+class Misspelt(Classifier):
+    def on_fit_starts(self) -> None:
+        """Never called."""
+
+    def on_train_epoch_ends(self) -> None:
+        """Never called, beside the right one."""
+
+    def on_train_epoch_end(self) -> None:
+        """The right one."""
+
+    def save_checkpoint(self) -> None:
+        """A method of the user's own."""
+
+
+class MisspeltCallback(tw.Callback):
+    def on_train_epoch_finish(self, trainer: Any, module: Any) -> None:
+        """Never called."""
+
+
+def test_a_misspelt_hook_is_warned_of(tmp_path: Path) -> None:
+    trainer = tw.Trainer(max_steps=1, callbacks=[MisspeltCallback()], default_root_dir=tmp_path, **QUIET)
+    with pytest.warns(UserWarning, match="is not a hook") as warned:
+        trainer.fit(Misspelt(), make_loader())
+    assert [str(each.message).partition("?")[0] for each in warned] == [
+        "Misspelt.on_fit_starts is not a hook, so it is never called; did you mean on_fit_start",
+        "MisspeltCallback.on_train_epoch_finish is not a hook, so it is never called; did you mean on_train_epoch_end",
+    ]
+    assert nearest_hook("validaton_step", tw.Module) == "validation_step"
+    for own in ("save_checkpoint", "train_loader", "prepare_dataset", "shared_step", "configure_loss", "optimizer"):
+        assert not nearest_hook(own, tw.Module), own
+
+
+def test_hooks_that_do_not_take_what_they_are_given_are_refused_first(tmp_path: Path) -> None:
+    def with_hook(base: type, name: str, hook: Any) -> Any:
+        return type("Wrong", (base,), {name: hook, "__module__": "wrong"})()
+
+    def fit(module: tw.Module, *callbacks: tw.Callback) -> None:
+        tw.Trainer(max_steps=1, callbacks=callbacks, default_root_dir=tmp_path, **QUIET).fit(module, make_loader())
+
+    wrong = r"Wrong.on_train_epoch_end\(trainer\) cannot be called: it is given \(trainer, module\), by position"
+    with pytest.raises(TypeError, match=wrong):
+        fit(Classifier(), with_hook(tw.Callback, "on_train_epoch_end", lambda self, trainer: None))
+    with pytest.raises(
+        TypeError, match=r"on_test_batch_end\(\) cannot be called: it is given \(outputs, batch, batch_"
+    ):
+        fit(with_hook(Classifier, "on_test_batch_end", lambda self: None))
+    for hook in (lambda self, batch, index: None, lambda self, batch, index, loader: None, lambda *args: None):
+        fit(with_hook(Classifier, "on_validation_batch_start", hook))

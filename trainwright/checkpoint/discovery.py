@@ -66,7 +66,7 @@ def read_manifest(files: Files, path: str) -> Manifest:
     if size is None:
         raise CheckpointError(
             f"{path} is not a checkpoint: it has no {MANIFEST_NAME} that is a plain file. Give the directory of a "
-            "checkpoint; one without a manifest was never finished."
+            "checkpoint of trainwright; one without a manifest was never finished, or another library wrote it."
         )
     if size > MAX_JSON_BYTES:
         raise CheckpointError(f"{path}: {MANIFEST_NAME} has {size} bytes, more than any that trainwright writes.")

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Mapping
-from typing import Any
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Self
 
 
 def refuse_unknown(
@@ -17,3 +18,27 @@ def refuse_unknown(
         close = difflib.get_close_matches(name, list(known), n=1)
         hint = f" Did you mean {close[0]}=?" if close else f" Its arguments are {', '.join(known)}."
         raise TypeError(f"{owner} has no argument {name}= (it was given {name}={value!r}).{hint}")
+
+
+class NamedArguments:
+    """Base of dataclasses that refuse unknown arguments so."""
+
+    def __new__(cls, *_: Any, **given: Any) -> Self:
+        known = inspect.signature(cls).parameters
+        refuse_unknown(cls.__name__, {name: value for name, value in given.items() if name not in known}, known)
+        return super().__new__(cls)
+
+
+def check_takes(what: str, function: Callable[..., Any], given: Sequence[str]) -> None:
+    """Raise TypeError for a function that cannot be called with these arguments, by position."""
+    try:
+        signature = inspect.signature(function, follow_wrapped=False)
+    except (TypeError, ValueError):  # a callable without a signature
+        return
+    try:
+        signature.bind(*given)
+    except TypeError as error:
+        raise TypeError(
+            f"{what}({', '.join(signature.parameters)}) cannot be called: it is given ({', '.join(given)}), by position "
+            f"({error}). Define it with these arguments."
+        ) from None

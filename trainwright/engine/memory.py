@@ -106,6 +106,8 @@ def estimate_memory(
         num_devices = accelerator.count() or 1
     if isinstance(num_devices, bool) or not isinstance(num_devices, int) or num_devices < 1:
         raise ValueError(f"num_devices={num_devices!r} is not accepted; pass a whole number from 1.")
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"module={module!r:.80} is not accepted; pass a torch module, which may be on the meta device.")
     tensors = [*module.parameters(), *module.buffers()]
     if any(map(is_lazy, tensors)):
         raise ValueError(

@@ -14,7 +14,7 @@ from typing import NoReturn
 
 from trainwright.distributed.environment import JOB_VARIABLE
 from trainwright.distributed.network import DEFAULT_PORT, LOOPBACK
-from trainwright.launch.config import CONFIG_VARIABLE, KEY_OF, Config, find_config, nearest
+from trainwright.launch.config import CONFIG_VARIABLE, KEY_OF, OTHER_WORDS, Config, find_config, nearest
 from trainwright.launch.dry_run import describe_job
 from trainwright.launch.nodes import WAIT_SECONDS, Job, Nodes
 from trainwright.launch.output import refuse_links
@@ -72,9 +72,10 @@ def launch_command(arguments: Sequence[str], check_names: NameCheck) -> int:
         sources.check_names(check_names, settings)
         if not command:
             raise ValueError("no script was given; pass one, or -m and a module, after the options.")
-        if command[0] != "-m" and not os.path.exists(command[0]):
+        inside = os.path.join(command[0], "__main__.py") if os.path.isdir(command[0]) else command[0]
+        if command[0] != "-m" and not os.path.exists(inside):
             raise ValueError(
-                f"file {command[0]!r} does not exist; pass the path of a script, or -m and the name of a module."
+                f"file {inside!r} does not exist; pass the path of a script, or -m and the name of a module."
             )
         nodes = _nodes(settings)
         if (logs := settings["logs"].value) is not None and not options.dry_run:
@@ -158,9 +159,10 @@ def _split(parser: Parser, actions: Sequence[argparse.Action], arguments: Sequen
         if not flag.startswith("-") or flag == "-":
             return list(arguments[:index]), list(arguments[index:])
         if flag not in flags:
+            ours = FLAGS.get(OTHER_WORDS.get(flag.lstrip("-").replace("-", "_"), ""))
+            hint = f" It is Accelerate's; ours is {ours!r}." if ours else nearest(flag, flags)
             parser.error(
-                f"{flag!r} is not an option of trainwright launch.{nearest(flag, flags)} Put options of the script after its "
-                "name."
+                f"{flag!r} is not an option of trainwright launch.{hint} Put options of the script after its name."
             )
         index += 1 if is_joined or flags[flag].nargs == 0 else 2
     return list(arguments), []

@@ -39,10 +39,10 @@ OTHER_WORDS = {
     "main_process_ip": "main_address",
     "main_process_port": "main_port",
     "mixed_precision": "precision",
-    "distributed_type": "strategy",
     "use_cpu": "cpu",
+    "multi_gpu": "devices",
 }
-"""Keys of Accelerate's configs, and ours for each."""
+"""Keys of Accelerate's configs and flags of its launcher, and ours for each."""
 KEY_OF = {
     "NODE_RANK": "node_rank",
     "MASTER_ADDR": "main_address",
@@ -124,6 +124,10 @@ def _parse(path: str, text: str) -> tuple[dict[str, Entry], dict[str, Entry]]:
     values: dict[str, Entry] = {}
     variables: dict[str, Entry] = {}
     for key, where, node in _pairs(path, root, "a config"):
+        if key in ("compute_environment", "distributed_type"):
+            raise ValueError(
+                f"{where}: {key!r} is a key of Accelerate's configs; `trainwright config` writes one of ours."
+            )
         if key not in KEYS:
             hint = f" Did you mean {OTHER_WORDS[key]!r}?" if key in OTHER_WORDS else nearest(key, KEYS)
             raise ValueError(f"{where}: {key!r} is not a key of a config; accepted are {', '.join(KEYS)}.{hint}")

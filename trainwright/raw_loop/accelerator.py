@@ -125,7 +125,7 @@ class Accelerator(Collectives):
         project_config: ProjectConfiguration | None = None,
         **unknown: Any,
     ) -> None:
-        refuse_unknown("Accelerator", unknown, _arguments(), REPLACED)
+        refuse_unknown("Accelerator", unknown, [*inspect.signature(Accelerator).parameters][:-1], REPLACED)
         project, loggers = chosen_project(project_dir, project_config), chosen_loggers(log_with)
         settings = LoopSettings(
             mixed_precision,
@@ -267,7 +267,7 @@ class Accelerator(Collectives):
         The keyword arguments are those of Tensor.backward.
         """
         if not self._has_checked_loss:
-            check_loss(loss, self.engine, self._preparations.models)
+            check_loss(loss, self.engine, self._preparations.models, options)
             self._has_checked_loss = True
         loss = self._preparations.windows.divide(loss)
         if self._weighs_rounds:
@@ -627,7 +627,3 @@ class Accelerator(Collectives):
             "the parameters to clip are not those of one prepared optimizer; pass those that one optimizer steps, such as "
             "model.parameters() of a model whose only optimizer was prepared."
         )
-
-
-def _arguments() -> list[str]:
-    return [name for name in inspect.signature(Accelerator).parameters if name != "unknown"]

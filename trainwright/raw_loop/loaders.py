@@ -12,12 +12,13 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
+from trainwright.engine.arguments import NamedArguments
 from trainwright.engine.engine import Engine
 from trainwright.engine.prepared_loader import Iterations, PreparedLoader
 
 
 @dataclass
-class DataLoaderConfiguration:
+class DataLoaderConfiguration(NamedArguments):
     """How the Accelerator prepares DataLoaders."""
 
     split_batches: bool = False

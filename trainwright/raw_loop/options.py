@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from trainwright.engine.arguments import NamedArguments
 from trainwright.precision import Precision
 from trainwright.raw_loop.profiling import ProfileKwargs
 from trainwright.strategies import Strategy, make_strategy
@@ -18,7 +19,7 @@ REPLICATING = "ddp"
 
 
 @dataclass
-class AutocastKwargs:
+class AutocastKwargs(NamedArguments):
     """Options of `Accelerator.autocast`; `enabled=False` computes in full precision there."""
 
     enabled: bool = True
@@ -26,7 +27,7 @@ class AutocastKwargs:
 
 
 @dataclass
-class DistributedDataParallelKwargs:
+class DistributedDataParallelKwargs(NamedArguments):
     """Options of strategy "ddp".
 
     Args:
@@ -85,7 +86,7 @@ class DistributedDataParallelKwargs:
 
 
 @dataclass
-class GradScalerKwargs:
+class GradScalerKwargs(NamedArguments):
     """Options of the loss scale of mixed_precision="fp16", with torch.amp.GradScaler's names and defaults."""
 
     init_scale: float = 65536.0
@@ -102,7 +103,7 @@ class GradScalerKwargs:
 
 
 @dataclass
-class InitProcessGroupKwargs:
+class InitProcessGroupKwargs(NamedArguments):
     """Options of the process group.
 
     Args:
@@ -145,6 +146,8 @@ def by_kind(given: Iterable[Any] | None, kinds: tuple[type, ...] = KINDS) -> Cal
         TypeError: an object of another kind.
         ValueError: two of one kind.
     """
+    if isinstance(given, kinds):
+        raise TypeError(f"kwargs_handlers={given!r} is not a list; pass kwargs_handlers=[{type(given).__name__}(...)].")
     found: dict[type, Any] = {}
     for each in given or ():
         kind = next((kind for kind in kinds if isinstance(each, kind)), None)

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import nn
 
+from trainwright.engine.arguments import NamedArguments
 from trainwright.strategies import Strategy, make_strategy
 
 FSDP_VALUES: dict[str, tuple[Any, ...]] = {
@@ -29,7 +30,7 @@ FSDP_REASONS = {
 
 
 @dataclass
-class GradientAccumulationPlugin:
+class GradientAccumulationPlugin(NamedArguments):
     """How gradients are accumulated.
 
     Args:
@@ -53,7 +54,7 @@ class GradientAccumulationPlugin:
 
 
 @dataclass
-class FullyShardedDataParallelPlugin:
+class FullyShardedDataParallelPlugin(NamedArguments):
     """The strategy "fsdp", under the names that Accelerate has for its options.
 
     Fields that torch's FSDP2 has no need for are accepted where what they promise holds: parameters keep their names,
@@ -128,7 +129,7 @@ class FullyShardedDataParallelPlugin:
 
 
 @dataclass
-class DeepSpeedPlugin:
+class DeepSpeedPlugin(NamedArguments):
     """The strategy "deepspeed", under the names that Accelerate has for its options.
 
     Args:

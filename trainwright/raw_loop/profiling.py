@@ -10,6 +10,7 @@ from typing import Any
 
 from torch.profiler import ProfilerActivity, profile, schedule
 
+from trainwright.engine.arguments import NamedArguments
 from trainwright.profilers import Profiler
 
 ACTIVITIES = {name.lower(): activity for name, activity in ProfilerActivity.__members__.items()}
@@ -17,7 +18,7 @@ SCHEDULE = ("skip_first", "wait", "warmup", "active", "repeat")
 
 
 @dataclass
-class ProfileKwargs:
+class ProfileKwargs(NamedArguments):
     """Options of `Accelerator.profile`.
 
     Args:

@@ -13,6 +13,7 @@ from trainwright.checkpoint.filesystem import resolve, sweep_temporaries
 from trainwright.checkpoint.lock import lock_folder
 from trainwright.checkpoint.reader import Checkpoint, Verify, open_checkpoint
 from trainwright.checkpoint.store import BackgroundSave
+from trainwright.engine.arguments import NamedArguments
 from trainwright.engine.engine import Engine
 from trainwright.errors import CheckpointError
 from trainwright.loggers.position import CHECKPOINTS
@@ -23,7 +24,7 @@ _NUMBERED = re.compile(r"checkpoint_(\d+)", re.ASCII)
 
 
 @dataclass
-class ProjectConfiguration:
+class ProjectConfiguration(NamedArguments):
     """Where a raw loop keeps its checkpoints and logs.
 
     Args:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
@@ -16,6 +15,7 @@ from trainwright.checkpoint.contents import encode_state
 from trainwright.checkpoint.discovery import is_newest
 from trainwright.checkpoint.reader import Verify
 from trainwright.data.seeding import set_rng_state
+from trainwright.engine.arguments import check_takes, refuse_unknown
 from trainwright.engine.engine import Engine
 from trainwright.errors import CheckpointError
 from trainwright.rank_zero import rank_zero_warn
@@ -57,10 +57,10 @@ class SavedStates:
                 self._objects.append(each)
 
     def add_save_hook(self, hook: Hook) -> RemovableHandle:
-        return _added(self._save_hooks, hook, "register_save_state_pre_hook")
+        return _added(self._save_hooks, hook, "register_save_state_pre_hook", ("models", "weights", "output_dir"))
 
     def add_load_hook(self, hook: Hook) -> RemovableHandle:
-        return _added(self._load_hooks, hook, "register_load_state_pre_hook")
+        return _added(self._load_hooks, hook, "register_load_state_pre_hook", ("models", "input_dir"))
 
     def save(
         self, preparation: Preparation, output_dir: str | os.PathLike[str] | None, blocking: bool, overwrite: bool
@@ -225,9 +225,10 @@ class SavedStates:
             self._engine.ranks.run_on_all(load, call, subject=subject)
 
 
-def _added(hooks: OrderedDict[int, Hook], hook: Any, call: str) -> RemovableHandle:
+def _added(hooks: OrderedDict[int, Hook], hook: Any, call: str, given: tuple[str, ...]) -> RemovableHandle:
     if not callable(hook):
         raise TypeError(f"{call} was given a {type(hook).__name__}; accepted is a function.")
+    check_takes(f"{call}: {getattr(hook, '__name__', type(hook).__name__)}", hook, given)
     handle = RemovableHandle(hooks)
     hooks[handle.id] = hook
     return handle
@@ -244,10 +245,5 @@ def refuse_pickle(call: str, safe_serialization: Any) -> None:
 
 def refuse_load_options(given: dict[str, Any]) -> None:
     """Raise TypeError for arguments that load_state does not have."""
-    accepted = ["input_dir", "verify", "weights_only", "strict"]
-    for name, value in given.items():
-        close = difflib.get_close_matches(name, accepted, n=1)
-        hint = f" Did you mean {close[0]}=?" if close else f" Its arguments are {', '.join(accepted)}."
-        if name == "map_location":
-            hint = " Tensors are loaded to where the prepared objects are; leave it out."
-        raise TypeError(f"load_state has no argument {name}= (it was given {name}={value!r:.80}).{hint}")
+    replaced = {"map_location": "tensors are loaded to where the prepared objects are; leave it out"}
+    refuse_unknown("load_state", given, ["input_dir", "verify", "weights_only", "strict"], replaced)

@@ -35,6 +35,7 @@ REPLACED = {
     "even_batches": "pass dataloader_config=DataLoaderConfiguration(even_batches=...)",
     "use_seedable_sampler": "pass dataloader_config=DataLoaderConfiguration(use_seedable_sampler=...)",
     "logging_dir": "pass project_config=ProjectConfiguration(logging_dir=...)",
+    "tpu": "TPUs are not supported; accelerator= names the kind of device",
     "fp16": "pass mixed_precision='fp16'",
     "compile": "pass dynamo_backend='inductor'",
 }

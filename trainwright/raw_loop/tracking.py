@@ -136,8 +136,10 @@ class Trackers:
             raise ValueError(f"get_tracker: {self._unknown(name)}")
         return found.tracker if unwrap else found
 
-    def log(self, values: Mapping[str, Any], step: int, log_kwargs: Options | None) -> None:
+    def log(self, values: Mapping[str, Any], step: Any, log_kwargs: Options | None) -> None:
         """Write a row with each logger; see `Accelerator.log`."""
+        if not isinstance(values, Mapping) or isinstance(step, str):
+            raise TypeError(f"log({values!r:.80}, step={step!r}): accepted are a dict of numbers, and a whole step.")
         if self._is_ready("log"):
             options = self._options("log_kwargs", log_kwargs)
             for tracker in self._trackers:

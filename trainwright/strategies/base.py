@@ -108,6 +108,8 @@ class Strategy:
     """True if optimizers keep their state after `close`; otherwise an evaluation leaves the strategy open."""
     divides_optimizers = False
     """True if each rank holds optimizer state only for its own shard."""
+    trains_prepared_only = False
+    """True if only an optimizer that `setup_optimizers` returned can train on several ranks."""
     gradients_are_parameters = True
     """True if gradients are the parameters' `.grad`, where a checkpoint finds them."""
     needs_group = False

@@ -32,6 +32,7 @@ from trainwright.strategies.base import (
 )
 from trainwright.strategies.deferred_all_reduce import DeferredAllReduce
 from trainwright.strategies.optimizer_proxy import OptimizerProxy, UsedParameters
+from trainwright.strategies.sharded_wrapper import make_wrapper
 from trainwright.strategies.sparse_gradients import refuse_sparse_weights
 from trainwright.strategies.step_probe import refuse_uneven_steps
 
@@ -45,10 +46,12 @@ class ShardedOptimizer(OptimizerProxy):
         super().__init__(own, everyones)
         self.used = UsedParameters()
         self.used.track(parameters_of(self))
-        self.wrapped_module: Any = None
-        """FairScale's ShardedDDP around the module, under automatic optimization."""
-        self.shares_module = False
-        """Whether other optimizers step that module's parameters too."""
+        self._everyone = set(parameters_of(self))
+        self._wrappers: list[Any] = []
+
+    def set_wrappers(self, wrappers: Sequence[Any]) -> None:
+        """Take FairScale's ShardedDDP around each module that it steps, under automatic optimization."""
+        self._wrappers = list(wrappers)
 
     @property
     def state(self) -> Any:  # type: ignore[override]
@@ -62,18 +65,16 @@ class ShardedOptimizer(OptimizerProxy):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Discard the gradients; those in ShardedDDP's buckets become zeros."""
         self.used.clear()
-        wrapped, bucketed = self.wrapped_module, set()
-        if wrapped is not None and not self.shares_module:
-            wrapped.zero_grad(set_to_none=True)
-            return
-        if wrapped is not None:  # its zero_grad would discard the gradients of the module's other optimizers
-            flags = wrapped._should_bucket_grad
-            bucketed = {p for p, flag in zip(wrapped._trainable_params, flags, strict=False) if flag}
-        for parameter in parameters_of(self):
-            if parameter in bucketed and parameter.grad is not None:
-                parameter.grad.zero_()
-            else:
-                parameter.grad = None
+        bucketed: set[Tensor] = set()
+        for wrapper in self._wrappers:
+            bucketed |= wrapper.discard(self._everyone)
+        for parameter in self._everyone - bucketed:
+            parameter.grad = None
+
+    def put_back(self) -> None:
+        """Add what earlier backwards have averaged, if the latest one was not averaged."""
+        for wrapper in self._wrappers:
+            wrapper.put_back(self._everyone)
 
     @contextmanager
     def without_unused(self) -> Iterator[None]:
@@ -139,26 +140,6 @@ def _make_oss(own: Optimizer) -> Any:
     return BalancedOSS([dict(group) for group in own.param_groups], optim=take_own)
 
 
-def _make_wrapper(*args: Any, **options: Any) -> Any:
-    from fairscale.nn.data_parallel import ShardedDataParallel
-
-    class FollowingDDP(ShardedDataParallel):  # type: ignore[misc]
-        """ShardedDDP that handles a change of what is trained once, not before each forward from then on."""
-
-        _grad_to_be_reduced: list[bool]
-
-        def _detect_train_change(self) -> bool:
-            has_changed: bool = super()._detect_train_change()
-            if has_changed:
-                self._reference_trainable_mask = [p.requires_grad for p in self._all_params]
-                self._grad_to_be_reduced = []  # otherwise it warns about parameters that the last step did not use
-                for frozen in (p for p in self._all_params if not p.requires_grad):
-                    frozen.grad = None  # otherwise momentum and decay would keep changing it
-            return has_changed
-
-    return FollowingDDP(*args, **options)
-
-
 class ShardedDDPStrategy(Strategy):
     """Data parallelism with optimizer state sharded over the ranks, tensor by tensor.
 
@@ -177,6 +158,7 @@ class ShardedDDPStrategy(Strategy):
     is_parallel = True
     takes_closure = False
     divides_optimizers = True
+    trains_prepared_only = True
 
     def __init__(self, *, reduce_buffer_size: int = 2**23, reduce_fp16: bool = False) -> None:
         super().__init__()
@@ -234,23 +216,32 @@ class ShardedDDPStrategy(Strategy):
         return sharded
 
     def _wrap(self, modules: Sequence[nn.Module]) -> None:
-        """Wrap the modules that have optimizers and no ShardedDDP yet."""
+        """Wrap the modules whose ShardedDDP does not have all of their optimizers yet."""
         for module in modules:
             own = set(module.parameters())
             theirs = [each for each in self._optimizers.values() if not own.isdisjoint(parameters_of(each))]
-            if self.wrapped.get(module) is not None or not theirs:
+            oss, wrapped = [each.oss for each in theirs], self.wrapped.get(module)
+            if not theirs or (wrapped is not None and wrapped.optimizers == oss):
                 continue
-            self.wrapped[module] = _make_wrapper(
+            if wrapped is not None:
+                wrapped.close()
+            others = (
+                set(each.module.parameters()) for name, each in self.wrapped.items() if each and name is not module
+            )
+            self.wrapped[module] = make_wrapper(
                 StepForward(module),
-                [each.oss for each in theirs],
+                own.difference(*others),  # a parameter of two modules is averaged once
+                oss,
                 broadcast_buffers=False,  # see SyncedBuffers
                 sync_models_at_startup=False,  # done already
                 reduce_buffer_size=self.reduce_buffer_size,
                 reduce_fp16=self.reduce_fp16,
                 warn_on_trainable_params_changed=False,
             )
-            for each in theirs:
-                each.wrapped_module, each.shares_module = self.wrapped[module], len(theirs) > 1
+        for each in self._optimizers.values():
+            each.set_wrappers(
+                [wrapped for wrapped in self.wrapped.values() if wrapped and each.oss in wrapped.optimizers]
+            )
 
     def run(self, module: nn.Module, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the step as ShardedDDP's forward; evaluation and manual optimization bypass it."""
@@ -276,6 +267,7 @@ class ShardedDDPStrategy(Strategy):
         if not isinstance(optimizer, ShardedOptimizer):
             return super().finalize_gradients(optimizer)
         self._deferred.reduce(optimizer)
+        optimizer.put_back()
         # Only this rank's gradients count. FairScale's own scaler does nothing on the CPU.
         self.precision.unscale(optimizer.own, lambda found: dist.all_reduce(found, op=dist.ReduceOp.MAX))
 
@@ -311,8 +303,7 @@ class ShardedDDPStrategy(Strategy):
     def close(self) -> None:
         for wrapped in self.wrapped.values():
             if wrapped is not None:
-                for hook in wrapped._grad_hooks:
-                    hook.remove()
+                wrapped.close()
         for optimizer in self._optimizers.values():
             for parameter in parameters_of(optimizer):
                 parameter.grad = None  # it may lie in a bucket

@@ -72,6 +72,7 @@ class DeepSpeedStrategy(Strategy):
     holds_modules = False
     takes_closure = False
     divides_optimizers = True
+    trains_prepared_only = True
     needs_group = True
     keeps_optimizers = False
     gradients_are_parameters = False

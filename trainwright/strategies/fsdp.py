@@ -94,6 +94,7 @@ class FSDPStrategy(Strategy):
     forward_is_collective = True
     takes_closure = False
     holds_modules = False
+    trains_prepared_only = True
     needs_group = True
 
     def __init__(

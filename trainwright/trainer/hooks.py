@@ -33,21 +33,32 @@ without on_ are the module's or the datamodule's, except setup, teardown and sta
 
 from __future__ import annotations
 
+import difflib
 import inspect
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cache, partial
 from itertools import chain
 from typing import Any
 
 from trainwright.callbacks.base import Callback
 from trainwright.callbacks.model_checkpoint import ModelCheckpoint
 from trainwright.distributed.ranks import Ranks
+from trainwright.engine.arguments import check_takes
 from trainwright.module import Module, is_overridden
+from trainwright.module_hooks import ModuleHooks
 from trainwright.profilers.base import Profiler
+from trainwright.rank_zero import rank_zero_warn
 from trainwright.trainer.logbook import Logbook
 
 EPOCH_ENDS = ("on_train_epoch_end", "on_validation_epoch_end", "on_test_epoch_end")
 HOOKS = tuple(name for name in vars(Callback) if name in ("setup", "teardown") or name.startswith("on_"))
+MODULE_HOOKS = tuple(name for name in vars(ModuleHooks) if not name.startswith("_"))
+SILENT = (
+    "training_step", "validation_step", "test_step", "predict_step", "configure_optimizers", "configure_callbacks",
+    "configure_model", "configure_gradient_clipping", "optimizer_step", "optimizer_zero_grad", "lr_scheduler_step",
+    "val_dataloader", "transfer_batch_to_device", "setup", "teardown",
+)  # fmt: skip
+"""Further methods of a module of which a misspelt one is missed by nothing."""
 SAVE = "on_train_epoch_end, saving"
 """The hook table's name for the on_train_epoch_end of ModelCheckpoints, which come last of all."""
 RUN_LAST = "on_train_epoch_end, last"
@@ -125,6 +136,48 @@ class HookTable:
         finally:
             collector.enter_hook(outer)
         return returned
+
+
+def check_hooks(owner: Module | Callback) -> None:
+    """Check the hooks that a user's class defines, and warn of methods whose names are almost those of hooks.
+
+    Raises:
+        TypeError: a hook does not take what it is given.
+    """
+    base: type = Module if isinstance(owner, Module) else Callback
+    hooks = MODULE_HOOKS if base is Module else HOOKS
+    for kind in type(owner).__mro__:
+        if kind.__module__.partition(".")[0] in ("trainwright", "torch", "builtins"):
+            continue
+        for name, method in vars(kind).items():
+            if not inspect.isfunction(method):
+                continue
+            if name in hooks:
+                call, given = getattr(owner, name), list(inspect.signature(getattr(base, name)).parameters.values())[1:]
+                least = [each.name for each in given if each.default is each.empty]
+                is_enough = _with_loader_index(call, len(least)) is call
+                check_takes(
+                    f"{type(owner).__name__}.{name}", call, least if is_enough else [each.name for each in given]
+                )
+            elif (
+                not hasattr(base, name)
+                and (meant := nearest_hook(name, base))
+                and not is_overridden(meant, owner, base)
+            ):
+                rank_zero_warn(
+                    f"{type(owner).__name__}.{name} is not a hook, so it is never called; did you mean {meant}? If it is a "
+                    "method of your own, give it another name.",
+                    stacklevel=2,
+                )
+
+
+@cache
+def nearest_hook(name: str, base: type) -> str:
+    """Return the hook whose name is almost this one, or ""."""
+    known = HOOKS if base is Callback else (*MODULE_HOOKS, *SILENT)
+    is_on = name.startswith("on")
+    similar = [each for each in known if (is_on if each.startswith("on_") else each in SILENT)]
+    return next(iter(difflib.get_close_matches(name, similar, n=1, cutoff=0.8 if is_on else 0.85)), "")
 
 
 def _with_loader_index(call: Callable[..., Any], without: int) -> Callable[..., Any]:

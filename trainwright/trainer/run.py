@@ -30,7 +30,7 @@ from trainwright.profilers.instrumentation import instrument, is_measuring
 from trainwright.rank_zero import rank_zero_warn
 from trainwright.strategies.base import Clipping
 from trainwright.trainer.checkpoint_choice import Choice
-from trainwright.trainer.hooks import HookTable
+from trainwright.trainer.hooks import HookTable, check_hooks
 from trainwright.trainer.locks import FolderLocks
 from trainwright.trainer.logbook import Logbook
 from trainwright.trainer.phase import Phase
@@ -256,6 +256,9 @@ class Run:
         engine, outcome = self.engine, Outcome()
         module, datamodule = self.module, self.datamodule
         assert module is not None
+        check_hooks(module)
+        for callback in self.callbacks:
+            check_hooks(callback)
         self.stop.note_end(None)
         self.state.progress.enter(Phase.OUTSIDE)
         outer = trainer_of(module)

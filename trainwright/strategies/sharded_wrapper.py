@@ -1,0 +1,130 @@
+"""Sharded wrapper: FairScale's ShardedDDP, whose backwards may follow each other in any order before a step."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+_SHARDED_DDP: Any = object
+"""A name of FairScale's class, which is imported where a wrapper is made and is the second base there."""
+
+
+class _Following(_SHARDED_DDP):  # type: ignore[misc]
+    """ShardedDDP that handles a change of what is trained once, and averages what each backward adds once.
+
+    FairScale divides and sums the whole gradient after each backward, also what an earlier one had averaged: so that is
+    taken out before a backward adds to it, and added again afterwards.
+    """
+
+    _all_params: list[nn.Parameter]
+    _grad_to_be_reduced: list[bool]
+
+    def __init__(self, module: nn.Module, own: Collection[Tensor], optimizers: list[Any], **options: Any) -> None:
+        super().__init__(module, optimizers, **options)
+        self.optimizers = optimizers
+        self._averaged: set[Any] = set()
+        """The buckets, and parameters without one, whose gradients are averages; those of other ranks are undefined."""
+        self._taken_out: dict[Tensor, Tensor] = {}
+        self._slots: dict[Tensor, Any] = {}
+        """The bucket of each parameter that has one, and the part of it that is the gradient."""
+        # An optimizer may step several modules' parameters, and each module has a wrapper.
+        self._all_params = [each for each in self._all_params if each in own]
+        self._reference_trainable_mask = [each.requires_grad for each in self._all_params]
+
+    def _detect_train_change(self) -> bool:
+        has_changed: bool = super()._detect_train_change()
+        if has_changed:
+            self._reference_trainable_mask = [p.requires_grad for p in self._all_params]
+            self._grad_to_be_reduced = []  # otherwise it warns about parameters that the last step did not use
+            for frozen in (p for p in self._all_params if not p.requires_grad):
+                self._taken_out.pop(frozen, None)
+                frozen.grad = None  # otherwise momentum and decay would keep changing it
+        return has_changed
+
+    def _setup_bucket_strategy(self) -> None:
+        averaged = {each for slot in self._averaged for each in _parameters(slot)}
+        super()._setup_bucket_strategy()
+        self._slots = {each: (bucket, each.grad) for bucket in self._bucket_list for each in bucket._params}
+        self._averaged = {self._slots.get(each, (each,))[0] for each in averaged}
+
+    def _setup_backward_hooks(self) -> None:
+        super()._setup_backward_hooks()
+        for parameter, node in zip(self._trainable_params, self._grad_accs, strict=True):
+            self._grad_hooks.append(node.register_prehook(partial(self._take_out, parameter)))
+
+    @torch.no_grad()
+    def _take_out(self, parameter: Tensor, *_: Any) -> None:
+        """Leave only what is not averaged yet where a gradient is that a backward is about to add to."""
+        slot, part = self._slots.get(parameter, (parameter, None))
+        if part is not None and parameter.grad is not part:  # the user's loop has dropped it, such as model.zero_grad()
+            part.zero_() if parameter.grad is None else part.copy_(parameter.grad)
+            parameter.grad = part
+        if slot not in self._averaged:
+            return
+        self._averaged.discard(slot)
+        is_owner = self._trainable_param_to_rank[parameter] == self._rank
+        if slot is parameter:
+            if is_owner and parameter.grad is not None:
+                self._taken_out[parameter] = parameter.grad
+            parameter.grad = None
+            return
+        if is_owner:
+            self._taken_out.update((each, each.grad.clone()) for each in slot._params if each.grad is not None)
+        slot.zero()
+
+    @torch.no_grad()
+    def put_back(self, parameters: Iterable[Tensor]) -> None:
+        """Add what was taken out of these gradients."""
+        for parameter in [each for each in parameters if each in self._taken_out]:
+            before = self._taken_out.pop(parameter)
+            parameter.grad = before if parameter.grad is None else parameter.grad.add_(before)
+
+    @torch.no_grad()
+    def discard(self, parameters: Collection[Tensor]) -> set[Tensor]:
+        """Drop gradients; those in buckets become zeros. Return the parameters in buckets."""
+        for parameter in [each for each in self._taken_out if each in parameters]:
+            del self._taken_out[parameter]
+        for bucket in self._bucket_list:
+            if all(each in parameters for each in bucket._params):
+                self._averaged.discard(bucket)
+                bucket.zero()
+                continue
+            for each in (p for p in bucket._params if p in parameters):
+                self._slots[each][1].zero_()
+        return set(self._slots)
+
+    def _flush_reduce_calls(self) -> None:
+        super()._flush_reduce_calls()
+        is_bucketed = self._should_bucket_grad or [False] * len(self._trainable_params)
+        sent = zip(self._trainable_params, self._grad_to_be_reduced, is_bucketed, strict=True)
+        done = {each for each, is_due, in_bucket in sent if not is_due and not in_bucket}
+        done.update(bucket for bucket in self._bucket_list if bucket.sent)
+        self._averaged |= done
+        if self._taken_out:
+            self.put_back([each for slot in done for each in _parameters(slot)])
+        self._clear_counters()  # the next backward may follow without a forward
+
+    def close(self) -> None:
+        """Take the hooks off the parameters."""
+        for hook in self._grad_hooks:
+            hook.remove()
+        self._taken_out.clear()
+        self._averaged.clear()
+
+
+def make_wrapper(module: nn.Module, own: Collection[Tensor], optimizers: list[Any], **options: Any) -> Any:
+    """Return a ShardedDDP for those parameters of the OSS optimizers that are the module's own."""
+    from fairscale.nn.data_parallel import ShardedDataParallel
+
+    class FollowingDDP(_Following, ShardedDataParallel):  # type: ignore[misc]
+        pass
+
+    return FollowingDDP(module, own, optimizers, **options)
+
+
+def _parameters(slot: Any) -> list[Tensor]:
+    return [slot] if isinstance(slot, Tensor) else slot._params
