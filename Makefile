@@ -39,6 +39,9 @@ BIN := $(VENV)/bin
 # Without build isolation, or the packages that come as source would each build against a torch of their own.
 INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --no-build-isolation -c constraints.txt
 
+# Tests start many interpreters: an environment that forbids bytecode would have each compile the package and pytest its tests.
+export PYTHONDONTWRITEBYTECODE :=
+
 # Targets for a machine with a GPU take an interpreter that they are given as it is, with the torch that it has.
 ifeq ($(origin PYTHON),file)
 GPU_PYTHON := $(BIN)/python
