@@ -74,8 +74,7 @@ CASES: dict[str, tuple[Callable[[Path], Path], str]] = {
     ),
     "empty directory": (
         lambda path: made(path, None),
-        r"is not a checkpoint: it has no manifest\.json that is a plain file\. "
-        r"Give the directory of a checkpoint of trainwright; one without",
+        r"it has no manifest\.json that is a plain file\. Give the directory of a checkpoint of trainwright; one without",
     ),
     "file": (
         lambda path: made(path, b"text"),
