@@ -164,6 +164,7 @@ def test_what_fails_is_a_row_with_the_reason(tmp_path: Path) -> None:
     assert (tmp_path / "out" / "earlier-1" / "table.csv").read_text().count("mlp") == len(rows)
 
 
+@pytest.mark.launch
 def test_unknown_names_are_refused() -> None:
     done = run_python(FOLDER / "gpu.py", "--cases", "gtp")
     assert done.returncode == 2
@@ -171,6 +172,7 @@ def test_unknown_names_are_refused() -> None:
     assert told in done.stderr
 
 
+@pytest.mark.launch
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="there is an accelerator")
 def test_without_an_accelerator_one_line_says_so(tmp_path: Path) -> None:
     done = run_python(FOLDER / "gpu.py", "--out", tmp_path / "out")

@@ -374,6 +374,7 @@ def test_bad_input_is_one_line_and_an_exit_code(saved: Path, tmp_path: Path) -> 
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.launch
 def test_a_reader_that_leaves_early_is_no_error(saved: Path) -> None:
     with subprocess.Popen(
         [sys.executable, "-m", "trainwright", "checkpoint", "show", str(saved), "--tensors"],

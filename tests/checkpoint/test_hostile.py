@@ -20,6 +20,8 @@ from small import QUIET, make_loader
 
 import trainwright as tw
 
+pytestmark = pytest.mark.launch
+
 VICTIM = """
 import json, os, resource, signal, sys
 from pathlib import Path

@@ -91,6 +91,7 @@ print(json.dumps({"within": within, "step": step}))
 """
 
 
+@pytest.mark.launch
 @pytest.mark.parametrize(("kills", "within"), [(8, 1), pytest.param(20, 6, marks=pytest.mark.slow)])
 def test_a_kill_at_any_moment_of_a_save_loses_nothing(kills: int, within: int, tmp_path: Path) -> None:
     (tmp_path / "runs").mkdir()

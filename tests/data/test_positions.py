@@ -31,6 +31,10 @@ SEED, EPOCH = 3, 2
 READ_WHOLE = "ignore:a .* is an IterableDataset:UserWarning"
 
 
+Plans = Sequence[Sequence[tuple[int, int | None]]]
+"""Of each plan and part of an epoch, on how many ranks it is trained, and for how many batches (None: to its end)."""
+
+
 class Uneven(Sampler[list[int]]):
     """A user's batch sampler: batches of 1, 2, 3, 1, 2, 3 ... samples, in an order of its own."""
 
@@ -100,6 +104,9 @@ def epoch(loader: Any, plan: Sequence[tuple[int, int | None]], **options: Any) -
 PLANS = [
     [(first, 2), (second, None)] for first, second in itertools.product((1, 2, 3, 4), repeat=2) if first != second
 ] + [[(2, 1), (3, 1), (1, 2), (4, 1), (2, None)], [(3, 2), (3, 1), (2, None)]]
+SOME_PLANS = [PLANS[0], PLANS[3], PLANS[8], PLANS[10], *PLANS[-2:]]
+"""From one rank to two and back, from three to four, from four to two, and of several parts."""
+some_or_all_plans = pytest.mark.parametrize("plans", [SOME_PLANS, pytest.param(PLANS, marks=pytest.mark.slow)], ids=len)
 
 
 def samplers(count: int) -> dict[str, Any]:
@@ -116,9 +123,10 @@ def samplers(count: int) -> dict[str, Any]:
     }
 
 
+@some_or_all_plans
 @pytest.mark.parametrize("kind", list(samplers(3)))
-def test_every_sample_comes_once_at_any_world_size(kind: str) -> None:
-    for count, plan in itertools.product((23, 24, 29), PLANS):
+def test_every_sample_comes_once_at_any_world_size(kind: str, plans: Plans) -> None:
+    for count, plan in itertools.product((23, 24, 29), plans):
         loader = samplers(count)[kind]
         whole = epoch(loader, [(1, None)])
         assert len(whole) >= 12
@@ -136,8 +144,9 @@ def test_at_the_same_world_size_nothing_changes() -> None:
                 assert had[rank] + again[rank] + rest[rank] == whole[rank], (kind, ranks, start)
 
 
-def test_drop_last_drops_no_more_than_a_round() -> None:
-    for count, plan in itertools.product((40, 41, 47), PLANS):
+@some_or_all_plans
+def test_drop_last_drops_no_more_than_a_round(plans: Plans) -> None:
+    for count, plan in itertools.product((40, 41, 47), plans):
         loader = DataLoader(numbers(count), batch_size=2, shuffle=True, drop_last=True)
         seen = epoch(loader, plan)
         assert len(set(seen)) == len(seen)
@@ -170,8 +179,9 @@ def test_another_batch_size_that_changes_again_before_the_first_batch() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:the . ranks cannot divide a round:UserWarning")
+@some_or_all_plans
 @pytest.mark.parametrize("mode", ["min_size", "max_size", "max_size_cycle", "sequential"])
-def test_combinations(mode: Any) -> None:
+def test_combinations(mode: Any, plans: Plans) -> None:
     def loader() -> CombinedLoader:
         return CombinedLoader(
             [
@@ -183,7 +193,7 @@ def test_combinations(mode: Any) -> None:
         )
 
     firsts = range(26), range(100, 107), range(200, 217)
-    for plan in PLANS:
+    for plan in plans:
         seen = Counter(epoch(loader(), plan))
         if mode == "min_size":
             assert max(seen.values()) == 1
@@ -233,8 +243,9 @@ def stream(kind: Any, count: int, **options: Any) -> DataLoader[Any]:
 
 
 @pytest.mark.filterwarnings(READ_WHOLE)
-def test_a_dataset_without_indices_at_any_world_size() -> None:
-    for kind, count, plan in itertools.product((Stream, Telling), (23, 24), PLANS):
+@some_or_all_plans
+def test_a_dataset_without_indices_at_any_world_size(plans: Plans) -> None:
+    for kind, count, plan in itertools.product((Stream, Telling), (23, 24), plans):
         seen = epoch(partial(stream, kind, count), plan)
         assert sorted(seen) == list(range(count)), (kind, count, plan)
 

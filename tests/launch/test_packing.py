@@ -123,6 +123,7 @@ class Tied(nn.Module):
         self.b.weight = self.a.weight
 
 
+@pytest.mark.launch
 def test_classes_that_nobody_could_import_travel_along(made_up: Any, tmp_path: Path) -> None:
     layer = Tied()
     layer.__class__ = type("Tied", (nn.Module,), {"__module__": "made_up"})

@@ -22,6 +22,7 @@ def newest(folder: Path) -> Path:
     return runs[-1]
 
 
+@pytest.mark.launch
 @pytest.mark.parametrize("seeds", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_killed_and_run_again(seeds: int, tmp_path: Path) -> None:
     done = run_python(JOB, tmp_path, seeds, seconds=240.0)
