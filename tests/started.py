@@ -41,8 +41,8 @@ class Started:
         self.stdout, self.stderr = "", ""
 
     def wait(self, seconds: float = 120.0) -> int:
-        stdout, self.stderr = self.process.communicate(timeout=deadline(seconds))
-        self.stdout += stdout
+        stdout, stderr = self.process.communicate(timeout=deadline(seconds))
+        self.stdout, self.stderr = self.stdout + stdout, self.stderr + stderr
         return self.process.returncode
 
     def wait_for(self, text: str, times: int = 1) -> None:
@@ -51,6 +51,15 @@ class Started:
             self.stdout += line
             times -= text in line
             if times == 0:
+                return
+        raise AssertionError(f"it ended early with {self.wait()}: {self.stdout} {self.stderr}")
+
+    def wait_for_message(self, text: str) -> None:
+        """Wait until it has written this to its standard error."""
+        assert self.process.stderr is not None
+        for line in self.process.stderr:
+            self.stderr += line
+            if text in line:
                 return
         raise AssertionError(f"it ended early with {self.wait()}: {self.stdout} {self.stderr}")
 

@@ -96,6 +96,13 @@ def start(network: Network, node: int, *options: str, kind: str = "trainer") -> 
     )
 
 
+def start_both(network: Network, kind: str = "trainer") -> list[Started]:
+    """Start a job of one or two nodes on both; the main node begins last, since it waits half a minute for a second one."""
+    second = start(network, 1, "--nodes", "1:2", kind=kind)
+    second.wait_for_message("trainwright launch: ")
+    return [start(network, 0, "--nodes", "1:2", kind=kind), second]
+
+
 def check_used_once(folder: Path) -> set[int]:
     """Check that the history that led to the end used every sample of each epoch once; return the starts it took."""
     entries = [json.loads(line) for path in folder.glob("used-*") for line in path.read_text().splitlines()]
@@ -118,7 +125,7 @@ def check_used_once(folder: Path) -> set[int]:
 
 @pytest.mark.parametrize("kind", ["trainer", "accelerator"])
 def test_the_nodes_that_are_left_train_on(network: Network, kind: str) -> None:
-    jobs = [start(network, node, "--nodes", "1:2", kind=kind) for node in (0, 1)]
+    jobs = start_both(network, kind)
     jobs[0].wait_for("start 0 step 8.")
     jobs[1].process.send_signal(signal.SIGKILL)
     jobs[1].check_nothing_left()
@@ -151,7 +158,7 @@ def test_a_node_that_comes_back_ends_with_the_weights_of_an_uninterrupted_run(ne
 
 
 def test_a_failed_rank_restarts_all_nodes(network: Network) -> None:
-    jobs = [start(network, node, "--nodes", "1:2") for node in (0, 1)]
+    jobs = start_both(network)
     jobs[0].wait_for("start 0 step 8.")
     (rank,) = [each for each in jobs[1].processes() if each.pid != jobs[1].process.pid]
     rank.kill()
@@ -163,7 +170,7 @@ def test_a_failed_rank_restarts_all_nodes(network: Network) -> None:
 
 
 def test_a_node_that_is_told_to_stop_leaves_the_others_training(network: Network) -> None:
-    jobs = [start(network, node, "--nodes", "1:2") for node in (0, 1)]
+    jobs = start_both(network)
     jobs[0].wait_for("start 0 step 8.")
     jobs[1].process.send_signal(signal.SIGTERM)
     assert jobs[1].wait() == 75, jobs[1].stderr
@@ -177,7 +184,7 @@ def test_a_node_that_is_told_to_stop_leaves_the_others_training(network: Network
 
 
 def test_the_job_ends_with_its_main_node(network: Network) -> None:
-    jobs = [start(network, node, "--nodes", "1:2") for node in (0, 1)]
+    jobs = start_both(network)
     jobs[0].wait_for("start 0 step 2.")
     jobs[0].process.send_signal(signal.SIGKILL)
     assert jobs[1].wait() == 1
@@ -187,7 +194,7 @@ def test_the_job_ends_with_its_main_node(network: Network) -> None:
 
 
 def test_a_node_that_cannot_be_reached_ends_and_the_main_node_trains_on(network: Network) -> None:
-    jobs = [start(network, node, "--nodes", "1:2") for node in (0, 1)]
+    jobs = start_both(network)
     jobs[0].wait_for("start 0 step 8.")
     network.cut(1)
     assert jobs[0].wait(seconds=180) == 0, jobs[0].stderr

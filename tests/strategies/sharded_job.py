@@ -16,6 +16,8 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 import trainwright as tw
+from trainwright.strategies.base import Strategy
+from trainwright.strategies.ddp import DDPStrategy
 from trainwright.strategies.ddp_sharded import ShardedDDPStrategy
 
 
@@ -199,9 +201,10 @@ def backwards_in_any_order() -> None:
     x, y = torch.randn(12, 4, generator=torch.manual_seed(5)), torch.randn(12, 2)
     rank = torch.distributed.get_rank()
     for train in (adversaries, repeated, one_for_both):
-        for size in (2**23, 0):
+        strategies: tuple[Strategy, ...] = ShardedDDPStrategy(), ShardedDDPStrategy(reduce_buffer_size=0), DDPStrategy()
+        for given in strategies:
             ends = []
-            for strategy in (None, ShardedDDPStrategy(reduce_buffer_size=size)):
+            for strategy in (None, given):
                 torch.manual_seed(2)
                 maker, judge = nn.Linear(4, 2), nn.Linear(2, 1)
                 models: list[Any] = [maker, judge]
@@ -215,7 +218,7 @@ def backwards_in_any_order() -> None:
                 for step in range(3):
                     train(backward, *(*parts, None)[:4], x[4 * step :][:4][share], y[4 * step :][:4][share])
                 ends.append(torch.cat([p.detach().reshape(-1) for each in models for p in each.parameters()]))
-            torch.testing.assert_close(ends[1], ends[0], msg=f"{train.__name__}, {size}: {ends}")
+            torch.testing.assert_close(ends[1], ends[0], msg=f"{train.__name__}, {given.name}: {ends}")
 
 
 def refusals() -> None:

@@ -1,4 +1,4 @@
-"""The graph of a loss: which tensors its backward gives gradients to."""
+"""What a loop may call backward on: a loss that a prepared model made and a prepared optimizer can step on."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor, nn
-from torch.autograd.function import BackwardCFunction
 
 from trainwright.engine.engine import Engine
 from trainwright.engine.prepared import PreparedModule, stepped_by
+from trainwright.strategies.autograd_graph import graph_leaves
 
 
 def check_loss(loss: Any, engine: Engine, models: Sequence[nn.Module], options: dict[str, Any]) -> None:
@@ -52,21 +52,3 @@ def check_loss(loss: Any, engine: Engine, models: Sequence[nn.Module], options: 
             "gradients no strategy averages over the ranks; call the model that accelerator.prepare returned itself, and let "
             "its forward call the method."
         )
-
-
-def graph_leaves(loss: Tensor) -> set[Tensor]:
-    """Return the tensors to which the loss's backward adds gradients; empty if a part of the graph cannot be seen."""
-    found: set[Tensor] = set()
-    seen: set[Any] = set()
-    waiting: list[Any] = [loss.grad_fn]
-    while waiting:
-        node = waiting.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        if isinstance(node, BackwardCFunction):
-            return set()  # such as a checkpoint's, which builds its part in backward
-        if hasattr(node, "variable"):
-            found.add(node.variable)
-        waiting.extend(each for each, _ in node.next_functions)
-    return found

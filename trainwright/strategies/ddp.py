@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 from trainwright.precision.base import Closure, Sender
 from trainwright.rank_zero import rank_zero_warn
+from trainwright.strategies.autograd_graph import graph_leaves
 from trainwright.strategies.base import (
     Clipping,
     Optimization,
@@ -97,6 +98,8 @@ class DDPStrategy(Strategy):
         self._trained: dict[nn.Module, list[str]] = {}
         self._to_check = False
         """Whether no step has shown yet that every parameter is used."""
+        self._averaged: set[nn.Module] = set()
+        """Modules whose last forward has had a backward that kept its graph, so another one may follow."""
 
     def setup_module(self, module: nn.Module, optimization: Optimization | None) -> None:
         self.move_to_device(module)
@@ -165,6 +168,7 @@ class DDPStrategy(Strategy):
         wrapped = self.wrapped.get(module)
         if wrapped is None or not torch.is_grad_enabled() or not self._automatic:
             return super().run(module, name, args, kwargs)
+        self._averaged.discard(module)
         try:
             with self.precision.forward_context() or nullcontext():
                 return wrapped(name, *args, **kwargs)
@@ -178,9 +182,21 @@ class DDPStrategy(Strategy):
         if not self._automatic:
             for wrapped in self.wrapped.values():
                 if wrapped.require_backward_grad_sync:
-                    wrapped.reducer._rebuild_buckets()
-                    wrapped.reducer.prepare_for_backward(list(_find_tensors(loss)))  # type: ignore[no-untyped-call]
+                    _prepare(wrapped, loss)
+        elif self.wrapped and (self._averaged or options.get("retain_graph")):
+            reached = [each for each in self._reached_by(loss) if self.wrapped[each].require_backward_grad_sync]
+            for module in self._averaged.intersection(reached):
+                # A forward prepares the reducer for one backward. Averaging what was averaged before changes nothing.
+                _prepare(self.wrapped[module], loss)
+            self._averaged.update(reached)
         super().backward(loss, send, **options)
+
+    def _reached_by(self, loss: Tensor) -> list[nn.Module]:
+        """Return the wrapped modules whose parameters get gradients from a loss's backward."""
+        leaves = graph_leaves(loss)
+        if not leaves and len(self.wrapped) > 1:
+            return []  # some of the graph cannot be seen: each of them may be reached, or not
+        return [each for each in self.wrapped if not leaves or not leaves.isdisjoint(each.parameters())]
 
     def sync_gradients(self, enabled: bool) -> None:
         super().sync_gradients(enabled)
@@ -241,6 +257,14 @@ class DDPStrategy(Strategy):
             order.close()
         self._orders.clear()
         self._trained.clear()
+        self._averaged.clear()
+
+
+def _prepare(wrapped: DistributedDataParallel, loss: Tensor) -> None:
+    """Make a module's reducer ready for the backward of a loss, as its forward does."""
+    wrapped.reducer._rebuild_buckets()
+    found = list(_find_tensors(loss)) if wrapped.find_unused_parameters else []  # type: ignore[no-untyped-call]
+    wrapped.reducer.prepare_for_backward(found)
 
 
 def resolve_comm_hook(hook: str | CommHook, state: Any) -> tuple[Any, CommHook]:
