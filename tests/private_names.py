@@ -320,6 +320,11 @@ DEEPSPEED = (
     ),
     Use(
         "deepspeed.runtime.base_optimizer.ZeROOptimizer",
+        "should_refresh_expected_hook_count",
+        "refuse a backward that is not the strategy's (strategies/deepspeed_engine.py)",
+    ),
+    Use(
+        "deepspeed.runtime.base_optimizer.ZeROOptimizer",
         "_backward_hook_state clear_backward_seen_flag",
         "run one backward through several engines (strategies/deepspeed.py)",
     ),

@@ -46,7 +46,6 @@ def job(folder: Path) -> int:
         assert collectives.all_reduce(value, op).tolist() == expected
     assert value.tolist() == [1.0 + rank, 4.0 + 4 * rank]
     assert collectives.broadcast(torch.tensor([rank]), source=1).tolist() == [1]
-    collectives.barrier()
     with pytest.raises(ValueError, match="source=2 is not a rank; choose from 0 to 1"):
         collectives.broadcast(value, source=2)
     return rank
@@ -64,7 +63,6 @@ def test_one_process_is_the_identity() -> None:
         assert torch.equal(result, tensor)
         assert result is not tensor
     assert collectives.gather_object({"a": [1, None]}) == [{"a": [1, None]}]
-    collectives.barrier()
 
 
 def test_bad_arguments_are_refused_before_anything_is_sent() -> None:

@@ -89,6 +89,9 @@ def test_options_of_other_parts() -> None:
         ({"strategy": "ddp", "deepspeed_plugin": tw.DeepSpeedPlugin()}, "strategy='ddp' and DeepSpeedPlugin were given"),
         ({"kwargs_handlers": [object()]}, "kwargs_handlers has a object; accepted are"),
         ({"kwargs_handlers": [tw.AutocastKwargs()] * 2}, "has two AutocastKwargs"),
+        ({"step_scheduler_with_optimizer": "no"}, "step_scheduler_with_optimizer='no' is not accepted; pass True or False"),
+        ({"cpu": "yes"}, "cpu='yes' is not accepted"),
+        ({"dynamo_backend": "inductr"}, "Did you mean 'inductor'"),
     ],
 )  # fmt: skip
 def test_wrong_arguments(chosen: dict[str, Any], words: str) -> None:

@@ -148,6 +148,22 @@ def disagreements(folder: Path) -> dict[str, list[str]]:
     }
 
 
+def backwards_of_torch() -> None:
+    """A backward that is not the strategy's is refused before DeepSpeed has reduced anything; other gradients are taken."""
+    for stage in STAGES:
+        used = tw.Accelerator(strategy=f"deepspeed_stage_{stage}", cpu=True)
+        net = nn.Linear(4, 2)
+        net, optimizer = used.prepare(net, torch.optim.AdamW(net.parameters()))
+        inputs = torch.ones(2, 4, requires_grad=True)
+        torch.autograd.grad(net(inputs).sum(), inputs)
+        used.backward(net(inputs).square().mean())
+        optimizer.step()
+        with pytest.raises(
+            RuntimeError, match=rf"under strategy 'deepspeed_stage_{stage}'.*accelerator.backward\(loss\)"
+        ):
+            net(inputs).square().mean().backward()
+
+
 def refusals() -> None:
     """What DeepSpeed cannot do is refused in words."""
     refused: list[tuple[Any, Any, dict[str, Any], type[Exception], str]] = [
@@ -276,6 +292,7 @@ def deepspeed(folder: Path) -> dict[str, Any]:
         found["own"][stage] = own_optimizer(stage, folder)
         found["loop"][stage] = own_loop(stage)
     found["told"] = disagreements(folder)
+    backwards_of_torch()
     refusals()
     found["precisions"] = precisions(folder)
     trainer("deepspeed", compile={"backend": "aot_eager"}).fit(Regresses(), loader(8, 1))

@@ -182,18 +182,16 @@ def scatter_bytes(payloads: list[Tensor] | None) -> Tensor:
     return own.new_empty(0, dtype=torch.uint8)
 
 
-def barrier() -> None:
-    """Wait for all ranks. Collective: call on every rank."""
-    # A reduction, because NCCL's barrier guesses the device and warns. NOTE: item() waits for the device too.
-    all_reduce(torch.zeros(1)).item()
+def count_issued(*, in_all: bool = False) -> int | None:
+    """Return how many collectives this process has called in any group; None if a group does not count them.
 
-
-def count_issued() -> int | None:
-    """Return how many collectives this process has called in any group; None if a group does not count them."""
+    With `in_all`, only in groups that all ranks are in: the count is then the same on all ranks wherever they meet.
+    """
     if _world_size() == 1:
         return 0
     try:
         groups: list[Any] = list(dist.distributed_c10d._world.pg_map)
+        groups = [group for group in groups if not in_all or group.size() == _world_size()]
         backends = [group._get_backend(device) for group in groups for device in group._device_types]
         return sum(int(backend._get_sequence_number_for_group()) for backend in backends)
     except (AttributeError, RuntimeError):

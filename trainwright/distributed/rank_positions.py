@@ -37,6 +37,11 @@ class RankPositions:
         self._lock = threading.Lock()
         self._answered = 0
 
+    def locate_by(self, locate: Locate) -> None:
+        """Take positions from here on from a loop that has no end of its own. Call it on every rank."""
+        with self._lock:
+            self._runs, self._locate = self._runs + 1, locate
+
     @contextmanager
     def located_by(self, locate: Locate) -> Iterator[None]:
         """Take positions from a run during the block. Enter it on every rank; an inner run replaces the outer one."""

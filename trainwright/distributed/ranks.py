@@ -34,6 +34,11 @@ class Ranks:
         if self._channel is not None:
             self._channel.give_up()
 
+    def locate_by(self, locate: Locate) -> None:
+        """See `RankPositions.locate_by`."""
+        if self._channel is not None:
+            self._channel.locate_by(locate)
+
     def located_by(self, locate: Locate) -> AbstractContextManager[None]:
         """See `RankPositions.located_by`."""
         return nullcontext() if self._channel is None else self._channel.located_by(locate)

@@ -13,7 +13,8 @@ from trainwright.distributed.rank_positions import Locate, RankPosition, RankPos
 from trainwright.distributed.store import Store, post
 
 ON_ALL_RANKS = (
-    "Make such calls on all ranks, in the same order: not under `if trainer.is_global_zero:` or in one rank's hook."
+    "Make such calls on all ranks, in the same order: not under `if trainer.is_global_zero:` or "
+    "`if accelerator.is_main_process:`, nor in one rank's hook."
 )
 
 SHORTEST_PAUSE, LONGEST_PAUSE = 0.0005, 0.02
@@ -45,6 +46,11 @@ class StoreChannel:
     def give_up(self) -> None:
         """Make the call that waits here in another thread, and every later one that would wait, raise RuntimeError."""
         self._has_given_up = True
+
+    def locate_by(self, locate: Locate) -> None:
+        """See `RankPositions.locate_by`."""
+        if self._positions is not None:
+            self._positions.locate_by(locate)
 
     def located_by(self, locate: Locate) -> AbstractContextManager[None]:
         """See `RankPositions.located_by`."""
@@ -137,8 +143,9 @@ class StoreChannel:
             if not self._store.check([key]) and self._store.check([f"left/{rank}"]) and not self._store.check([key]):
                 raise RuntimeError(
                     f"rank {rank} has exited while rank {self.rank} waits for it in a call that every rank has to make (fit, "
-                    "validate, test, predict, save_checkpoint). Make it on all ranks: not under `if trainer.is_global_zero:`, "
-                    "and without leaving one rank's script early."
+                    "validate, test, predict, save_checkpoint, save_state, wait_for_everyone). Make it on all ranks: not under "
+                    "`if trainer.is_global_zero:` or `if accelerator.is_main_process:`, and without leaving one rank's script "
+                    "early."
                 )
 
     def _refuse_passed(self, rank: int, key: str, call: str, own: RankPosition) -> None:

@@ -266,9 +266,9 @@ class Engine:
         """
         return broadcast(obj, src, self.ranks, self.device)
 
-    def barrier(self) -> None:
-        """Wait until every rank has called this. Collective: call on every rank."""
-        collectives.barrier()
+    def barrier(self, call: str = "Engine.barrier") -> None:
+        """Wait until every rank has made this call. Collective: call on every rank."""
+        self.ranks.wait(call)
 
     def rank_zero_first(self, local: bool = False) -> AbstractContextManager[None]:
         """Return a context whose block rank 0 runs before the other ranks, such as a download.

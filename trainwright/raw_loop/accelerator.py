@@ -16,6 +16,7 @@ from torch.profiler import profile
 from torch.utils.hooks import RemovableHandle
 
 from trainwright.checkpoint.reader import Verify
+from trainwright.distributed import collectives
 from trainwright.engine.arguments import refuse_unknown
 from trainwright.engine.command_line import fill_accumulation
 from trainwright.engine.engine import Engine
@@ -40,7 +41,7 @@ from trainwright.raw_loop.preparation import Preparation, PreparationOptions
 from trainwright.raw_loop.profiling import ProfileKwargs, profiled
 from trainwright.raw_loop.project import ProjectConfiguration, chosen_project
 from trainwright.raw_loop.saved_states import SavedStates, refuse_load_options, refuse_pickle
-from trainwright.raw_loop.settings import REPLACED, LoopSettings, word_for
+from trainwright.raw_loop.settings import REPLACED, LoopSettings, check_flags, word_for
 from trainwright.raw_loop.state_views import AcceleratorState, GradientState
 from trainwright.raw_loop.tracking import Options, Tracker, Trackers, chosen_loggers
 from trainwright.raw_loop.unwrapping import extract_model_from_parallel
@@ -126,6 +127,14 @@ class Accelerator(Collectives):
         **unknown: Any,
     ) -> None:
         refuse_unknown("Accelerator", unknown, [*inspect.signature(Accelerator).parameters][:-1], REPLACED)
+        check_flags(
+            cpu=cpu,
+            device_placement=device_placement,
+            split_batches=split_batches,
+            step_scheduler_with_optimizer=step_scheduler_with_optimizer,
+            fused_optimizers=fused_optimizers,
+            scale_schedulers=scale_schedulers,
+        )
         project, loggers = chosen_project(project_dir, project_config), chosen_loggers(log_with)
         settings = LoopSettings(
             mixed_precision,
@@ -150,6 +159,7 @@ class Accelerator(Collectives):
             num_nodes=num_nodes,
         )
         super().__init__(engine)
+        engine.ranks.locate_by(_position)
         of_script = settings.accumulation.num_steps or 1
         steps = fill_accumulation(engine.environment, "gradient_accumulation_steps", of_script)
         optimization = Optimization(accumulate=steps, clip_norm=settings.clip_norm)
@@ -627,3 +637,8 @@ class Accelerator(Collectives):
             "the parameters to clip are not those of one prepared optimizer; pass those that one optimizer steps, such as "
             "model.parameters() of a model whose only optimizer was prepared."
         )
+
+
+def _position() -> tuple[tuple[int, ...], str]:
+    """Return how far this rank's loop is: a rank that has made more collectives has left out a call that others wait in."""
+    return (collectives.count_issued(in_all=True) or 0,), ""

@@ -88,9 +88,6 @@ def loader_options(
         raise TypeError(
             f"dataloader_config is a {type(configuration).__name__}; accepted is a DataLoaderConfiguration of trainwright."
         )
-    for name, value in {"split_batches": split_batches, "device_placement": moves}.items():
-        if not isinstance(value, bool):
-            raise TypeError(f"{name}={value!r} is not accepted; pass True or False.")
     if split_batches:
         configuration = replace(configuration, split_batches=True)
     types = tuple(str(getattr(each, "value", each)) for each in rng_types or ())

@@ -83,7 +83,7 @@ class Processes:
 
     def wait_for_everyone(self) -> None:
         """Wait until every rank has called this. Collective: call on every rank."""
-        self.engine.barrier()
+        self.engine.barrier("wait_for_everyone")
 
     def main_process_first(self) -> AbstractContextManager[None]:
         """Return a context whose block rank 0 runs before the other ranks. Collective: enter it on every rank."""

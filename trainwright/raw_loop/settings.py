@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -82,8 +83,7 @@ class LoopSettings:
         group: InitProcessGroupKwargs | None = find(InitProcessGroupKwargs)
         timeout = group.timeout if group is not None else None
         self.timeout_seconds = None if timeout is None else timeout.total_seconds()
-        backend = getattr(self.dynamo_backend, "value", self.dynamo_backend)
-        self.compiler = None if backend is None or str(backend).lower() == "no" else str(backend).lower()
+        self.compiler = _compiler(self.dynamo_backend)
         """The backend that compiles prepared models; None if they run eagerly."""
 
     @property
@@ -143,6 +143,27 @@ class LoopSettings:
         if resolve_precision(name, device_type).name != "16-mixed":
             return name  # as scripts pass the options whatever the precision is
         return scaler.precision("16-mixed", device_type)
+
+
+def check_flags(**given: Any) -> None:
+    """Raise TypeError for an argument that is neither True nor False."""
+    for name, value in given.items():
+        if not isinstance(value, bool):
+            raise TypeError(f"{name}={value!r} is not accepted; pass True or False.")
+
+
+def _compiler(given: Any) -> str | None:
+    name = str(getattr(given, "value", given)).lower()
+    if given is None or name == "no":
+        return None
+    from torch._dynamo import list_backends
+
+    known = list_backends(exclude_tags=())
+    if name not in known:
+        close = difflib.get_close_matches(name, known, n=1)
+        hint = f" Did you mean {close[0]!r}?" if close else ""
+        raise ValueError(f"dynamo_backend={given!r} is unknown; choose from no, {', '.join(known)}.{hint}")
+    return name
 
 
 def _of_kind(given: Any, kind: type, name: str) -> Any:

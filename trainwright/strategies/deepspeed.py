@@ -36,7 +36,13 @@ from trainwright.strategies.base import (
     refuse_unreplicable,
     trained,
 )
-from trainwright.strategies.deepspeed_engine import check_supported, make_engine, refuse_other_dtype, scale_losses
+from trainwright.strategies.deepspeed_engine import (
+    check_supported,
+    make_engine,
+    refuse_other_dtype,
+    refuse_plain_backward,
+    scale_losses,
+)
 from trainwright.strategies.master_optimizer import MasterOptimizer, Shard
 from trainwright.strategies.sparse_gradients import refuse_sparse_weights
 from trainwright.strategies.state_entries import state_tensors
@@ -117,6 +123,7 @@ class DeepSpeedStrategy(Strategy):
         self._trained: dict[nn.Module, list[str]] = {}
         self._added: list[zero_cleanup.AddedAttributes] = []
         self._write_back = ZeroWriteBack()
+        self._is_in_backward = False
         self._left: dict[Any, list[Shard]] = {}
         """The shards of engines that were taken off their modules; they can still be saved."""
 
@@ -215,6 +222,7 @@ class DeepSpeedStrategy(Strategy):
 
     def _take(self, master: MasterOptimizer, engine: Any, owners: Sequence[nn.Module]) -> ZeroOptimizer:
         zero, strays = engine.optimizer, list(engine.module.strays)
+        refuse_plain_backward(zero, lambda: self._is_in_backward, self.name)
         if strays:
             strays[0].all_gather(strays)  # small ones stay gathered, because no hook sees their first use
         master.attach(zero_state.shards_of(zero, self.stage, self.rank))
@@ -275,7 +283,11 @@ class DeepSpeedStrategy(Strategy):
             engine.optimizer.clear_backward_seen_flag()
             engine._backward_prologue()
             loss = engine.scale(loss)
-        super().backward(loss, send, **options)
+        self._is_in_backward = True
+        try:
+            super().backward(loss, send, **options)
+        finally:
+            self._is_in_backward = False
         for engine in self._engines.values():
             # Engines that this loss reached have run their epilogue; without this the others would take their next backward
             # for a nested one.

@@ -165,6 +165,24 @@ def scale_losses(engine: Any) -> None:
     zero.dynamic_loss_scale = zero.loss_scaler.dynamic
 
 
+def refuse_plain_backward(zero: Any, is_expected: Callable[[], bool], name: str) -> None:
+    """Raise RuntimeError where gradients reach a ZeRO optimizer's parameters by another backward than the strategy's.
+
+    Its hooks on the parameters would reduce them in a state of the last backward, or not at all.
+    """
+    asked_first = zero.should_refresh_expected_hook_count  # in each of those hooks
+
+    def checked() -> bool:
+        if not is_expected():
+            raise RuntimeError(
+                f"loss.backward() was called under strategy {name!r}, which scales losses and shards gradients in its own "
+                "backward. Call accelerator.backward(loss) in a loop, and self.manual_backward(loss) in a training_step."
+            )
+        return bool(asked_first())
+
+    zero.should_refresh_expected_hook_count = checked
+
+
 def refuse_other_dtype(sharded: Mapping[str, Any], precision: Precision) -> None:
     """Raise ValueError for parameters that an earlier run has sharded in another precision."""
     low = precision.param_dtype

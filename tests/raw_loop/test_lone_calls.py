@@ -1,0 +1,81 @@
+"""A collective call that one rank of a raw loop makes alone, while the other trains on: an error that names both, no hang."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from jobs import run_job
+from small import ON_HOST, loss_of, make_loader, make_net
+
+import trainwright as tw
+
+pytestmark = pytest.mark.skipif(not ON_HOST, reason="starts ranks on the CPU")
+CALLS: dict[str, Any] = {
+    "save_state": lambda accelerator, folder: accelerator.save_state(str(folder / "a.ckpt")),
+    "wait_for_everyone": lambda accelerator, folder: accelerator.wait_for_everyone(),
+    "gather": lambda accelerator, folder: accelerator.gather(torch.ones(2)),
+}
+
+
+def train(folder: Path, call: str, strategy: str) -> str:
+    """Make a call on rank 0 alone; return what this rank was told."""
+    accelerator = tw.Accelerator(cpu=True, strategy=strategy)
+    net = make_net()
+    net, optimizer, loader = accelerator.prepare(net, torch.optim.AdamW(net.parameters()), make_loader(64))
+    try:
+        for number, batch in enumerate(loader):
+            accelerator.backward(loss_of(net, batch))
+            optimizer.step()
+            optimizer.zero_grad()
+            if number == 1 and accelerator.is_main_process:
+                CALLS[call](accelerator, folder)
+            elif number == 1 and call == "gather":
+                accelerator.wait_for_everyone()
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def save_under_ddp(folder: Path) -> str:
+    return train(folder, "save_state", "ddp")
+
+
+def wait_under_ddp(folder: Path) -> str:
+    return train(folder, "wait_for_everyone", "ddp")
+
+
+def gather_under_ddp(folder: Path) -> str:
+    return train(folder, "gather", "ddp")
+
+
+def save_under_fsdp(folder: Path) -> str:
+    return train(folder, "save_state", "fsdp")
+
+
+def save_under_zero(folder: Path) -> str:
+    return train(folder, "save_state", "deepspeed_stage_3")
+
+
+@pytest.mark.parametrize(
+    ("job", "call"),
+    [
+        (save_under_ddp, "a save of step 2"),
+        (wait_under_ddp, "wait_for_everyone"),
+        pytest.param(save_under_fsdp, "a save of step 2", marks=pytest.mark.slow),
+        pytest.param(save_under_zero, "a save of step 2", marks=pytest.mark.slow),
+    ],
+)
+def test_a_rank_that_calls_alone_is_told_so(job: Any, call: str, tmp_path: Path) -> None:
+    told = run_job(job, 2, tmp_path)
+    assert told[0].startswith(f"rank 0 makes a call that rank 1 has skipped: {call}"), told
+    assert "Rank 1 is already past it. Make such calls on all ranks" in told[0]
+    assert "if accelerator.is_main_process:" in told[0]
+    assert told[1]
+
+
+def test_a_rank_that_waits_where_the_other_gathers_is_told_so(tmp_path: Path) -> None:
+    told = run_job(gather_under_ddp, 2, tmp_path)
+    assert told[1].startswith("rank 1 makes a call that rank 0 has skipped: wait_for_everyone."), told
