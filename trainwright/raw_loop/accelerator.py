@@ -16,7 +16,6 @@ from torch.profiler import profile
 from torch.utils.hooks import RemovableHandle
 
 from trainwright.checkpoint.reader import Verify
-from trainwright.distributed import collectives
 from trainwright.engine.arguments import refuse_unknown
 from trainwright.engine.command_line import fill_accumulation
 from trainwright.engine.engine import Engine
@@ -159,7 +158,6 @@ class Accelerator(Collectives):
             num_nodes=num_nodes,
         )
         super().__init__(engine)
-        engine.ranks.locate_by(_position)
         of_script = settings.accumulation.num_steps or 1
         steps = fill_accumulation(engine.environment, "gradient_accumulation_steps", of_script)
         optimization = Optimization(accumulate=steps, clip_norm=settings.clip_norm)
@@ -637,8 +635,3 @@ class Accelerator(Collectives):
             "the parameters to clip are not those of one prepared optimizer; pass those that one optimizer steps, such as "
             "model.parameters() of a model whose only optimizer was prepared."
         )
-
-
-def _position() -> tuple[tuple[int, ...], str]:
-    """Return how far this rank's loop is: a rank that has made more collectives has left out a call that others wait in."""
-    return (collectives.count_issued(in_all=True) or 0,), ""

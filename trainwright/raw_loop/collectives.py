@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from trainwright.distributed.collectives import count_issued
 from trainwright.engine import gathering
 from trainwright.engine.engine import Engine
 from trainwright.raw_loop.loaders import SkippedBatches, skip_first_batches
@@ -21,6 +22,7 @@ class Collectives(Processes):
 
     def __init__(self, engine: Engine) -> None:
         super().__init__(engine)
+        engine.ranks.locate_by(_position)
         self._is_triggered = False
 
     def gather(self, tensor: Any) -> Any:
@@ -116,6 +118,11 @@ class Collectives(Processes):
 
     def _exchange(self, value: Any) -> list[Any]:
         return self.engine.ranks.exchange(value, "gather or reduce of plain data")
+
+
+def _position() -> tuple[tuple[int, ...], str]:
+    """Return how far this rank's loop is: a rank that has made more collectives has left out a call that others wait in."""
+    return (count_issued(in_all=True) or 0,), ""
 
 
 def _join(keep: Sequence[bool] | None, tensor: torch.Tensor, structure: int) -> torch.Tensor:
