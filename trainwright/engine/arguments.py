@@ -1,4 +1,4 @@
-"""Arguments that a class or a function does not have, refused in one way."""
+"""Arguments that a class or a function does not accept, refused in one way."""
 
 from __future__ import annotations
 
@@ -18,6 +18,13 @@ def refuse_unknown(
         close = difflib.get_close_matches(name, list(known), n=1)
         hint = f" Did you mean {close[0]}=?" if close else f" Its arguments are {', '.join(known)}."
         raise TypeError(f"{owner} has no argument {name}= (it was given {name}={value!r}).{hint}")
+
+
+def check_flags(**given: Any) -> None:
+    """Raise TypeError for an argument that is neither True nor False."""
+    for name, value in given.items():
+        if not isinstance(value, bool):
+            raise TypeError(f"{name}={value!r} is not accepted; pass True or False.")
 
 
 class NamedArguments:

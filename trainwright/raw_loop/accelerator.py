@@ -16,7 +16,7 @@ from torch.profiler import profile
 from torch.utils.hooks import RemovableHandle
 
 from trainwright.checkpoint.reader import Verify
-from trainwright.engine.arguments import refuse_unknown
+from trainwright.engine.arguments import check_flags, refuse_unknown
 from trainwright.engine.command_line import fill_accumulation
 from trainwright.engine.engine import Engine
 from trainwright.engine.prepared import PreparedOptimizer, PreparedScheduler, stepped_by
@@ -40,7 +40,7 @@ from trainwright.raw_loop.preparation import Preparation, PreparationOptions
 from trainwright.raw_loop.profiling import ProfileKwargs, profiled
 from trainwright.raw_loop.project import ProjectConfiguration, chosen_project
 from trainwright.raw_loop.saved_states import SavedStates, refuse_load_options, refuse_pickle
-from trainwright.raw_loop.settings import REPLACED, LoopSettings, check_flags, word_for
+from trainwright.raw_loop.settings import REPLACED, LoopSettings, word_for
 from trainwright.raw_loop.state_views import AcceleratorState, GradientState
 from trainwright.raw_loop.tracking import Options, Tracker, Trackers, chosen_loggers
 from trainwright.raw_loop.unwrapping import extract_model_from_parallel
@@ -128,8 +128,6 @@ class Accelerator(Collectives):
         refuse_unknown("Accelerator", unknown, [*inspect.signature(Accelerator).parameters][:-1], REPLACED)
         check_flags(
             cpu=cpu,
-            device_placement=device_placement,
-            split_batches=split_batches,
             step_scheduler_with_optimizer=step_scheduler_with_optimizer,
             fused_optimizers=fused_optimizers,
             scale_schedulers=scale_schedulers,

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from trainwright.engine.arguments import NamedArguments
+from trainwright.engine.arguments import NamedArguments, check_flags
 from trainwright.engine.engine import Engine
 from trainwright.engine.prepared_loader import Iterations, PreparedLoader
 
@@ -88,6 +88,7 @@ def loader_options(
         raise TypeError(
             f"dataloader_config is a {type(configuration).__name__}; accepted is a DataLoaderConfiguration of trainwright."
         )
+    check_flags(split_batches=split_batches, device_placement=moves)
     if split_batches:
         configuration = replace(configuration, split_batches=True)
     types = tuple(str(getattr(each, "value", each)) for each in rng_types or ())

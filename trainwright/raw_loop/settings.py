@@ -145,13 +145,6 @@ class LoopSettings:
         return scaler.precision("16-mixed", device_type)
 
 
-def check_flags(**given: Any) -> None:
-    """Raise TypeError for an argument that is neither True nor False."""
-    for name, value in given.items():
-        if not isinstance(value, bool):
-            raise TypeError(f"{name}={value!r} is not accepted; pass True or False.")
-
-
 def _compiler(given: Any) -> str | None:
     name = str(getattr(given, "value", given)).lower()
     if given is None or name == "no":
