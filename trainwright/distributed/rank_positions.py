@@ -38,7 +38,7 @@ class RankPositions:
         self._answered = 0
 
     def locate_by(self, locate: Locate) -> None:
-        """Take positions from here on from a loop that has no end of its own. Call it on every rank."""
+        """Take positions from here on from a loop whose end is unknown. Call it on every rank."""
         with self._lock:
             self._runs, self._locate = self._runs + 1, locate
 
