@@ -24,6 +24,10 @@ LOOK_SECONDS = 0.5
 """How often a waiting rank looks whether the others are still on their way."""
 
 
+class CallSkipped(RuntimeError):
+    """A rank that is waited for has moved past the call."""
+
+
 class StoreChannel:
     """Swaps payloads between all ranks in the order of their calls; only the main thread's channel has `positions`."""
 
@@ -155,7 +159,7 @@ class StoreChannel:
         other = self._positions.reported(self._store, rank)
         # A rank posts a call before it moves on, so a call that is still missing was skipped.
         if other is not None and other.order > own.order and not self._store.check([key]):
-            raise RuntimeError(
+            raise CallSkipped(
                 f"rank {self.rank} makes a call that rank {rank} has skipped: {call}{_at(own.text)}. Rank {rank} is already "
                 f"past it{_at(other.text)}. {ON_ALL_RANKS}"
             )

@@ -11,6 +11,7 @@ from trainwright.devices.out_of_memory import give_back, is_out_of_memory
 from trainwright.distributed.connection import open_connection
 from trainwright.distributed.environment import Environment
 from trainwright.distributed.ranks import Ranks
+from trainwright.distributed.store_channel import CallSkipped
 from trainwright.raw_loop.processes import PartialState
 
 REDUCED_TO = 0.9
@@ -107,7 +108,7 @@ def _failures(failure: str, size: int) -> list[str]:
     ranks = Ranks(connection.channel, PATIENCE_SECONDS if failure else TRY_SECONDS)
     try:
         replies = ranks.exchange(failure, "the end of a try of find_executable_batch_size")
-    except TimeoutError as error:
+    except (TimeoutError, CallSkipped) as error:
         if not failure:
             raise
         raise RuntimeError(
