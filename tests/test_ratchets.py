@@ -241,7 +241,7 @@ PACKAGE_LINES = [
         138,
         "ddp_sharded averages each backward once, in whatever order they come; optimizers that were not prepared are named",
     ),
-    (45, "a rank of a raw loop that makes a collective call alone is named"),
+    (48, "a rank of a raw loop that makes a collective call alone is named"),
     (65, "ddp averages several backwards over one forward, DeepSpeed refuses torch's own; wrong flags and compilers"),
 ]
 """Lines of the package: what is added to it, or taken off, with the reason. The sum is the limit."""
