@@ -65,6 +65,9 @@ class Network:
     def close(self) -> None:
         for each in self.started:
             each.close()
+            print(
+                *each.process.args[-3:], each.stdout, each.stderr, sep="\n"
+            )  # pytest shows it where the test has failed
         self.process.communicate(timeout=deadline(60))
 
 

@@ -73,7 +73,7 @@ class Started:
         for process in self.processes():
             process.kill()
         if self.process.stdout is not None and not self.process.stdout.closed:
-            self.process.communicate(timeout=deadline(60))
+            self.wait(60)
 
 
 def processes_of(tag: str) -> list[psutil.Process]:
