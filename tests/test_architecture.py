@@ -12,7 +12,18 @@ from package import FILES, ROOT, imports, part_of, tree_of
 from trainwright.strategies import STRATEGIES
 
 LAYERS = [
-    {"errors", "duration", "compiled_names", "paths", "plain_forms", "uncompiled", "value_kinds"},
+    {
+        "errors",
+        "duration",
+        "compiled_names",
+        "gradient_norms",
+        "import_paths",
+        "paths",
+        "plain_forms",
+        "step_types",
+        "uncompiled",
+        "value_kinds",
+    },
     {"devices"},
     {"distributed", "hyperparameters"},
     {"precision", "checkpoint", "loggers", "profilers", "rank_zero"},

@@ -198,7 +198,9 @@ def test_building_takes_what_the_constructor_takes() -> None:
             self.save_hyperparameters()
 
     assert build(Positional, Positional(4).hparams, {}).hparams.width == 4
-    with pytest.raises(TypeError, match=r"SavesFirst takes no argument depht; it takes width, lr\."):
+    with pytest.warns(
+        UserWarning, match=r"takes no argument depht, so load_from_checkpoint drops it; it takes width, lr\."
+    ):
         build(SavesFirst, stored, {"depht": 2})
 
 
@@ -240,8 +242,10 @@ def test_a_file_of_hyper_parameters(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     (tmp_path / "list.json").write_text("[1]")
     (tmp_path / "bad.json").write_text("{")
     assert read_hyper_parameters(str(tmp_path / "a.json")) == {"lr": 0.1, "layers": [1]}
+    (tmp_path / "a.csv").write_text("key,value\nlr,0.1\nname,deep\n")
+    assert read_hyper_parameters(str(tmp_path / "a.csv")) == {"lr": 0.1, "name": "deep"}
     with pytest.raises(ValueError, match=r"accepted are \.json, \.yaml"):
-        read_hyper_parameters("a.csv")
+        read_hyper_parameters("a.toml")
     with pytest.raises(ValueError, match="holds a list; it must hold names and values"):
         read_hyper_parameters(str(tmp_path / "list.json"))
     with pytest.raises(ValueError, match="cannot be read as json"):

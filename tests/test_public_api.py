@@ -9,18 +9,21 @@ import pytest
 import trainwright as tw
 from trainwright.callbacks.trainer_protocol import Counters, Metrics, RunProgress, SavingEngine, TrainerProtocol
 
-NAMES = """Accelerator AcceleratorState AdvancedProfiler AutocastKwargs BasePredictionWriter CSVLogger Callback
-    CheckpointError CombinedLoader DDPStrategy DataLoaderConfiguration DataModule DeepSpeedPlugin
-    DeepSpeedStrategy DistributedDataParallelKwargs DistributedType EarlyStopping Engine FSDPStrategy
-    FullyShardedDataParallelPlugin GradScalerKwargs GradientAccumulationPlugin GradientAccumulationScheduler
-    GradientState InitProcessGroupKwargs LambdaCallback LaunchError LearningRateMonitor LightningDataModule
-    LightningModule LocalSGD Logger ModelCheckpoint ModelSummary Module PartialState Precision ProfileKwargs
-    Profiler ProjectConfiguration PyTorchProfiler RunStopped ShardedDDPStrategy SimpleProfiler Strategy
-    TQDMProgressBar TensorBoardLogger TensorPredictionWriter Timer Trainer TrainwrightError WorkerFailed
-    __version__ broadcast debug_launcher estimate_memory extract_model_from_parallel find_executable_batch_size
-    gather gather_module init_empty_weights init_on_device isolate_rng load_predictions notebook_launcher
-    pad_across_processes rank_zero_info rank_zero_only rank_zero_warn reduce release_memory seed_everything
-    set_seed skip_first_batches synchronize_rng_states"""
+NAMES = """Accelerator AcceleratorState AdvancedProfiler AutocastKwargs BackboneFinetuning BaseFinetuning
+    BasePredictionWriter BatchSizeFinder CSVLogger Callback CheckpointError ClassificationReport
+    CombinedLoader DDPStrategy DataLoaderConfiguration DataModule DeepSpeedPlugin DeepSpeedStrategy
+    DeviceStatsMonitor DistributedDataParallelKwargs DistributedType EMAWeightAveraging EarlyStopping Engine
+    FSDPStrategy FullyShardedDataParallelPlugin GradScalerKwargs GradientAccumulationPlugin
+    GradientAccumulationScheduler GradientState InitProcessGroupKwargs LambdaCallback LaunchError
+    LearningRateFinder LearningRateMonitor LightningDataModule LightningModule LocalSGD Logger MLFlowLogger
+    ModelCheckpoint ModelSummary Module OnExceptionCheckpoint PartialState Precision ProfileKwargs Profiler
+    ProjectConfiguration PyTorchProfiler RunStopped ShardedDDPStrategy SimpleProfiler SpikeDetection
+    StochasticWeightAveraging Strategy TQDMProgressBar TensorBoardLogger TensorPredictionWriter
+    ThroughputMonitor Timer Trainer TrainwrightError Tuner WandbLogger WeightAveraging WorkerFailed
+    __version__ broadcast debug_launcher estimate_memory extract_model_from_parallel
+    find_executable_batch_size gather gather_module init_empty_weights init_on_device isolate_rng
+    load_predictions notebook_launcher pad_across_processes rank_zero_info rank_zero_only rank_zero_warn
+    reduce release_memory seed_everything set_seed skip_first_batches synchronize_rng_states"""
 TRAINER = """accelerator strategy devices num_nodes precision logger callbacks fast_dev_run max_epochs min_epochs max_steps
     min_steps max_time limit_train_batches limit_val_batches limit_test_batches limit_predict_batches
     overfit_batches val_check_interval check_val_every_n_epoch num_sanity_val_steps log_every_n_steps
@@ -40,12 +43,13 @@ METHODS = {
         reduce register_for_checkpointing register_load_state_pre_hook register_save_state_pre_hook save save_model
         save_state set_trigger skip_first_batches split_between_processes step trigger_sync_in_backward
         unscale_gradients unwrap_model verify_device_map wait_for_everyone""",
-    tw.Strategy: """after_load after_run allocate_optimizer_state backward before_evaluation check clip_gradients close connect
-        describe_optimizer finalize finalize_gradients model_pieces move_to_device optimizer_pieces piece refresh_toggled
-        refresh_trainable release resolve run setup_module setup_optimizers step sync_gradients""",
+    tw.Strategy: """after_load after_run all_gather allocate_optimizer_state backward barrier before_evaluation broadcast check
+        clip_gradients close connect describe_optimizer finalize finalize_gradients join_job model_pieces move_to_device
+        note_module optimizer_pieces piece reduce reduce_boolean_decision refresh_toggled refresh_trainable refresh_weights
+        release resolve run setup_module setup_optimizers step sync_gradients""",
     tw.Precision: """backward backward_context check convert_batch convert_module forward_context init_context
         load_state_dict release reset state_dict step step_context track unscale""",
-    tw.Trainer: """fit init_module predict print save_checkpoint stop_soon test validate""",
+    tw.Trainer: """fit init_module predict print save_checkpoint stop_soon test trial validate""",
     tw.DataModule: """load_state_dict on_after_batch_transfer on_before_batch_transfer on_exception predict_dataloader
         prepare_data save_hyperparameters setup state_dict teardown test_dataloader train_dataloader transfer_batch_to_device
         val_dataloader""",
@@ -54,13 +58,13 @@ METHODS = {
 }
 CALLBACKS_MAY_USE = """accumulate_grad_batches batch_indices callback_metrics callbacks current_epoch default_root_dir
     enable_validation engine fast_dev_run global_rank global_step is_dummy_batch is_global_zero log_dir log_every_n_steps
-    loggers lr_scheduler_configs metrics num_predict_batches num_sanity_val_batches num_test_batches num_training_batches
-    num_val_batches optimizers print progress_bar_metrics resume_source sanity_checking save_checkpoint should_stop state
-    stop_soon strategy world_size"""
+    loggers lr_scheduler_configs max_epochs metrics num_predict_batches num_sanity_val_batches num_test_batches
+    num_training_batches num_val_batches optimizers print progress_bar_metrics resume_source sanity_checking
+    save_checkpoint should_stop state stop_soon strategy world_size"""
 COUNTERS = "batch batches_that_stepped epoch_ended is_where progress total_batches validated_at validations"
-SAVING = "connection finish_save finiteness ranks writer"
+SAVING = "connection finish_save finiteness ranks reduce writer"
 METRICS = "is_outdated monitored record"
-PROGRESS = "is_mid_epoch_validation is_within_window obstacle"
+PROGRESS = "is_leaving is_mid_epoch_validation is_within_window obstacle"
 LOG = """name value prog_bar logger on_step on_epoch reduce_fx enable_graph sync_dist sync_dist_group add_dataloader_idx
     batch_size metric_attribute rank_zero_only"""
 
@@ -117,7 +121,7 @@ def test_the_arguments_of_saves() -> None:
     saves = {
         tw.Trainer.save_checkpoint: "filepath weights_only storage_options blocking overwrite",
         tw.Accelerator.save_state: "output_dir safe_serialization blocking overwrite",
-        tw.Engine.save: "path step epoch state rank_state weights_only edit blocking number overwrite directory",
+        tw.Engine.save: "path step epoch state rank_state weights_only edit blocking number overwrite directory parts",
     }
     for method, names in saves.items():
         assert list(inspect.signature(method).parameters)[1:] == names.split()

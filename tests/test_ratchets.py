@@ -141,7 +141,7 @@ def test_private_names_stay_in_their_file() -> None:
     check_table(coupling()[1], PRIVATE_USES, MOST_PRIVATE_USES)
 
 
-MOST_PUBLIC_NAMES = 80
+MOST_PUBLIC_NAMES = 81 + 9  # `trial`, which searches need; settings that Lightning's Trainer shows, and scripts set
 
 
 def test_public_names_of_a_trainer() -> None:
@@ -156,8 +156,8 @@ def public_names() -> list[str]:
 # -- the floors of trainer/ ----------------------------------------------------------------------------------------------
 
 FLOORS = [
-    "checkpoint_choice clock inputs locks log_rules phase settings stage steps",
-    "logged_value parts state",
+    "checkpoint_choice clock inputs locks log_rules missing_names phase settings stage steps",
+    "logged_value oversights parts state",
     "metric_objects stop",
     "metrics",
     "reduction uneven_round",
@@ -167,11 +167,12 @@ FLOORS = [
     "run",
     "evaluate remote_call request status",
     "predict training_run",
-    "saving",
+    "passing saving",
     "optimization resume",
     "preparation validation",
     "fit",
     "trainer",
+    "tuner",
 ]
 """trainer/ from the ground up: a file imports only from floors below its own, under TYPE_CHECKING too."""
 
@@ -243,6 +244,33 @@ PACKAGE_LINES = [
     ),
     (48, "a rank of a raw loop that makes a collective call alone is named"),
     (65, "ddp averages several backwards over one forward, DeepSpeed refuses torch's own; wrong flags and compilers"),
+    (
+        400,
+        "hooks switched off, settings read and set, copies of a Trainer, what a strategy does for all ranks, variables",
+    ),
+    (
+        330,
+        "warnings that save an hour, module.export, map_location, own predictions, where missing names are replaced",
+    ),
+    (
+        190,
+        "last.ckpt is a link to the newest checkpoint; names of checkpoints that a subclass changes; monitor='epoch'",
+    ),
+    (
+        1_020,
+        "averaged weights in each rank's pieces: three callbacks, their sections of checkpoints, a last pass over the data",
+    ),
+    (
+        770,
+        "ClassificationReport, ThroughputMonitor, DeviceStatsMonitor, SpikeDetection, OnExceptionCheckpoint, prefixes of rates",
+    ),
+    (
+        865,
+        "BaseFinetuning, BackboneFinetuning, LearningRateFinder, BatchSizeFinder, Tuner",
+    ),
+    (70, "folders, versions and experiments of loggers before a run; what is logged by hand; hparams.yaml"),
+    (560, "WandbLogger and MLFlowLogger, for the Trainer and for log_with="),
+    (190, "Lightning's module paths, the types of steps under its names, norms of gradients"),
 ]
 """Lines of the package: what is added to it, or taken off, with the reason. The sum is the limit."""
 

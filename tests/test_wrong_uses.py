@@ -148,10 +148,6 @@ class OnlyOptimizers(tw.Module):
     def configure_optimizers(self) -> None: ...
 
 
-class NoValidation(OnlyStep):
-    def configure_optimizers(self) -> None: ...
-
-
 class Width(Classifier):
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -317,10 +313,8 @@ FIT = [
      r"no batch .*drop_last"),
     ("validation loader, a name", {"val_dataloaders": "val"}, TypeError,
      r"val_dataloaders is a str; accepted are a torch"),
-    ("validation, an iterator", {"val_dataloaders": iter([1])}, TypeError,
+    ("validation, an iterator", {"val_dataloaders": iter([1]), "val_check_interval": 1}, TypeError,
      r"val_dataloaders is or holds a list_iterator, .*only once, .*; pass a"),
-    ("validation without its step", {"val_dataloaders": make_loader(8), "model": NoValidation()}, TypeError,
-     r"fit with val_dataloaders needs validation_step, which NoValidation does not define"),
     ("loaders and datamodule", {"train_dataloaders": make_loader(8), "datamodule": ForTests()}, ValueError,
      r"fit was given both train_dataloaders= and datamodule=; pass one"),
     ("a datamodule's class", {"datamodule": ForTests}, TypeError, r"the class ForTests; pass an instance of it"),
@@ -537,7 +531,7 @@ OTHERS = [
     WrongUse("stop_soon outside of fit", lambda s: s.make().stop_soon(), RuntimeError,
              r"stop_soon works in trainer.fit only"),
     WrongUse("estimated_stepping_batches outside of fit", lambda s: s.make().estimated_stepping_batches, RuntimeError,
-             r"estimated_stepping_batches is known in trainer.fit only"),
+             r"estimated_stepping_batches follows from the training data"),
     WrongUse("optimizers() outside of a run", lambda s: s.module.optimizers(), RuntimeError,
              r"Classifier is attached to no trainer; self.trainer and what needs it work inside trainer.fit"),
     WrongUse("manual_backward outside of a run", lambda s: (s.change(automatic_optimization=False),
@@ -559,14 +553,14 @@ OTHERS = [
              tw.CheckpointError, r"no checkpoint was saved by this trainer's ModelCheckpoint. Run fit first, or pass 'last'"),
     WrongUse("a hook of old", lambda s: s.make().fit(OldHook(), s.loader), TypeError,
              r"OldHook defines validation_epoch_end, which is never called; define on_validation_epoch_end"),
-    WrongUse("a callback's hook of old", lambda s: s.make(callbacks=OldCallback()), TypeError,
-             r"OldCallback defines on_epoch_end, which is never called; define on_train_epoch_end"),
+    WrongUse("a callback's hook of old", lambda s: s.make(callbacks=OldCallback()), UserWarning,
+             r"OldCallback defines on_epoch_end of an earlier version, never called now; .*: on_train_epoch_end"),
     WrongUse("predict with nothing to call", lambda s: s.make().predict(s.module, s.loader), TypeError,
              r"needs predict_step, or forward for it to call; Classifier defines neither"),
     WrongUse("load without an argument", lambda s: Width.load_from_checkpoint("SAVED/width"), TypeError,
              r"its argument width is not among the hyper-parameters .*Width.load_from_checkpoint\(path, width=\.\.\.\)"),
-    WrongUse("load with an unknown one", lambda s: Width.load_from_checkpoint("SAVED/width", widht=3), TypeError,
-             r"Width takes no argument widht; it takes width"),
+    WrongUse("load with an unknown one", lambda s: Width.load_from_checkpoint("SAVED/width", widht=3), UserWarning,
+             r"Width takes no argument widht, so load_from_checkpoint drops it; it takes width"),
     WrongUse("load another model", lambda s: Classifier.load_from_checkpoint("SAVED/width"), tw.CheckpointError,
              r"it is of another model \(.*only in it: layer.bias .*layer.weight \(1, 3\)\)\. Build the model"),
     WrongUse("load nothing", lambda s: Classifier.load_from_checkpoint("nowhere"), tw.CheckpointError,

@@ -3,30 +3,43 @@
 >>> import trainwright as tw
 
 Public names are loaded at their first use, so importing the package costs little more than importing torch.
-`LightningModule` and `LightningDataModule` are aliases of Module and DataModule, and `from trainwright.utils import ...` finds
-the same names, for scripts that use them.
+`LightningModule` and `LightningDataModule` are aliases of Module and DataModule, and Lightning's and Accelerate's module paths
+find the names too (trainwright/import_paths.py).
 """
 
 from __future__ import annotations
 
 import importlib
 import sys
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
+
+from trainwright import import_paths
 
 if TYPE_CHECKING:
     from trainwright.callbacks import (
+        BackboneFinetuning,
+        BaseFinetuning,
         BasePredictionWriter,
+        BatchSizeFinder,
         Callback,
+        ClassificationReport,
+        DeviceStatsMonitor,
         EarlyStopping,
+        EMAWeightAveraging,
         GradientAccumulationScheduler,
         LambdaCallback,
+        LearningRateFinder,
         LearningRateMonitor,
         ModelCheckpoint,
         ModelSummary,
+        OnExceptionCheckpoint,
+        SpikeDetection,
+        StochasticWeightAveraging,
         TensorPredictionWriter,
+        ThroughputMonitor,
         Timer,
         TQDMProgressBar,
+        WeightAveraging,
         load_predictions,
     )
     from trainwright.data.combined_loader import CombinedLoader
@@ -36,7 +49,7 @@ if TYPE_CHECKING:
     from trainwright.engine.engine import Engine
     from trainwright.engine.memory import estimate_memory
     from trainwright.errors import CheckpointError, LaunchError, RunStopped, TrainwrightError, WorkerFailed
-    from trainwright.loggers import CSVLogger, Logger, TensorBoardLogger
+    from trainwright.loggers import CSVLogger, Logger, MLFlowLogger, TensorBoardLogger, WandbLogger
     from trainwright.module import Module
     from trainwright.module import Module as LightningModule
     from trainwright.precision import Precision
@@ -76,12 +89,17 @@ if TYPE_CHECKING:
     from trainwright.strategies.fsdp import FSDPStrategy
     from trainwright.strategies.whole_module import gather_module
     from trainwright.trainer.trainer import Trainer
+    from trainwright.trainer.tuner import Tuner
 
 __version__ = "0.1.0"
 
 _HOMES = {
-    "trainwright.callbacks": "BasePredictionWriter Callback EarlyStopping GradientAccumulationScheduler LambdaCallback "
-    "LearningRateMonitor ModelCheckpoint ModelSummary TQDMProgressBar TensorPredictionWriter Timer load_predictions",
+    "trainwright.callbacks": "BackboneFinetuning BaseFinetuning BasePredictionWriter BatchSizeFinder Callback "
+    "ClassificationReport DeviceStatsMonitor EMAWeightAveraging EarlyStopping "
+    "GradientAccumulationScheduler LambdaCallback LearningRateFinder LearningRateMonitor "
+    "ModelCheckpoint ModelSummary OnExceptionCheckpoint SpikeDetection "
+    "StochasticWeightAveraging TQDMProgressBar TensorPredictionWriter ThroughputMonitor Timer "
+    "WeightAveraging load_predictions",
     "trainwright.data.combined": "CombinedLoader",
     "trainwright.data.datamodule": "DataModule",
     "trainwright.data.seeding": "isolate_rng seed_everything",
@@ -104,7 +122,7 @@ _HOMES = {
     "trainwright.engine.engine": "Engine",
     "trainwright.engine.memory": "estimate_memory",
     "trainwright.errors": "CheckpointError LaunchError RunStopped TrainwrightError WorkerFailed",
-    "trainwright.loggers": "CSVLogger Logger TensorBoardLogger",
+    "trainwright.loggers": "CSVLogger Logger MLFlowLogger TensorBoardLogger WandbLogger",
     "trainwright.module": "Module",
     "trainwright.precision": "Precision",
     "trainwright.profilers": "AdvancedProfiler Profiler PyTorchProfiler SimpleProfiler",
@@ -116,6 +134,7 @@ _HOMES = {
     "trainwright.strategies.fsdp": "FSDPStrategy",
     "trainwright.strategies.whole_module": "gather_module",
     "trainwright.trainer.trainer": "Trainer",
+    "trainwright.trainer.tuner": "Tuner",
 }
 """The modules of the public names."""
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}
@@ -126,18 +145,24 @@ __all__ = [
     "AcceleratorState",
     "AdvancedProfiler",
     "AutocastKwargs",
+    "BackboneFinetuning",
+    "BaseFinetuning",
     "BasePredictionWriter",
+    "BatchSizeFinder",
     "CSVLogger",
     "Callback",
     "CheckpointError",
+    "ClassificationReport",
     "CombinedLoader",
     "DDPStrategy",
     "DataLoaderConfiguration",
     "DataModule",
     "DeepSpeedPlugin",
     "DeepSpeedStrategy",
+    "DeviceStatsMonitor",
     "DistributedDataParallelKwargs",
     "DistributedType",
+    "EMAWeightAveraging",
     "EarlyStopping",
     "Engine",
     "FSDPStrategy",
@@ -149,14 +174,17 @@ __all__ = [
     "InitProcessGroupKwargs",
     "LambdaCallback",
     "LaunchError",
+    "LearningRateFinder",
     "LearningRateMonitor",
     "LightningDataModule",
     "LightningModule",
     "LocalSGD",
     "Logger",
+    "MLFlowLogger",
     "ModelCheckpoint",
     "ModelSummary",
     "Module",
+    "OnExceptionCheckpoint",
     "PartialState",
     "Precision",
     "ProfileKwargs",
@@ -166,13 +194,19 @@ __all__ = [
     "RunStopped",
     "ShardedDDPStrategy",
     "SimpleProfiler",
+    "SpikeDetection",
+    "StochasticWeightAveraging",
     "Strategy",
     "TQDMProgressBar",
     "TensorBoardLogger",
     "TensorPredictionWriter",
+    "ThroughputMonitor",
     "Timer",
     "Trainer",
     "TrainwrightError",
+    "Tuner",
+    "WandbLogger",
+    "WeightAveraging",
     "WorkerFailed",
     "__version__",
     "broadcast",
@@ -200,16 +234,18 @@ __all__ = [
 ]
 
 
-_PACKAGES = ("callbacks", "loggers", "profilers", "strategies")
+_PACKAGES = ("callbacks", "loggers", "profilers", "strategies", "utilities")
 """Packages that may be used in full names, such as `tw.callbacks.EarlyStopping`."""
 
 
 def __getattr__(name: str) -> Any:
+    if name == "pytorch":  # as in `L.pytorch.callbacks.EarlyStopping`
+        return sys.modules[__name__]
     if name in _PACKAGES:
         return importlib.import_module(f"trainwright.{name}")
     original = _ALIASES.get(name, name)
     if original not in _HOME_OF:
-        raise AttributeError(f"module 'trainwright' has no attribute {name!r}.{_near(name)}", name=name)
+        raise AttributeError(f"module 'trainwright' has no attribute {name!r}{_near(name)}", name=name)
     value = getattr(importlib.import_module(_HOME_OF[original]), original)
     globals()[name] = value  # so this is called once for each name
     return value
@@ -218,14 +254,14 @@ def __getattr__(name: str) -> Any:
 def _near(name: str) -> str:
     import difflib
 
+    if instead := import_paths.instead_of(name):
+        return f"{instead}. See docs/migrating.md."
     close = difflib.get_close_matches(name, [*__all__, *_PACKAGES], n=1)
-    return f" Did you mean {close[0]!r}?" if close else ""
+    return f". Did you mean {close[0]!r}?" if close else "."
 
 
 def __dir__() -> list[str]:
     return __all__
 
 
-_utils = ModuleType("trainwright.utils", "The public names, for scripts that import them from accelerate.utils.")
-_utils.__getattr__ = __getattr__  # type: ignore[method-assign]
-sys.modules.setdefault(_utils.__name__, _utils)
+import_paths.install()

@@ -10,7 +10,9 @@ UNITS = ("weeks", "days", "hours", "minutes", "seconds", "milliseconds", "micros
 _CLOCK = re.compile(r"(\d{2,}):(\d{2,}):(\d{2,}):(\d{2,})", re.ASCII)
 
 
-def to_seconds(value: str | timedelta | dict[str, float], *, name: str = "duration") -> float:
+def to_seconds(
+    value: str | timedelta | dict[str, float], *, name: str = "duration", allows_zero: bool = False
+) -> float:
     """Return a duration in seconds; `name` is the setting's, for the error."""
     accepted = "accepted are 'DD:HH:MM:SS' (days, hours, minutes, seconds), a timedelta, or a dict of its arguments"
     example = f"Give for example {name}='00:12:00:00', timedelta(hours=12) or {{'hours': 12}}."
@@ -27,7 +29,7 @@ def to_seconds(value: str | timedelta | dict[str, float], *, name: str = "durati
     except (ValueError, OverflowError) as error:
         raise ValueError(f"{given} {error}; {accepted}. {example}") from None
     seconds = length.total_seconds()
-    if seconds <= 0:
+    if seconds < 0 or (seconds == 0 and not allows_zero):
         raise ValueError(f"{given} is not positive; {accepted}. {example}")
     return seconds
 

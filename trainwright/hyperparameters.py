@@ -7,7 +7,9 @@ forms of the rest: plain_forms.py), and `build` constructs an instance from that
 from __future__ import annotations
 
 import argparse
+import ast
 import copy
+import csv
 import dataclasses
 import enum
 import functools
@@ -15,6 +17,7 @@ import importlib
 import inspect
 import json
 import sys
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import FrameType
 from typing import Any, NoReturn, TypeVar
@@ -26,6 +29,8 @@ from torch.utils.data import DataLoader, Dataset
 from trainwright.plain_forms import LEFT_OUT, Form, form_of, is_same, readable, rebuild
 
 T = TypeVar("T")
+CONTENT = "<content>"
+"""The key, among the forms, of the container that the hyper-parameters are the content of."""
 AS_ARGUMENTS = "kwargs"
 """The `_hparams_name` of hyper-parameters that are the constructor's arguments, not the content of one of them."""
 
@@ -72,6 +77,8 @@ class HyperParameters:
     _hparams_initial: AttributeDict | None = None
     _hparams_name: str | None = None
     """The argument whose content the hyper-parameters are; `AS_ARGUMENTS` if they are the arguments themselves."""
+    _is_omegaconf: bool = False
+    """Whether they are the content of an OmegaConf container, which a new module gets again."""
     _log_hyperparams: bool = False
     _has_named_left_out: bool = False
 
@@ -110,6 +117,7 @@ class HyperParameters:
                     'arguments ("lr", "width"), or one dict, Namespace or dataclass instance. Give names, not values.'
                 )
             given: dict[str, Any] = _from_collection(args[0])
+            self._is_omegaconf = type(args[0]).__module__.partition(".")[0] == "omegaconf"
             # `build` passes the content back in this argument.
             name = next((key for key, value in (arguments or {}).items() if value is args[0]), None)
         else:
@@ -161,6 +169,8 @@ def hyper_parameter_entries(
         owner._has_named_left_out = True
     if not plain and not forms:
         return {}, left_out
+    if owner._is_omegaconf and not forms:
+        forms = {CONTENT: {"form": "omegaconf"}}
     stored = {f"{prefix}hyper_parameters": plain, f"{prefix}hparams_name": owner._hparams_name}
     return {**stored, f"{prefix}hyper_parameter_forms": forms} if forms else stored, left_out
 
@@ -200,10 +210,11 @@ def build(
 ) -> T:
     """Construct an instance from the stored hyper-parameters that its constructor takes: plain data, and forms of others.
 
-    `overrides` win. If the hyper-parameters are the content of the argument `hparams_name`, they may name its items too.
+    `overrides` win; those that the constructor does not take are dropped with a warning. If the hyper-parameters are the
+    content of the argument `hparams_name`, they may name its items too.
 
     Raises:
-        TypeError: an argument is missing, was left out or cannot be rebuilt, or the constructor does not take an override.
+        TypeError: an argument is missing, was left out or cannot be rebuilt.
     """
     parameters = list(inspect.signature(cls).parameters.values())
     named = {each.name: each for each in parameters if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)}
@@ -211,19 +222,29 @@ def build(
     stored, overrides = dict(hyper_parameters), dict(overrides)
     is_content = hparams_name in named and hparams_name != AS_ARGUMENTS and hparams_name not in stored
     content_of = hparams_name if is_content else None
-    for name, form in (forms or {}).items():
+    forms = dict(forms or {})
+    container = forms.pop(CONTENT, None)
+    for name, form in forms.items():
         is_wanted = takes_all or name in named if content_of is None else content_of not in overrides
         if is_wanted and name not in overrides:
             stored[name] = _rebuilt(cls, name, form)
     if content_of is not None:
         for key in [key for key in overrides if key in stored and key not in named]:
             stored[key] = overrides.pop(key)
-        stored = {content_of: _with_attributes(stored)}
+        content = (
+            _rebuilt(cls, content_of, {**container, "content": {"form": "plain", "value": stored}})
+            if container
+            else None
+        )
+        stored = {content_of: _with_attributes(stored) if content is None else content}
     unknown = [] if takes_all else [key for key in overrides if key not in named]
     if unknown:
-        raise TypeError(
-            f"{cls.__name__} takes no argument {', '.join(unknown)}; it takes {_listed(named)}. Leave out the others."
+        warnings.warn(
+            f"{cls.__name__} takes no argument {', '.join(unknown)}, so load_from_checkpoint drops it; it takes "
+            f"{_listed(named)}.",
+            stacklevel=4,
         )
+        overrides = {key: value for key, value in overrides.items() if key not in unknown}
     values = {key: value for key, value in stored.items() if takes_all or key in named} | overrides
     missing = [each.name for each in named.values() if each.default is each.empty and each.name not in values]
     if missing:
@@ -240,12 +261,16 @@ def build(
 
 
 def read_hyper_parameters(path: str) -> dict[str, Any]:
-    """Return the hyper-parameters of a .json or .yaml file, a path or an fsspec URL (`hparams_file=`)."""
+    """Return the hyper-parameters of a .json, .yaml or .csv (key, value) file, a path or an fsspec URL (`hparams_file=`)."""
     kind = str(path).rpartition(".")[2].lower()
-    if kind not in ("json", "yaml", "yml"):
-        raise ValueError(f"hparams_file={str(path)!r} is of an unknown kind; accepted are .json, .yaml and .yml files.")
+    if kind not in ("json", "yaml", "yml", "csv"):
+        raise ValueError(
+            f"hparams_file={str(path)!r} is of an unknown kind; accepted are .json, .yaml, .yml and .csv files."
+        )
     with fsspec.open(str(path), "r", encoding="utf-8") as file:
         text = file.read()
+    if kind == "csv":
+        return {row["key"]: _literal(row["value"]) for row in csv.DictReader(text.splitlines())}
     try:
         loads = json.loads if kind == "json" else importlib.import_module("yaml").safe_load
     except ImportError as error:
@@ -257,6 +282,13 @@ def read_hyper_parameters(path: str) -> dict[str, Any]:
     if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
         raise ValueError(f"hparams_file={str(path)!r} holds a {type(values).__name__}; it must hold names and values.")
     return values
+
+
+def _literal(text: str) -> Any:
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return text
 
 
 def _constructor_arguments(owner: object, frame: FrameType | None) -> dict[str, Any] | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from torch.compiler import is_compiling
 from torch.optim import Optimizer
 
+from trainwright.checkpoint.conversion import export_tensors
 from trainwright.checkpoint.editing import load_state
 from trainwright.checkpoint.foreign_formats import read_weights
 from trainwright.checkpoint.reader import Verify
@@ -21,7 +23,8 @@ from trainwright.data.transfer import map_leaves, to_device
 from trainwright.distributed import collectives
 from trainwright.hyperparameters import HyperParameters, build, classonly, read_hyper_parameters
 from trainwright.module_hooks import ModuleHooks
-from trainwright.value_kinds import is_collection, is_metric
+from trainwright.rank_zero import rank_zero_only
+from trainwright.value_kinds import is_collection, is_dtensor, is_metric
 
 if TYPE_CHECKING:
     from trainwright.loggers.base import Logger
@@ -335,12 +338,13 @@ class Module(HyperParameters, ModuleHooks, nn.Module):
         Args:
             checkpoint_path: a checkpoint of a Trainer, of any strategy and number of processes; also a Lightning `.ckpt` file,
                 a file with a state_dict, or a safetensors file.
-            map_location: the device to put the module on; the CPU by default.
-            hparams_file: a JSON or YAML file with hyper-parameters, to use instead of those in the checkpoint.
+            map_location: the device to put the module on, or as in torch.load a dict of devices or a function of a storage and
+                its location; the stored tensors are on the CPU, which is the default.
+            hparams_file: a JSON, YAML or CSV file with hyper-parameters, to use instead of those in the checkpoint.
             strict: refuse a checkpoint that lacks tensors, or has others; by default the module's strict_loading.
             weights_only: has no effect: only plain data and tensors are ever read.
             verify: how a checkpoint of a Trainer is verified first: "full" (every digest), "size", or "off".
-            kwargs: arguments of the constructor, which win over what was saved.
+            kwargs: arguments of the constructor, which win over what was saved; others are dropped with a warning.
 
         Raises:
             CheckpointError: no checkpoint, a damaged one, one of another model, or one with more than plain data and tensors.
@@ -356,7 +360,38 @@ class Module(HyperParameters, ModuleHooks, nn.Module):
         module.on_load_checkpoint(contents)
         is_strict = module.strict_loading if strict is None else strict
         load_state(module, contents["state_dict"], is_strict, str(checkpoint_path))
-        return module if map_location is None else module.to(torch.device(map_location))
+        return module if map_location is None else module.to(_device_of(map_location))
+
+    def export(
+        self,
+        file_path: str | os.PathLike[str],
+        *,
+        strip_prefix: str = "",
+        prefix: str = "",
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        """Write the weights as one safetensors file that other libraries read, on rank 0, as `checkpoint export` does.
+
+        Args:
+            file_path: a local path that ends in .safetensors and does not exist yet; a model of transformers reads
+                "folder/model.safetensors" by from_pretrained, with its config in the folder.
+            strip_prefix: write only the tensors whose names begin with this, without it.
+            prefix: added before each name.
+            dtype: the dtype to convert floating-point tensors to.
+
+        Raises:
+            CheckpointError: the file exists or cannot be written, or no name begins with the prefix.
+            ValueError: the weights are divided over the ranks: export what tw.gather_module returns.
+        """
+        if any(is_dtensor(each) or hasattr(each, "ds_id") for each in self.parameters()):
+            raise ValueError(
+                f"the weights of {type(self).__name__} are divided over the ranks; call tw.gather_module(module) on all of "
+                "them, and export what it returns, or use `trainwright checkpoint export`."
+            )
+        if rank_zero_only.rank == 0:
+            export_tensors(
+                self.state_dict(), os.fspath(file_path), strip_prefix=strip_prefix, prefix=prefix, dtype=dtype
+            )
 
     def to_onnx(self, file_path: Any = None, input_sample: Any = None, **kwargs: Any) -> Any:
         """Export `forward` in evaluation mode as an ONNX file; the keyword arguments are those of torch.onnx.export.
@@ -448,6 +483,22 @@ class Module(HyperParameters, ModuleHooks, nn.Module):
         return {**self.__dict__, "_trainer": None, "_toggled": {}}
 
 
+def _device_of(location: Any) -> torch.device:
+    """Return the device that `map_location` means for tensors that are on the CPU."""
+    if isinstance(location, Mapping):
+        targets = {str(each) for each in location.values()}
+        if "cpu" not in location and len(targets) > 1:
+            raise ValueError(
+                f"map_location={location!r} names several devices, and a checkpoint's tensors are all on the CPU; pass one "
+                "device, or a dict with 'cpu'."
+            )
+        location = location.get("cpu", next(iter(targets), "cpu"))
+    elif callable(location):
+        storage = location(torch.empty(0).untyped_storage(), "cpu")
+        location = "cpu" if storage is None else storage.device
+    return torch.device(location)
+
+
 def _calling_hook() -> str:
     """Return "in <hook>, " for the hook of the module that the caller runs in, or an empty text."""
     frame = sys._getframe(1)
@@ -465,5 +516,12 @@ def trainer_of(module: Module) -> Trainer | None:
 
 
 def is_overridden(method: str, owner: object, base: type) -> bool:
-    """Return whether the owner's class, or the owner itself, overrides a method of the base class."""
-    return method in vars(owner) or getattr(type(owner), method, None) is not getattr(base, method)
+    """Return whether the owner's class, or the owner itself, overrides a method of the base class; None switches it off."""
+    own = vars(owner)[method] if method in vars(owner) else getattr(type(owner), method, None)
+    return own is not None and own is not getattr(base, method)
+
+
+def hook_of(owner: object, method: str, base: type) -> Callable[..., Any]:
+    """Return a hook of the owner; that of the base class if the owner has switched its own off by setting it to None."""
+    hook: Callable[..., Any] = getattr(owner, method)
+    return hook if hook is not None else getattr(base, method).__get__(owner)

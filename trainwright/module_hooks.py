@@ -27,8 +27,11 @@ class ModuleHooks:
     def configure_model(self) -> None:
         """Called after setup, before the module moves to its device and the optimizers are made; make large layers here.
 
-        It is called at the start of each run, so do nothing if the layers exist already.
+        It is called at the start of each run, so do nothing if the layers exist already. By default it calls
+        configure_sharded_model, its name in earlier trainers, if the module defines that.
         """
+        if callable(earlier := getattr(self, "configure_sharded_model", None)):
+            earlier()
 
     def train_dataloader(self) -> Any:
         """Return the training loader, or several; used when none is passed to fit."""

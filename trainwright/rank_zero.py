@@ -66,3 +66,14 @@ def rank_zero_warn(message: str | Warning, category: type[Warning] = UserWarning
     """Warn on rank 0; `stacklevel` 1 is the line that calls this, 2 the caller of that function."""
     if rank_zero_only.rank == 0:
         warnings.warn(message, category, stacklevel=stacklevel + 1)
+
+
+def rank_zero_debug(message: object, *args: object, stacklevel: int = 1) -> None:
+    """Log at level DEBUG to the logger "trainwright" on rank 0."""
+    if rank_zero_only.rank == 0:
+        logger.debug(message, *args, stacklevel=stacklevel + 1)
+
+
+def rank_zero_deprecation(message: str | Warning, stacklevel: int = 1) -> None:
+    """Warn of a deprecation on rank 0."""
+    rank_zero_warn(message, DeprecationWarning, stacklevel=stacklevel + 1)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import json
 import random
-import sys
 import weakref
 from pathlib import Path
 from typing import Any
@@ -376,8 +375,3 @@ def test_local_sgd_on_one_process_changes_nothing() -> None:
         tw.LocalSGD(accelerator, nn.Linear(1, 1), 2)
     with pytest.raises(ValueError, match="local_sgd_steps=0 is not accepted"):
         tw.LocalSGD(accelerator, net, 0)
-
-
-def test_the_alias_costs_no_import() -> None:
-    assert "trainwright.utils" in sys.modules
-    assert not hasattr(sys.modules["trainwright.utils"], "__path__")

@@ -110,7 +110,8 @@ def poisoned(folder: Path, strategies: tuple[str, ...]) -> dict[str, Any]:
             trainer.save_checkpoint(best.best_model_path, overwrite=True)
         except tw.CheckpointError as error:
             refused = str(error)
-        names = [path.name for each in (best, last) for path in sorted(Path(str(each.dirpath)).glob("*.ckpt"))]
+        found = [path for each in (best, last) for path in sorted(Path(str(each.dirpath)).glob("*.ckpt"))]
+        names = [path.name for path in found if not path.is_symlink()]
         newest = [Path(best.best_model_path).name, Path(last.last_model_path).name]
         said[strategy] = [names, newest, [str(each.message) for each in caught], refused]
     return said

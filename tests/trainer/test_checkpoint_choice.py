@@ -315,7 +315,7 @@ def test_a_refused_run_leaves_the_rows(tmp_path: Path) -> None:
     with pytest.raises(tw.CheckpointError, match="saved by AdamW"):
         again.fit(Other(), make_loader(), ckpt_path="auto")
     assert Path(f"{trainer.log_dir}/metrics.csv").read_bytes() == before
-    assert again.log_dir is None
+    assert sorted(os.listdir(f"{tmp_path}/trainwright_logs")) == ["version_0"]
     again.fit(Classifier(), make_loader())
     assert again.log_dir == f"{tmp_path}/trainwright_logs/version_1"
 

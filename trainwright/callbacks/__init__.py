@@ -1,30 +1,56 @@
 """Callbacks: what watches a run without being part of the model. One file each; subclass `Callback` for your own."""
 
-from trainwright.callbacks.base import Callback
+from trainwright.callbacks.base import Callback, Checkpoint
+from trainwright.callbacks.batch_size_finder import BatchSizeFinder
+from trainwright.callbacks.classification_report import ClassificationReport
+from trainwright.callbacks.classification_scores import ClassificationScores
+from trainwright.callbacks.device_stats_monitor import DeviceStatsMonitor
 from trainwright.callbacks.early_stopping import EarlyStopping, EarlyStoppingReason
+from trainwright.callbacks.finetuning import BackboneFinetuning, BaseFinetuning
 from trainwright.callbacks.gradient_accumulation_scheduler import GradientAccumulationScheduler
 from trainwright.callbacks.lambda_callback import LambdaCallback
+from trainwright.callbacks.learning_rate_finder import LearningRateFinder
 from trainwright.callbacks.learning_rate_monitor import LearningRateMonitor
 from trainwright.callbacks.model_checkpoint import ModelCheckpoint
 from trainwright.callbacks.model_summary import ModelSummary
+from trainwright.callbacks.on_exception_checkpoint import OnExceptionCheckpoint
 from trainwright.callbacks.prediction_writer import BasePredictionWriter, TensorPredictionWriter, load_predictions
 from trainwright.callbacks.progress_bar import TQDMProgressBar
+from trainwright.callbacks.spike_detection import SpikeDetection, TrainingSpikeException
+from trainwright.callbacks.stochastic_weight_averaging import StochasticWeightAveraging
+from trainwright.callbacks.throughput_monitor import ThroughputMonitor
 from trainwright.callbacks.timer import Timer
 from trainwright.callbacks.trainer_protocol import TrainerProtocol
+from trainwright.callbacks.weight_averaging import EMAWeightAveraging, WeightAveraging
 
 __all__ = [
+    "BackboneFinetuning",
+    "BaseFinetuning",
     "BasePredictionWriter",
+    "BatchSizeFinder",
     "Callback",
+    "Checkpoint",
+    "ClassificationReport",
+    "ClassificationScores",
+    "DeviceStatsMonitor",
+    "EMAWeightAveraging",
     "EarlyStopping",
     "EarlyStoppingReason",
     "GradientAccumulationScheduler",
     "LambdaCallback",
+    "LearningRateFinder",
     "LearningRateMonitor",
     "ModelCheckpoint",
     "ModelSummary",
+    "OnExceptionCheckpoint",
+    "SpikeDetection",
+    "StochasticWeightAveraging",
     "TQDMProgressBar",
     "TensorPredictionWriter",
+    "ThroughputMonitor",
     "Timer",
     "TrainerProtocol",
+    "TrainingSpikeException",
+    "WeightAveraging",
     "load_predictions",
 ]

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 from torch.optim import Optimizer
 
 if TYPE_CHECKING:
+    from trainwright.checkpoint.reader import Checkpoint as StoredCheckpoint
     from trainwright.module import Module
     from trainwright.trainer.trainer import Trainer
 
@@ -49,6 +50,34 @@ class Callback:
 
     def _make_up(self, trainer: Trainer) -> None:
         """Called after on_train_start of a resumed run, with the checkpoint's generators: do what the killed run did not."""
+
+    def _parts_to_save(self, trainer: Trainer, module: Module) -> Mapping[str, Mapping[str, Tensor]]:
+        """Return what a checkpoint holds in pieces as the weights: the `parts` of `Engine.save`. Called on every rank."""
+        return {}
+
+    def _load_parts(
+        self, trainer: Trainer, module: Module, checkpoint: StoredCheckpoint, edited: Mapping[str, Tensor] | None
+    ) -> bool:
+        """Load, into a resumed run with its weights, what `_parts_to_save` returned; return whether they are this callback's.
+
+        `edited` is the checkpoint's model, if hooks have changed it. It must not communicate.
+        """
+        return False
+
+    def _after_training(self, trainer: Trainer, module: Module, pass_over: Callable[[], bool]) -> None:
+        """Called after the last epoch of a fit that no signal has stopped, before on_train_end.
+
+        `pass_over` runs training_step on each batch of an epoch, without gradients, and returns whether it could. Collective.
+        """
+
+    def _make_scheduler(self, optimizer: Optimizer) -> Any:
+        """Return the scheduler of the optimizer that replaces the module's from this epoch on; None to leave them.
+
+        Called after on_fit_start and each on_train_epoch_start.
+        """
+
+    def _tune(self, make_trial: Callable[..., Any], module: Module, data: Mapping[str, Any]) -> None:
+        """Called before a fit that resumes nothing: search a setting in trial runs, with Trainers that `make_trial` returns."""
 
     @property
     def _has_asked_to_stop(self) -> bool:
@@ -220,6 +249,57 @@ def make_up(callbacks: Iterable[Callback], trainer: Trainer) -> None:
         callback._make_up(trainer)
 
 
+def parts_to_save(
+    callbacks: Iterable[Callback], trainer: Trainer, module: Module | None
+) -> dict[str, Mapping[str, Tensor]]:
+    """Return what the callbacks store in pieces: the `parts` of `Engine.save`."""
+    parts: dict[str, Mapping[str, Tensor]] = {}
+    for callback in callbacks:
+        if module is not None:
+            parts |= callback._parts_to_save(trainer, module)
+    return parts
+
+
+def load_parts(
+    callbacks: Iterable[Callback],
+    trainer: Trainer,
+    module: Module,
+    checkpoint: StoredCheckpoint,
+    edited: Mapping[str, Tensor] | None,
+) -> bool:
+    """Let callbacks load what they have stored in pieces; return whether one has."""
+    taken = [callback._load_parts(trainer, module, checkpoint, edited) for callback in callbacks]
+    return any(taken)
+
+
+def after_training(
+    callbacks: Iterable[Callback], trainer: Trainer, module: Module, pass_over: Callable[[], bool]
+) -> None:
+    """Let callbacks finish a fit, with passes over its training data. Collective."""
+    for callback in callbacks:
+        callback._after_training(trainer, module, pass_over)
+
+
+def make_scheduler(callbacks: Iterable[Callback], optimizer: Optimizer) -> Any:
+    """Return the scheduler of the optimizer with which a callback replaces the module's; None without."""
+    made = (callback._make_scheduler(optimizer) for callback in callbacks)
+    return next((each for each in made if each is not None), None)
+
+
+def tune(
+    callbacks: Iterable[Callback], make_trial: Callable[..., Any], module: Module, data: Mapping[str, Any]
+) -> None:
+    """Let callbacks search settings before a fit. Collective."""
+    for callback in callbacks:
+        callback._tune(make_trial, module, data)
+
+
 def stop_themselves(callbacks: Iterable[Callback]) -> bool:
     """Return whether one of the callbacks has set should_stop, and sets it again in a resumed run."""
     return any(callback._has_asked_to_stop for callback in callbacks)
+
+
+class Checkpoint(Callback):
+    """The base of callbacks that save checkpoints."""
+
+    runs_last = True

@@ -1,9 +1,9 @@
-"""The files of a ModelCheckpoint: how checkpoints are named, which path a save gets, and how it replaces others."""
+"""The files of a ModelCheckpoint: which path a save gets, how it replaces others, and the link to the newest."""
 
 from __future__ import annotations
 
-import math
-import re
+import sys
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -19,55 +19,14 @@ from trainwright.checkpoint.discovery import (
     same_path,
 )
 from trainwright.checkpoint.filesystem import resolve
+from trainwright.checkpoint.last_link import is_last_link, point_to, remove_link
 from trainwright.checkpoint.reader import open_checkpoint
+from trainwright.data.seeding import isolate_rng, set_rng_state
 from trainwright.errors import CheckpointError
 
 if TYPE_CHECKING:
     from trainwright.callbacks.trainer_protocol import TrainerProtocol
     from trainwright.checkpoint.store import BackgroundSave
-
-SUFFIX = ".ckpt"
-FIELD = r"\{([^{}:]+)(:[^{}]*)?\}"
-"""A field of a template: a name and, if wanted, its format."""
-
-
-def check_template(template: str) -> None:
-    """Raise ValueError for an unpaired brace."""
-    if set("{}") & set(re.sub(FIELD, "", template)):
-        raise ValueError(
-            f"filename={template!r} has a brace without its pair; write fields as {{epoch}} or {{val_loss:.3f}}."
-        )
-
-
-def fill_template(template: str, values: Mapping[str, Any], *, insert_names: bool) -> str:
-    """Return the name, with "epoch=3" for {epoch} rather than "3" if `insert_names`; ValueError if a metric was not logged."""
-
-    def written(match: re.Match[str]) -> str:
-        name, spec = match.group(1), match.group(2) or ""
-        if name not in values:
-            raise ValueError(
-                f"filename={template!r} asks for {name!r}, which was not logged; there are {', '.join(sorted(values))}."
-            )
-        text = format(values[name], spec[1:])
-        return f"{name.replace('/', '_')}={text}" if insert_names else text  # "/" would make a folder
-
-    return re.sub(FIELD, written, template)
-
-
-def name_values(trainer: TrainerProtocol, monitor: str | None, template: str, is_left: bool) -> dict[str, Any]:
-    """Return the values of a template's fields at this point of the run.
-
-    With a monitor, a metric of earlier weights is NaN. Until the monitor is logged, or if the run stops within the epoch, so is
-    every field that is missing.
-    """
-    values: dict[str, Any] = {
-        name: math.nan if monitor is not None and trainer.metrics.is_outdated(name) else float(value)
-        for name, value in trainer.callback_metrics.items()
-    }
-    values.update(epoch=trainer.current_epoch, step=trainer.global_step)
-    if is_left or (monitor is not None and monitor not in values):
-        values = {**{name: math.nan for name, _ in re.findall(FIELD, template)}, **values}
-    return values
 
 
 def choose_paths(
@@ -103,19 +62,46 @@ def is_taken(path: str) -> bool:
     return files.exists(inside) if files.has_rename else is_checkpoint(path)
 
 
-def free_path(stem: str) -> str:
+def free_path(stem: str, extension: str) -> str:
     """Return the first free path with that stem, with a version where needed."""
-    versions = (f"{stem}-v{number}{SUFFIX}" for number in count(1))
-    return next(path for path in chain([f"{stem}{SUFFIX}"], versions) if not is_taken(path))
+    versions = (f"{stem}-v{number}{extension}" for number in count(1))
+    return next(path for path in chain([f"{stem}{extension}"], versions) if not is_taken(path))
 
 
-def path_of_stop(trainer: TrainerProtocol, kept: Kept, own: str) -> tuple[str, bool]:
+def free_link(name: Callable[[int | None], str]) -> str:
+    """Return the first path of those `name` returns that is free, or is a link to a checkpoint, which is replaced."""
+    return next(path for path in map(name, chain([None], count(1))) if is_last_link(path) or not is_taken(path))
+
+
+def save_failed(
+    asker: str, trainer: TrainerProtocol, stem: str, extension: str, weights_only: bool, generators: dict[str, Any]
+) -> None:
+    """Save the run that an exception has ended if it can be resumed exactly, and print what was done.
+
+    `asker` is what saves, and `generators` are the generators' states before the validation that failed, if one did.
+    """
+    try:
+        refusal = trainer.state.progress.obstacle or trainer.engine.finiteness.fault()
+        if refusal:
+            print(f"{asker}: nothing is saved: {refusal}.", file=sys.stderr)
+            return
+        path = free_path(stem, extension)
+        with isolate_rng():
+            if generators:
+                set_rng_state(generators)  # the resumed run repeats the whole validation
+            trainer.save_checkpoint(path, weights_only)
+        print(f"{asker}: the run was saved as {path}", file=sys.stderr)
+    except Exception as error:  # the user has to see the first exception, not this one
+        print(f"{asker}: the save failed: {type(error).__name__}: {error}", file=sys.stderr)
+
+
+def path_of_stop(trainer: TrainerProtocol, kept: Kept, own: str, extension: str) -> tuple[str, bool]:
     """Return where a run that ends here is saved, and whether a checkpoint of this very position is there already."""
     for path in (kept["last"], trainer.resume_source or ""):
         if path and _holds_position(path, trainer):
             return path, True
     # Shorter than the names of epoch ends, so that at the same step those count as newer.
-    return free_path(f"{own}-step={trainer.global_step}"), False
+    return free_path(f"{own}-step={trainer.global_step}", extension), False
 
 
 def _holds_position(path: str, trainer: TrainerProtocol) -> bool:
@@ -138,6 +124,19 @@ def remove_replaced(paths: Sequence[str], committed: str, trainer: TrainerProtoc
     return kept
 
 
+def link_newest(links: tuple[str, str], path: str, trainer: TrainerProtocol) -> None:
+    """Let the link, if any, lead to the newest checkpoint, on rank 0; a link of another name goes."""
+    link, before = links
+    if not link or not trainer.is_global_zero:
+        return
+    try:
+        point_to(link, path)
+        if before and before != link:
+            remove_link(before)
+    except OSError as error:  # the checkpoint itself is whole
+        warnings.warn(f"{link} could not be made to lead to {path}: {error}.", stacklevel=2)
+
+
 def loaded(state: Mapping[str, Any], folder: str) -> Kept:
     """Return what a saved state keeps, as far as it still exists in this folder."""
 
@@ -151,6 +150,7 @@ def loaded(state: Mapping[str, Any], folder: str) -> Kept:
         "written_to": state.get("place", ""),
         "replaced": [path for path in state.get("replaced", []) if is_ours(path)],
         "current_score": state.get("current_score"),
+        "link": state.get("link", ""),
     }
 
 
@@ -190,6 +190,8 @@ class PendingSave:
     written_to: str
     """Another path than `path` if the save replaces the checkpoint there."""
     dropped: list[str]
+    links: tuple[str, str]
+    """The link that leads to the newest checkpoint, and the one before; "" for none."""
     save: BackgroundSave | None
     """The save in its thread; None if it was made within the call."""
     put_back: Callable[[], None]
@@ -239,5 +241,6 @@ class PendingSave:
 
     def remove_dropped(self, trainer: TrainerProtocol) -> None:
         """Remove the replaced checkpoints, once and on rank 0; the resume source stays."""
+        link_newest(self.links, self.path, trainer)
         dropped, self.dropped = self.dropped, []
         self.keep(remove_replaced(dropped, self.written_to, trainer))

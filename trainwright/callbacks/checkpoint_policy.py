@@ -8,6 +8,7 @@ from collections.abc import Collection
 from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
 
 from trainwright.checkpoint.discovery import same_path
+from trainwright.duration import to_seconds
 
 if TYPE_CHECKING:
     from trainwright.callbacks.trainer_protocol import TrainerProtocol
@@ -16,6 +17,9 @@ KEY_SETTINGS = (
     "monitor", "mode", "save_top_k", "every_n_train_steps", "every_n_epochs", "train_time_interval", "filename",
 )  # fmt: skip
 """The settings that distinguish one ModelCheckpoint's state from another's."""
+
+COUNTERS = ("epoch", "step")
+"""What a ModelCheckpoint may monitor without logging it."""
 
 
 def check_choices(mode: Any, save_last: Any, save_top_k: Any, filename: Any, monitor: Any) -> None:
@@ -36,8 +40,8 @@ def check_choices(mode: Any, save_last: Any, save_top_k: Any, filename: Any, mon
         )
 
 
-def checked_intervals(steps: Any, interval: Any, epochs: Any) -> tuple[int, int]:
-    """Return the steps and the epochs between two saves, 0 for off; every epoch if nothing was given."""
+def checked_intervals(steps: Any, interval: Any, epochs: Any) -> tuple[int, float | None, int]:
+    """Return the steps (0 for off), the seconds (None) and the epochs (0) between two saves; each epoch's by default."""
     for name, value in (("every_n_train_steps", steps), ("every_n_epochs", epochs)):
         if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
             raise TypeError(f"{name}={value!r} is not a whole number; pass 0 (off) or more.")
@@ -49,8 +53,9 @@ def checked_intervals(steps: Any, interval: Any, epochs: Any) -> tuple[int, int]
             "other; give one of them, or a ModelCheckpoint for each."
         )
     if steps is None and epochs is None and interval is None:
-        return 0, 1
-    return steps or 0, epochs or 0
+        return 0, None, 1
+    seconds = None if interval is None else to_seconds(interval, name="train_time_interval", allows_zero=True)
+    return steps or 0, seconds, epochs or 0
 
 
 class Kept(TypedDict):
@@ -65,6 +70,8 @@ class Kept(TypedDict):
     replaced: list[str]
     """Checkpoints that the newest replaces, removed once it has committed: the resume source only in a later run."""
     current_score: float | None
+    link: str
+    """The link that leads to the newest checkpoint; "" for none."""
 
 
 class Save(NamedTuple):
@@ -75,6 +82,7 @@ class Save(NamedTuple):
     score: float | None
     is_best: bool
     dropped: list[str]
+    link: str
 
 
 class Ranking:
@@ -117,7 +125,12 @@ class Ranking:
         if save.is_best:
             scores[save.path] = 0.0 if save.score is None else save.score
         return Kept(
-            scores=scores, last=save.path, written_to=save.written_to, replaced=replaced, current_score=save.score
+            scores=scores,
+            last=save.path,
+            written_to=save.written_to,
+            replaced=replaced,
+            current_score=save.score,
+            link=save.link,
         )
 
 
@@ -132,6 +145,8 @@ class MonitoredScore:
         """Return its value; NaN if earlier weights got it, or if it is not logged yet; ValueError if it should have been."""
         if self.monitor is None:
             return None
+        if self._is_counter(trainer):
+            return float(trainer.current_epoch if self.monitor == "epoch" else trainer.global_step)
         if self.monitor in trainer.callback_metrics:
             value = float(trainer.metrics.monitored(self.monitor, "ModelCheckpoint"))
             return math.nan if trainer.metrics.is_outdated(self.monitor) else value
@@ -148,9 +163,12 @@ class MonitoredScore:
 
     def is_pending(self, trainer: TrainerProtocol) -> bool:
         """Return whether the next validation may score the present weights, which have no score yet."""
-        if self.monitor is None or not trainer.enable_validation:
+        if self.monitor is None or not trainer.enable_validation or self._is_counter(trainer):
             return False
         return self.monitor not in trainer.callback_metrics or trainer.metrics.is_outdated(self.monitor)
+
+    def _is_counter(self, trainer: TrainerProtocol) -> bool:
+        return self.monitor in COUNTERS and self.monitor not in trainer.callback_metrics
 
     def warn_of_value(self, trainer: TrainerProtocol, score: float | None, is_awaited: bool) -> None:
         """Warn that the value is not finite, or that earlier weights got it and no validation of these is awaited."""

@@ -109,6 +109,7 @@ class EarlyStopping(Callback):
             "wait_count": self.wait_count,
             "stopped_epoch": self.stopped_epoch,
             "best_score": float(self.best_score),
+            "patience": self.patience,
             "stopping_reason": self.stopping_reason.value,
             "stopping_reason_message": self.stopping_reason_message,
             "stopping_wait_count": self._stopping_wait_count,

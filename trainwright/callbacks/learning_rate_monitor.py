@@ -26,6 +26,7 @@ class LearningRateMonitor(Callback):
             the interval of the optimizer's scheduler, and at both without a scheduler.
         log_momentum: also log the momentum, or the first of the betas, as `<name>-momentum`; 0 if the optimizer has neither.
         log_weight_decay: also log the weight decay, as `<name>-weight_decay`.
+        log_key_prefix: is put before each name, such as "optim/".
 
     A name is `lr-` and the optimizer's class, or the `name` in the scheduler's dict; a second optimizer of that name gets `-1`;
     parameter groups add `/pg1`, `/pg2` or their `name`. A step's value is the one that the step used. The values are also in
@@ -36,7 +37,11 @@ class LearningRateMonitor(Callback):
     counts_rounds = True
 
     def __init__(
-        self, logging_interval: str | None = None, log_momentum: bool = False, log_weight_decay: bool = False
+        self,
+        logging_interval: str | None = None,
+        log_momentum: bool = False,
+        log_weight_decay: bool = False,
+        log_key_prefix: str | None = None,
     ) -> None:
         if logging_interval not in (None, *INTERVALS):
             raise ValueError(
@@ -44,6 +49,7 @@ class LearningRateMonitor(Callback):
             )
         self.logging_interval = logging_interval
         self.log_momentum, self.log_weight_decay = log_momentum, log_weight_decay
+        self.log_key_prefix = log_key_prefix or ""
         self._begin()
 
     def _begin(self) -> None:
@@ -135,7 +141,7 @@ class LearningRateMonitor(Callback):
         uses += [(each, None, None) for each in trainer.optimizers if not any(config.is_of(each) for config in configs)]
         seen: Counter[str] = Counter()
         for optimizer, given, interval in uses:
-            base = given if given is not None else f"lr-{type(optimizer).__name__}"
+            base = self.log_key_prefix + (given if given is not None else f"lr-{type(optimizer).__name__}")
             name = f"{base}-{seen[base]}" if seen[base] else base
             seen[base] += 1
             yield optimizer, _group_names(optimizer, name), interval

@@ -6,6 +6,7 @@ It decides with checkpoint_policy.py, and writes and replaces with checkpoint_fi
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 import time
@@ -17,21 +18,20 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from trainwright.callbacks.base import Callback
+from trainwright.callbacks.base import Checkpoint
 from trainwright.callbacks.checkpoint_files import (
-    SUFFIX,
     PendingSave,
-    check_template,
     choose_paths,
-    fill_template,
     found_again,
-    free_path,
+    free_link,
     is_taken,
+    link_newest,
     loaded,
-    name_values,
     path_of_stop,
     remove_replaced,
+    save_failed,
 )
+from trainwright.callbacks.checkpoint_names import Naming, check_template, name_values
 from trainwright.callbacks.checkpoint_policy import (
     KEY_SETTINGS,
     Kept,
@@ -43,8 +43,7 @@ from trainwright.callbacks.checkpoint_policy import (
     checked_intervals,
 )
 from trainwright.checkpoint.filesystem import sweep_temporaries
-from trainwright.data.seeding import isolate_rng, rng_state, set_rng_state
-from trainwright.duration import to_seconds
+from trainwright.data.seeding import rng_state
 from trainwright.errors import CheckpointError
 from trainwright.loggers.position import CHECKPOINTS
 from trainwright.paths import absolute
@@ -55,7 +54,7 @@ if TYPE_CHECKING:
     from trainwright.trainer.trainer import Trainer
 
 
-class ModelCheckpoint(Callback):
+class ModelCheckpoint(Checkpoint):
     """Saves during fit, by default at each epoch's end after its validation, and keeps the best.
 
     Args:
@@ -64,7 +63,8 @@ class ModelCheckpoint(Callback):
         filename: a template of the name, with {epoch}, {step} and metrics, such as "{epoch}-{val_acc:.3f}".
         monitor: the metric that decides; None keeps the newest.
         verbose: print the path of each save.
-        save_last: True or "link": also keep the newest, under its own name, whatever its metric.
+        save_last: True or "link": also keep the newest, whatever its metric, and let the link `last.ckpt` lead to it; where
+            symbolic links do not exist, that is a directory with a pointer. Every ckpt_path takes it.
         save_top_k: how many to keep: -1 for all, 0 for none; without monitor -1, 0 or 1.
         save_on_exception: save `exception-epoch=..-step=..` when an exception or Ctrl-C ends the run, if it can be resumed
             exactly from there, and else print why it cannot. It can on one process (a save needs all ranks) between two
@@ -100,7 +100,13 @@ class ModelCheckpoint(Callback):
     '...runs/mine/step=16.ckpt'
     """
 
-    runs_last = True
+    CHECKPOINT_JOIN_CHAR = "-"
+    """Between the epoch and the step of the default filename; this and the next three may be overridden in a subclass."""
+    CHECKPOINT_NAME_LAST = "last"
+    """A template of the link's name."""
+    CHECKPOINT_EQUALS_CHAR = "="
+    FILE_EXTENSION = ".ckpt"
+
     reads_outputs = False
     counts_rounds = True
 
@@ -125,14 +131,12 @@ class ModelCheckpoint(Callback):
     ) -> None:
         check_choices(mode, save_last, save_top_k, filename, monitor)
         check_template(filename or "")
-        self.every_n_train_steps, self.every_n_epochs = checked_intervals(
+        self.every_n_train_steps, self.train_time_interval, self.every_n_epochs = checked_intervals(
             every_n_train_steps, train_time_interval, every_n_epochs
         )
-        interval = train_time_interval
-        self.train_time_interval = None if interval is None else to_seconds(interval, name="train_time_interval")
         self.dirpath = absolute(dirpath).rstrip("/") if dirpath is not None else None
         self._default_dirpath: str | None = None
-        self.filename = filename if filename is not None else "{epoch}-{step}"
+        self.filename = filename if filename is not None else f"{{epoch}}{self.CHECKPOINT_JOIN_CHAR}{{step}}"
         self.monitor, self.verbose, self.mode = monitor, verbose, mode
         self.save_last, self.save_top_k, self.save_on_exception = save_last, save_top_k, save_on_exception
         self.save_weights_only, self.auto_insert_metric_name = save_weights_only, auto_insert_metric_name
@@ -145,7 +149,7 @@ class ModelCheckpoint(Callback):
         self._begin()
 
     def _begin(self) -> None:
-        self._keep({"scores": {}, "last": "", "written_to": "", "replaced": [], "current_score": None})
+        self._keep({"scores": {}, "last": "", "written_to": "", "replaced": [], "current_score": None, "link": ""})
         self._unrenamed: tuple[str, str, float | None] = ("", "", None)
         """Where the resume source was written, its final path and its score, if it was saved before it was renamed."""
         self._has_begun = self._has_validated = self._is_deferred = self._awaits_score = False
@@ -170,7 +174,8 @@ class ModelCheckpoint(Callback):
         self.kth_value: Tensor | None = scores[self.kth_best_model_path] if is_monitored else None
         self.last_model_path = kept["last"]
         score = kept["current_score"]
-        self.current_score: Tensor | None = None if score is None else _scalar(score)
+        worst = math.inf if self.mode == "min" else -math.inf
+        self.current_score: Tensor | None = None if score is None else _scalar(worst if math.isnan(score) else score)
 
     @property
     def keeps_any(self) -> bool:
@@ -195,6 +200,7 @@ class ModelCheckpoint(Callback):
             "replaced": kept["replaced"],
             "moments": self._moments.state_dict(),
             "current_score": kept["current_score"],
+            "link": kept["link"],
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -343,7 +349,7 @@ class ModelCheckpoint(Callback):
             where = f"epoch {trainer.current_epoch}, step {trainer.global_step}"
             report = f"{where}: saved {save.path}" if self.verbose else ""
             thread = trainer.engine.writer.in_flight if self.async_save else None
-            paths = save.path, save.written_to, self._kept["replaced"]
+            paths = save.path, save.written_to, self._kept["replaced"], (save.link, before["link"])
             self._pending = PendingSave(*paths, thread, partial(self._keep, before), self._keep_replaced, report)
         if not self.async_save:
             self._conclude(trainer)
@@ -399,7 +405,11 @@ class ModelCheckpoint(Callback):
             trainer.resume_source or "",
             replaces_any=not self.enable_version_counter,
         )
-        return Save(path, written_to, score, is_best, dropped)
+        return Save(path, written_to, score, is_best, dropped, self._link(values))
+
+    def _link(self, values: Mapping[str, Any]) -> str:
+        """Return the link to the newest checkpoint; "" without save_last."""
+        return free_link(partial(self._naming.path, self.CHECKPOINT_NAME_LAST, values)) if self.save_last else ""
 
     def save_stop(self, trainer: Trainer, name: str = "stop") -> str:
         """Save a run that ends here as `stop-step=..`, whatever its metric and the intervals. Collective.
@@ -413,7 +423,7 @@ class ModelCheckpoint(Callback):
         except CheckpointError as error:  # the same on every rank; the save below may still succeed
             if trainer.is_global_zero:
                 print(f"trainwright: {error}", file=sys.stderr, flush=True)
-        find = partial(path_of_stop, trainer, self._kept, f"{self.dirpath}/{name}")
+        find = partial(path_of_stop, trainer, self._kept, f"{self.dirpath}/{name}", self.FILE_EXTENSION)
         path, is_there = trainer.engine.ranks.decide(find, "the save of a run that ends")
         if is_there:
             return str(path)
@@ -423,6 +433,7 @@ class ModelCheckpoint(Callback):
         replaced = [*before["replaced"], *self._ranking.dropped(before, is_best=False)]
         self._keep({**before, "last": path, "written_to": path, "replaced": replaced})
         self._write(trainer, before)
+        link_newest((before["link"], ""), path, trainer)
         self._keep_replaced(remove_replaced(replaced, path, trainer))
         return str(path)
 
@@ -431,23 +442,10 @@ class ModelCheckpoint(Callback):
         if pending is not None:
             pending.conclude_alone(trainer)
         if self.save_on_exception and self._is_fitting and self._has_begun:
-            self._save_failed(trainer)
-
-    def _save_failed(self, trainer: Trainer) -> None:
-        """Save the run that an exception has ended if it can be resumed exactly, and print what was done."""
-        try:
-            refusal = trainer.state.progress.obstacle or trainer.engine.finiteness.fault()
-            if refusal:
-                print(f"save_on_exception: nothing is saved: {refusal}.", file=sys.stderr)
-                return
-            path = free_path(f"{self.dirpath}/exception-epoch={trainer.current_epoch}-step={trainer.global_step}")
-            with isolate_rng():
-                if self._generators:
-                    set_rng_state(self._generators)  # the resumed run repeats the whole validation
-                trainer.save_checkpoint(path, self.save_weights_only)
-            print(f"save_on_exception: the run was saved as {path}", file=sys.stderr)
-        except Exception as error:  # the user has to see the first exception, not this one
-            print(f"save_on_exception: the save failed: {type(error).__name__}: {error}", file=sys.stderr)
+            stem = f"{self.dirpath}/exception-epoch={trainer.current_epoch}-step={trainer.global_step}"
+            save_failed(
+                "save_on_exception", trainer, stem, self.FILE_EXTENSION, self.save_weights_only, self._generators
+            )
 
     def file_exists(self, filepath: str, trainer: Trainer) -> bool:
         """Return whether a checkpoint, or anything else, is at this path; called on rank 0."""
@@ -457,10 +455,13 @@ class ModelCheckpoint(Callback):
         self, metrics: Mapping[str, Any], filename: str | None = None, ver: int | None = None
     ) -> str:
         """Return the path that a template (by default this callback's) gives; ValueError if a metric of it was not logged."""
-        values = {name: value.item() if isinstance(value, Tensor) else value for name, value in metrics.items()}
-        name = fill_template(filename or self.filename, values, insert_names=self.auto_insert_metric_name)
-        name = f"{name}{SUFFIX}" if ver is None else f"{name}-v{ver}{SUFFIX}"
-        return f"{self.dirpath}/{name}" if self.dirpath else name
+        return self._naming.path(filename or self.filename, metrics, ver)
+
+    @property
+    def _naming(self) -> Naming:
+        return Naming(
+            self.dirpath or "", self.auto_insert_metric_name, self.CHECKPOINT_EQUALS_CHAR, self.FILE_EXTENSION
+        )
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({json.dumps(self.monitor)}, mode={self.mode!r}, save_top_k={self.save_top_k})"

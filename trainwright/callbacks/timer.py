@@ -40,7 +40,7 @@ class Timer(Callback):
     ) -> None:
         if interval not in ("step", "epoch"):
             raise ValueError(f"interval={interval!r} is unknown; choose from step, epoch.")
-        self._duration = to_seconds(duration) if duration is not None else None
+        self._duration = to_seconds(duration, allows_zero=True) if duration is not None else None
         self._interval, self._verbose = interval, verbose
         self._start: dict[str, float | None] = dict.fromkeys(STAGES)
         self._end: dict[str, float | None] = dict.fromkeys(STAGES)

@@ -65,6 +65,10 @@ class RunProgress(Protocol):
         """Why the failed run cannot be resumed exactly from here; "" if it can."""
 
     @property
+    def is_leaving(self) -> bool:
+        """True in on_train_epoch_end if the run stops within the epoch."""
+
+    @property
     def is_mid_epoch_validation(self) -> bool:
         """True during a validation within a training epoch."""
 
@@ -104,6 +108,9 @@ class SavingEngine(Protocol):
     @property
     def finiteness(self) -> Finiteness:
         """The check that the weights are finite."""
+
+    def reduce(self, tensor: Tensor, op: str = "mean") -> Tensor:
+        """Return the elementwise mean, sum, min or max over the ranks. Collective."""
 
     def finish_save(self) -> None:
         """Wait for the save in flight and raise its error. Collective."""
@@ -151,6 +158,10 @@ class TrainerProtocol(Protocol):
     @property
     def lr_scheduler_configs(self) -> Sequence[SchedulerConfig]:
         """The schedulers and when they step."""
+
+    @property
+    def max_epochs(self) -> int | None:
+        """The number of epochs to train; -1 for no limit."""
 
     @property
     def fast_dev_run(self) -> bool | int:

@@ -15,6 +15,7 @@ from trainwright.checkpoint.codec import encode
 from trainwright.checkpoint.conversion import EXPORT_DTYPES, export_safetensors, import_checkpoint
 from trainwright.checkpoint.discovery import listing_of, read_manifest
 from trainwright.checkpoint.filesystem import Files, resolve
+from trainwright.checkpoint.last_link import is_last_link, pointed
 from trainwright.checkpoint.manifest import FORMAT_VERSION, MANIFEST_NAME
 from trainwright.checkpoint.reader import Checkpoint, faults, open_checkpoint
 from trainwright.checkpoint.tensors import DTYPE_NAMES, TensorEntry
@@ -78,7 +79,11 @@ def _parser() -> _Parser:
     )
     export.add_argument("path", metavar="PATH")
     export.add_argument("out", metavar="OUT.safetensors")
-    export.add_argument("--section", default="model", help="the section to export: model (the default) or optimizer")
+    export.add_argument(
+        "--section",
+        default="model",
+        help="the section to export: model (the default), optimizer, or training and average of averaged weights",
+    )
     export.add_argument(
         "--strip-prefix", default="", metavar="TEXT", help="export only names that begin with this, without it"
     )
@@ -221,6 +226,7 @@ class Verdict:
 
 def examine(path: str) -> Verdict:
     """Read each file whole, and return everything that is wrong with a checkpoint, not only the first fault."""
+    path = pointed(path)
     files, inside = resolve(path)
     try:
         manifest = read_manifest(files, inside)
@@ -253,7 +259,8 @@ def candidates(path: str) -> list[str]:
         return [path]
     names = sorted(name for name, size in listed.items() if size is None and not name.startswith("."))
     found = [name for name in names if name.endswith(".ckpt") or _has_manifest(files, f"{inside}/{name}")]
-    return [f"{os.fspath(path).rstrip('/')}/{name}" for name in found] or [path]
+    paths = [f"{os.fspath(path).rstrip('/')}/{name}" for name in found]
+    return [each for each in paths if not is_last_link(each)] or [path]
 
 
 def _has_manifest(files: Files, path: str) -> bool:

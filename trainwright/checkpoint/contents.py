@@ -9,6 +9,8 @@
                                 "metrics": the latest value of each
                                 "loggers": their run folders, and how much their files held
     model-RRRRR.safetensors     parameters and buffers by their state_dict names; those of a second model begin with ".1."
+    training-RRRRR.safetensors  where "model" holds averages: the weights and buffers that a resumed run trains on from
+    average-RRRRR.safetensors   averages, where "model" does not hold them, or holds them in a lower precision
     optimizer-RRRRR.safetensors per-parameter tensors as "optimizer number/parameter/key"
     parameters-RRRRR.safetensors  parameters that are in no model, as "parameter optimizer number.index"
     rank-RRRRR.json             "rng": the generators of that rank
@@ -37,6 +39,8 @@ from trainwright.checkpoint.tensors import Piece, TensorEntry, assign_writers
 from trainwright.compiled_names import clean_name, own_name
 from trainwright.errors import CheckpointError
 
+MODEL, TRAINING, AVERAGE = "model", "training", "average"
+"""The sections that hold tensors of the model's names and shapes."""
 EXTRA_STATE = "_extra_state"
 """The last part of the state_dict keys under which torch stores what a module's `get_extra_state` returned."""
 _SECTION = re.compile(r"(?!(?:state|rank|manifest)$)[a-z][a-z0-9_]{0,63}", re.ASCII)
@@ -61,6 +65,24 @@ def collect(
         states[rank_section(rank)] = rank_state
     plain = {name: encode_state(value, name) for name, value in states.items()}
     return Contents({name: assign_writers(pieces, rank, world_size) for name, pieces in sections.items()}, plain)
+
+
+def with_parts(pieces: Sequence[Piece], parts: Mapping[str, Mapping[str, Tensor]]) -> dict[str, list[Piece]]:
+    """Return the sections of a model's pieces with `parts`, tensors by section and name, instead of the present ones.
+
+    In MODEL they are in the dtypes of the module, and the other pieces stay.
+    """
+    own = parts.get(MODEL, {})
+    model = [
+        replace(piece, tensor=own[piece.name].to(piece.tensor.dtype)) if piece.name in own else piece
+        for piece in pieces
+    ]
+    others = {
+        section: [replace(piece, tensor=tensors[piece.name]) for piece in pieces if piece.name in tensors]
+        for section, tensors in parts.items()
+        if section != MODEL
+    }
+    return {MODEL: model, **others}
 
 
 def encode_state(value: Any, name: str) -> tuple[Any, list[Piece]]:

@@ -58,12 +58,7 @@ def export_safetensors(
     Raises:
         CheckpointError: the checkpoint is damaged, the file exists or cannot be written, or there is nothing to write.
     """
-    files, target = resolve(out)
-    if not isinstance(files, LocalFiles):
-        raise CheckpointError(f"{out} is not on a local disk; give a local path, and copy the file from there.")
-    if not out.endswith(".safetensors"):
-        raise CheckpointError(f"{out} does not end in .safetensors, which is what an export writes; give such a name.")
-    _refuse_existing(files, target)
+    files, target = _target(out)
     checkpoint = open_checkpoint(path)
     entries = checkpoint.tensors(section)
     taken = {name: entry for name, entry in entries.items() if name.startswith(strip_prefix)}
@@ -88,6 +83,48 @@ def export_safetensors(
     state = checkpoint.run_state() if section == "model" else {}
     extra = [name for states in state.get("extra", {}).values() for name in states]
     return Exported([new_names[name] for name in kept], shared, sorted(entries.keys() - taken.keys()), extra)
+
+
+def export_tensors(
+    state: Mapping[str, Any], out: str, *, strip_prefix: str = "", prefix: str = "", dtype: torch.dtype | None = None
+) -> None:
+    """Write the tensors of a state_dict as `export_safetensors` writes those of a checkpoint."""
+    files, target = _target(out)
+    taken = {
+        key: each for key, each in state.items() if isinstance(each, torch.Tensor) and key.startswith(strip_prefix)
+    }
+    if not taken:
+        some = ", ".join(list(state)[:3]) or "none"
+        raise CheckpointError(
+            f"no tensor's name begins with {strip_prefix!r}; the names are such as {some}. Give another prefix."
+        )
+    kept: dict[str, torch.Tensor] = {}
+    shared: dict[str, str] = {}
+    first: dict[Any, str] = {}
+    for name, each in taken.items():
+        memory = (each.device, each.data_ptr(), each.shape, each.stride(), each.dtype) if each.numel() else name
+        new = prefix + name.removeprefix(strip_prefix)
+        if memory in first:
+            shared[new] = first[memory]
+        else:
+            first[memory], kept[new] = new, each.detach()
+    kinds = {name: dtype if dtype and each.is_floating_point() else each.dtype for name, each in kept.items()}
+    ordered = sorted(kept, key=lambda name: -kinds[name].itemsize)
+    with _new_file(files, target) as stream:
+        stream.write(render_header(out, [(name, kinds[name], kept[name].shape) for name in ordered], shared))
+        for name in ordered:
+            stream.write(host_bytes(kept[name].to(kinds[name])))
+
+
+def _target(out: str) -> tuple[LocalFiles, str]:
+    """Return where an export writes; CheckpointError for a name that it does not write, or that exists."""
+    files, target = resolve(out)
+    if not isinstance(files, LocalFiles):
+        raise CheckpointError(f"{out} is not on a local disk; give a local path, and copy the file from there.")
+    if not out.endswith(".safetensors"):
+        raise CheckpointError(f"{out} does not end in .safetensors, which is what an export writes; give such a name.")
+    _refuse_existing(files, target)
+    return files, target
 
 
 def _untied(entries: Mapping[str, TensorEntry]) -> tuple[dict[str, TensorEntry], dict[str, str]]:

@@ -16,6 +16,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from trainwright.checkpoint.filesystem import Files, describe, resolve, temporary_path
+from trainwright.checkpoint.last_link import is_last_link
 from trainwright.checkpoint.manifest import MANIFEST_NAME, MAX_JSON_BYTES, FormatRefused, Manifest, parse
 from trainwright.errors import CheckpointError
 
@@ -105,7 +106,7 @@ def find_candidates(directory: str) -> list[CheckpointEntry]:
         try:
             manifest = read_manifest(files, f"{inside}/{name}")
         except CheckpointError as error:
-            found += _damaged(files, f"{inside}/{name}", path, error)
+            found += [] if is_last_link(path) else _damaged(files, f"{inside}/{name}", path, error)
             continue
         header = manifest.header
         # Older headers do not say weights_only; a whole checkpoint has the state of each rank.

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from trainwright.checkpoint.codec import encode
 from trainwright.checkpoint.contents import is_extra_state
+from trainwright.checkpoint.last_link import pointed
 from trainwright.checkpoint.manifest import FILE_NAME, MANIFEST_NAME, load_json
 from trainwright.checkpoint.reader import Verify, check_verify, open_checkpoint
 from trainwright.checkpoint.shards import METADATA_KEY
@@ -74,7 +75,7 @@ class Weights:
 def read_weights(path: str | os.PathLike[str], verify: Verify = "full") -> Weights:
     """Read the weights and hyper-parameters at a path or an fsspec URL; `verify` applies to our own checkpoints."""
     check_verify(verify)
-    name = os.fspath(path)
+    name = pointed(os.fspath(path))
     filesystem, inside = fsspec.core.url_to_fs(name)
     filesystem.invalidate_cache()
     try:

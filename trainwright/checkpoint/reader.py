@@ -13,6 +13,7 @@ import torch
 from trainwright.checkpoint.codec import decode
 from trainwright.checkpoint.discovery import listing_of, read_manifest
 from trainwright.checkpoint.filesystem import Files, describe, resolve
+from trainwright.checkpoint.last_link import pointed
 from trainwright.checkpoint.manifest import MANIFEST_NAME, MAX_JSON_BYTES, Manifest, load_json, rank_section
 from trainwright.checkpoint.shards import CHUNK_BYTES, FileRecord, StoredArray, copy_into, plan_copies, read_header
 from trainwright.checkpoint.tensors import Piece, StoredPiece, TensorEntry
@@ -241,6 +242,7 @@ def open_checkpoint(path: str, verify: Verify = "full", *, ranks: Ranks | None =
         CheckpointError: it is not a checkpoint, is damaged, or has a newer format than this version reads.
     """
     check_verify(verify)
+    path = ranks.decide(partial(pointed, str(path)), "the opening of a checkpoint") if ranks else pointed(str(path))
     rank, world_size = (ranks.rank, ranks.world_size) if ranks else (0, 1)
     files, inside = resolve(path)
     found: list[Checkpoint] = []

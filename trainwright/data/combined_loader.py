@@ -93,13 +93,13 @@ class CombinedLoader:
 
 
 def is_collection(loader: Any) -> bool:
-    """Return whether this is a collection of loaders: a dict, or a list or tuple that holds a DataLoader."""
+    """Return whether this is a collection of loaders: a dict, or a list or tuple that holds a DataLoader or an iterator."""
     return isinstance(loader, Mapping) or (isinstance(loader, (list, tuple)) and holds_loader(loader))
 
 
 def holds_loader(value: Any) -> bool:
-    """Return whether this is a DataLoader or a CombinedLoader, or lists, tuples and dicts with one in them."""
-    if isinstance(value, (DataLoader, CombinedLoader)):
+    """Return whether this is a DataLoader, a CombinedLoader or an iterator, or lists, tuples and dicts with one in them."""
+    if isinstance(value, (DataLoader, CombinedLoader, Iterator)):
         return True
     if isinstance(value, Mapping):
         value = list(value.values())

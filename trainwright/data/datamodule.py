@@ -141,9 +141,9 @@ class DataModule(HyperParameters):
         Args:
             checkpoint_path: a checkpoint of a Trainer, or a Lightning `.ckpt` file.
             map_location: ignored: hyper-parameters are on the host.
-            hparams_file: a JSON or YAML file with hyper-parameters, instead of those in the checkpoint.
+            hparams_file: a JSON, YAML or CSV file with hyper-parameters, instead of those in the checkpoint.
             weights_only: ignored: only plain data and tensors are ever read.
-            kwargs: arguments of the constructor, which override what was saved.
+            kwargs: arguments of the constructor, which override what was saved; others are dropped with a warning.
 
         Raises:
             CheckpointError: no checkpoint, a damaged one, or one that holds more than plain data and tensors.

@@ -149,6 +149,12 @@ def current() -> torch.device | None:
     return torch.device(kind, torch.accelerator.current_device_index())
 
 
+def wait_for(device: torch.device) -> None:
+    """Wait until a device has computed all that was issued to it."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+
+
 def free_memory(device: torch.device) -> int | None:
     """Return the bytes of a device's memory that this process may use: free memory and what its allocator caches.
 

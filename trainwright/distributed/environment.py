@@ -102,6 +102,12 @@ def _read_cluster(variables: Mapping[str, str]) -> Environment | None:
     return None
 
 
+def argument_variables(owner: str) -> dict[str, str]:
+    """Return the variables TRAINWRIGHT_<OWNER>_<ARGUMENT> that are set, by the argument's name."""
+    prefix = f"TRAINWRIGHT_{owner.upper()}_"
+    return {name.removeprefix(prefix).lower(): value for name, value in os.environ.items() if name.startswith(prefix)}
+
+
 def prepare_deterministic() -> None:
     """Make cuBLAS deterministic, unless the environment sets it already. Call before a GPU is first used."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, NamedTuple
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from trainwright.checkpoint.contents import extra_states
+from trainwright.checkpoint.contents import MODEL, TRAINING, extra_states, with_parts
 from trainwright.checkpoint.editing import Edit, check_model, edit_for_load, edit_for_save, fill
 from trainwright.checkpoint.filesystem import describe
 from trainwright.checkpoint.reader import Checkpoint, Verify, open_checkpoint
@@ -137,6 +137,7 @@ class Engine:
         self.ranks = Ranks(self.connection.channel, seconds)
         self.writer = CheckpointWriter(self.ranks, lambda: self.connection.has_failed)
         self.strategy.connect(environment.rank, environment.world_size, self.device, chosen_precision)
+        self.strategy.join_job(self)
         if self.precision is not chosen_precision:  # the strategy has replaced it
             self.precision.check(self.device)
         self.seed = 0
@@ -174,6 +175,7 @@ class Engine:
         with self.replaced.followed(module):
             self.precision.convert_module(module)
             self.strategy.setup_module(module, optimization)
+        self.strategy.note_module(module)
         self.modules.append(module)
         self._trained = _trained_names(self.modules)
 
@@ -291,6 +293,7 @@ class Engine:
         number: int = 0,
         overwrite: bool = False,
         directory: str | None = None,
+        parts: Mapping[str, Mapping[str, Tensor]] | None = None,
     ) -> None:
         """Write a checkpoint of the modules, the optimizers and the caller's state. Collective: call on every rank.
 
@@ -304,6 +307,8 @@ class Engine:
             blocking: False returns once all is copied to host memory; a thread writes, and the next save waits for it.
             number: orders several saves of one step.
             overwrite: replace a whole checkpoint at the path, once the new one is committed.
+            parts: tensors of the shapes of this rank's pieces, by section and name: those of "model" are stored as the
+                model's, other sections beside it, unless weights_only.
             directory: what the writer's `stage` returned for this path, with files that become part of the checkpoint.
 
         Raises:
@@ -320,8 +325,9 @@ class Engine:
                 )
             for module in self.modules:
                 computed_entries(self.strategy, module)  # raises for entries that cannot be stored
-            pieces = model_pieces(self.strategy, self.modules)
-            self.finiteness.look(path, overwrite, self.modules, pieces)
+            sections = with_parts(model_pieces(self.strategy, self.modules), parts or {})
+            pieces = sections.pop(MODEL)
+            self.finiteness.look(path, overwrite, self.modules, pieces, are_others=bool(parts))
             if edit is not None:
                 edited: list[Piece] = []
                 state, left = edit_for_save(state, pieces, {"epoch": epoch, "global_step": step}, edit)
@@ -332,9 +338,9 @@ class Engine:
                     describe=partial(describe, path=path),
                 )
                 pieces = edited
-            sections = {"model": pieces}
             extra = {str(number): extra_states(module) for number, module in enumerate(self.modules)}
             contents: dict[str, Any] = {"seed": self.seed, "extra": extra, **state}
+            sections = {MODEL: pieces} if weights_only else {MODEL: pieces, **sections}
             if not weights_only:
                 named = named_optimizers(self.modules, self.optimizers)
                 sections["optimizer"] = optimizer_pieces(self.strategy, named)
@@ -422,6 +428,8 @@ class Engine:
         lazy: dict[str, LazyTensor] = {}
         shapes: dict[str, tuple[int, ...]] = {}
         pieces: list[Piece] = []
+        trained: list[Piece] = []
+        there = {} if weights_only else _shapes(checkpoint, TRAINING)
         strays = [] if weights_only else stray_pieces(self.strategy, self.modules, self.optimizers)
         loads = ModuleLoads(self.strategy, self.modules, state, checkpoint.path)
         seed = int(state.get("seed", self.seed))
@@ -435,13 +443,14 @@ class Engine:
             loads.check(strict)
             shapes.update((name, tuple(each.shape)) for name, each in stored.items() if loads.is_filled(name))
             lazy.update({name: each for name, each in lazy_tensors(self.modules).items() if loads.is_filled(name)})
-            present = [each for each in model_pieces(self.strategy, self.modules) if loads.is_filled(each.name)]
-            pieces.extend(check_model(checkpoint.path, shapes, present, strict, lazy))
+            present = model_pieces(self.strategy, self.modules)
+            filled = [each for each in present if loads.is_filled(each.name)]
+            pieces.extend(check_model(checkpoint.path, shapes, filled, strict, lazy))
             check_lazy_shapes(checkpoint.path, lazy, shapes)
+            trained.extend(check_model(checkpoint.path, there, present, strict=False))
             if not weights_only:
                 check_optimizers(checkpoint, state, named_optimizers(self.modules, self.optimizers))
-                stored = checkpoint.tensors("parameters") if "parameters" in checkpoint.sections else {}
-                check_model(checkpoint.path, {name: each.shape for name, each in stored.items()}, strays, strict=True)
+                check_model(checkpoint.path, _shapes(checkpoint, "parameters"), strays, strict=True)
                 result = restored(checkpoint, state, seed, self.rank, self.world_size, self.device)
 
         # A checkpoint that one rank refuses is refused on all of them, before any changes anything.
@@ -449,16 +458,20 @@ class Engine:
             self.ranks.run_on_all, call="the load of a checkpoint", describe=partial(describe, path=checkpoint.path)
         )
         run_on_all(fits)
-        run_on_all(lambda: loads.load_wholes(checkpoint, tensors, strict))
+        run_on_all(lambda: loads.load_wholes(checkpoint, tensors, strict, {piece.name for piece in trained}))
         if lazy:  # only now, since a refused load must not change the model
             give_shapes(lazy, shapes)
-            pieces = [piece for piece in model_pieces(self.strategy, self.modules) if piece.name in shapes]
+            present = model_pieces(self.strategy, self.modules)
+            pieces = [piece for piece in present if piece.name in shapes]
+            trained = [piece for piece in present if piece.name in there]
         if not weights_only:
             load_optimizers(checkpoint, state, self.strategy, named_optimizers(self.modules, self.optimizers))
         if tensors is None:
             checkpoint.read_into("model", pieces)
         else:
             fill(pieces, tensors)
+        if trained:
+            checkpoint.read_into(TRAINING, trained)
         if strays:
             checkpoint.read_into("parameters", strays)
         same_job = (checkpoint.header.get("strategy"), checkpoint.world_size) == (self.strategy.name, self.world_size)
@@ -480,6 +493,12 @@ class Engine:
         self.writer.release()
         self.strategy.close()
         self.modules, self.optimizers = [], []
+
+
+def _shapes(checkpoint: Checkpoint, section: str) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of a section's tensors by name; nothing if the checkpoint has no such section."""
+    stored = checkpoint.tensors(section) if section in checkpoint.sections else {}
+    return {name: each.shape for name, each in stored.items()}
 
 
 def _trained_names(modules: Iterable[nn.Module]) -> list[list[str]]:

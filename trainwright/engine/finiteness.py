@@ -44,13 +44,24 @@ class Finiteness:
         """Return a text that names what is not finite on any rank; if empty, the next save does not check again. Collective."""
         return self._fault(*self._read())
 
-    def look(self, path: str, overwrite: bool, modules: Sequence[nn.Module], pieces: Sequence[Piece]) -> None:
+    def look(
+        self,
+        path: str,
+        overwrite: bool,
+        modules: Sequence[nn.Module],
+        pieces: Sequence[Piece],
+        are_others: bool = False,
+    ) -> None:
         """Warn of weights in a save that are not finite, unless `fault` has just checked them. Collective.
+
+        With `are_others` the pieces are not the modules' own, so `fault` has not.
 
         Raises:
             CheckpointError: they are not finite, and would replace another checkpoint.
         """
-        fault = "" if self._is_known else self._fault(modules, pieces)  # known on every rank, or on none
+        fault = (
+            "" if self._is_known and not are_others else self._fault(modules, pieces)
+        )  # known on every rank, or on none
         self._is_known = False
         if not fault:
             return

@@ -6,12 +6,19 @@ values there that are not tensors, or overrides how it is loaded, gets the whole
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
 
-from trainwright.checkpoint.contents import extra_states, fitting_extra_states, is_extra_state, set_extra_states
+from trainwright.checkpoint.contents import (
+    MODEL,
+    TRAINING,
+    extra_states,
+    fitting_extra_states,
+    is_extra_state,
+    set_extra_states,
+)
 from trainwright.checkpoint.reader import Checkpoint
 from trainwright.compiled_names import clean_name, own_name
 from trainwright.engine.named_state import prefix_of
@@ -51,14 +58,21 @@ class ModuleLoads:
         number = int(name.split(".", 2)[1]) if name.startswith(".") else 0
         return number not in self._wholes
 
-    def load_wholes(self, checkpoint: Checkpoint, tensors: Mapping[str, Tensor] | None, strict: bool) -> None:
-        """Load the modules that get a whole state_dict, of `tensors` if hooks have changed the model's (CheckpointError)."""
-        names = [*(checkpoint.tensors("model") if tensors is None else tensors)]
+    def load_wholes(
+        self, checkpoint: Checkpoint, tensors: Mapping[str, Tensor] | None, strict: bool, trained: Collection[str]
+    ) -> None:
+        """Load the modules that get a whole state_dict, of `tensors` if hooks have changed the model's (CheckpointError).
+
+        Those in `trained` are the weights that a resumed run trains on from, where the model holds averages.
+        """
+        names = [*(checkpoint.tensors(MODEL) if tensors is None else tensors)]
         for number in sorted(self._wholes):
             prefix = prefix_of(number)
             own = [name for name in names if (name.startswith(prefix) if prefix else not name.startswith("."))]
             state = {
-                name.removeprefix(prefix): checkpoint.read_tensor("model", name) if tensors is None else tensors[name]
+                name.removeprefix(prefix): checkpoint.read_tensor(TRAINING if name in trained else MODEL, name)
+                if tensors is None or name in trained
+                else tensors[name]
                 for name in own
             }
             _load(self._modules[number], {**state, **self._extra[number]}, strict, self._path)

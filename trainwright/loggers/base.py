@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal, Self
+
+from trainwright.distributed.environment import Environment
 
 RunResult = Literal["success", "failed", "interrupted"]
 
@@ -27,6 +30,8 @@ class Logger:
     """The folder of this run; None before `start`, or without a folder."""
     save_dir: str | None = None
     """The folder of all runs; None without a folder."""
+    root_dir: str | None = None
+    """The folder of the runs of this name; None without a folder."""
     name: str | None = None
     """The common name of this logger's runs."""
     version: int | str | None = None
@@ -45,8 +50,10 @@ class Logger:
         `agreed(text)` returns rank 0's text on every rank.
         """
 
-    def log_hyperparams(self, params: Mapping[str, Any] | argparse.Namespace) -> None:
-        """Record the hyper-parameters of the run; called once by the trainer."""
+    def log_hyperparams(
+        self, params: Mapping[str, Any] | argparse.Namespace, metrics: Mapping[str, Any] | float | None = None
+    ) -> None:
+        """Record the hyper-parameters of the run, with metrics where the logger has both; called once by the trainer."""
 
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
         """Write one row; the step defaults to that of the previous row."""
@@ -54,7 +61,7 @@ class Logger:
     def log_images(self, values: Mapping[str, Any], step: int | None = None, **options: Any) -> None:
         """Write images by name: each an array, a tensor or a list of images. A raw loop calls it on rank 0."""
 
-    def log_graph(self, model: Any) -> None:
+    def log_graph(self, model: Any, input_array: Any = None) -> None:
         """Record the graph of the model; called once by the trainer."""
 
     def state_dict(self) -> dict[str, Any]:
@@ -77,6 +84,23 @@ class Logger:
     def close(self) -> None:
         """Flush and close; called at the end of a run, also after a failure."""
         self.flush()
+
+
+def rank_zero_experiment(experiment: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Return a getter for `experiment` that gives an object which does nothing on all ranks but 0.
+
+    >>> class Mine(tw.Logger):
+    ...     @property
+    ...     @rank_zero_experiment
+    ...     def experiment(self):
+    ...         return client_of_a_service()
+    """
+
+    @functools.wraps(experiment)
+    def on_rank_zero(logger: Any) -> Any:
+        return experiment(logger) if Environment.detect().rank == 0 else SilentExperiment()
+
+    return on_rank_zero
 
 
 class SilentExperiment:

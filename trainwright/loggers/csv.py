@@ -55,9 +55,7 @@ class CSVLogger(FolderLogger):
 
     @property
     def metrics_path(self) -> str:
-        """Return the path of metrics.csv; RuntimeError before the run has started."""
-        if self.log_dir is None:
-            raise RuntimeError("the CSV logger has no folder before trainer.fit, validate or test has started.")
+        """Return the path of metrics.csv."""
         return f"{self.log_dir}/metrics.csv"
 
     @property

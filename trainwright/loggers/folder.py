@@ -14,13 +14,16 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self
 
 import fsspec
+import yaml
 from fsspec.implementations.local import LocalFileSystem
 
+from trainwright.distributed.environment import Environment
 from trainwright.loggers.background import BackgroundWriter
 from trainwright.loggers.base import Logger, to_dict, to_numbers
 from trainwright.paths import absolute
 
-HPARAMS_NAME = "hparams.json"
+HPARAMS_NAME, HPARAMS_YAML = "hparams.json", "hparams.yaml"
+"""The hyper-parameters, in both forms."""
 LONGEST_WAIT_SECONDS = 10.0
 """The longest time that a row is buffered."""
 Row = dict[str, Any]
@@ -54,10 +57,11 @@ class FolderLogger(Logger):
         self.save_dir: str = absolute(save_dir or ".")
         self._follows_root = save_dir is None
         self.name: str = name or ""
-        self.version = version
+        self._version = version
         self.prefix = prefix
         self._rows_at_once = rows_at_once
         self._folder: str | None = None
+        self._has_started = False
         self._rows: list[Row] = []
         self._hparams: dict[str, Any] = {}
         self._hparams_digest = ""
@@ -79,7 +83,7 @@ class FolderLogger(Logger):
         return cls(**{"save_dir": save_dir, "name": project, **options})
 
     @property
-    def root_dir(self) -> str:
+    def root_dir(self) -> str:  # type: ignore[override]
         """Return the folder of all runs, including the name."""
         root = self.save_dir if self.save_dir.endswith("/") else f"{self.save_dir}/"
         return f"{root}{self.name}".rstrip("/") if self.name else root.removesuffix("/")
@@ -90,16 +94,32 @@ class FolderLogger(Logger):
             self.save_dir = root
 
     @property
+    def version(self) -> int | str | None:  # type: ignore[override]
+        """Return the version of this run; before it, the given one or that which it will have if no other run comes first."""
+        if self._version is not None or self._has_started:
+            return self._version
+        return _next_number(*fsspec.core.url_to_fs(self.root_dir))
+
+    @property
     def log_dir(self) -> str | None:  # type: ignore[override]
-        return self._folder
+        """Return the folder of this run; before it, the one that it will have if no other run comes first."""
+        if self._folder is not None:
+            return self.log_dir_in(self._folder)
+        version = self.version
+        return None if self._has_started or version is None else self.log_dir_in(self.folder_of(version))
 
     def folder_of(self, version: int | str) -> str:
         return f"{self.root_dir}/{f'version_{version}' if isinstance(version, int) else version}"
 
+    @property
+    def has_version(self) -> bool:
+        """Return whether the version was given, or is that of a run that has begun."""
+        return self._version is not None
+
     def run_folders(self) -> list[str]:
         """Return the folders of the runs that this one may resume, the newest first, by number, not by time."""
-        if self._folder is not None or self.version is not None:
-            return [self._folder or self.folder_of(self.version or 0)]
+        if self._folder is not None or self._version is not None:
+            return [self._folder or self.folder_of(self._version or 0)]
         filesystem, inside = fsspec.core.url_to_fs(self.root_dir)
         return [self.folder_of(number) for number in sorted(_numbers(filesystem, inside), reverse=True)]
 
@@ -112,11 +132,11 @@ class FolderLogger(Logger):
         if self._folder is None or not self._is_writer:
             return {}
         inside = fsspec.core.url_to_fs(self._folder)[1]
-        return {"folder": inside, "version": self.version, "hparams": self._hparams_digest, **self._written()}
+        return {"folder": inside, "version": self._version, "hparams": self._hparams_digest, **self._written()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        if self._folder is None and self.version is None:
-            self.version, self._is_resumed = state["version"], True
+        if self._folder is None and self._version is None:
+            self._version, self._is_resumed = state["version"], True
         self._position, self._hparams_digest = dict(state), str(state.get("hparams", ""))
 
     def drop_later_rows(self) -> None:
@@ -129,26 +149,41 @@ class FolderLogger(Logger):
 
     def start(self, agreed: Callable[[str], str], *, is_writer: bool) -> None:
         self.save_dir = agreed(self.save_dir)  # working directories may differ by rank
+        self._adopt(agreed)
         self._start(agreed, is_writer, None)
+
+    def _start_alone(self) -> None:
+        """Begin a run folder for what is logged by hand, before a Trainer's run or without one."""
+        if self._folder is None and not self._has_started:
+            self._start(str, Environment.detect().rank == 0, None)
+
+    def _adopt(self, agreed: Callable[[str], str]) -> None:
+        """Use the folder that rank 0 has begun by hand, if any. Collective."""
+        if (folder := agreed(self._folder or "")) and self._folder is None:
+            self._set_folder(folder)
+
+    def _set_folder(self, folder: str) -> None:
+        self._folder = folder
+        if self._version is None:
+            folder = folder[len(self.root_dir) + 1 :]
+            number = re.fullmatch(r"version_(\d+)", folder)
+            self._version = int(number[1]) if number else folder
+        self._written_at = time.monotonic()
 
     def _start(self, agreed: Callable[[str], str], is_writer: bool, shared: str | None) -> None:
         """Continue in this logger's folder, join the `shared` one, or claim one. Collective."""
+        self._has_started = True
         self._is_writer = is_writer
-        self._is_new = self._folder is None and self.version is None
-        self._is_first_here = self._folder is None and self.version is not None and not self._is_resumed
+        self._is_new = self._folder is None and self._version is None
+        self._is_first_here = self._folder is None and self._version is not None and not self._is_resumed
         if self._folder is not None:
-            self._is_resumed = False
+            self._is_resumed = self._is_new = False
             return  # a trainer's next run continues in its folder
-        folder = shared or agreed(claim_folder(self.root_dir, self.version) if is_writer else "")
+        folder = shared or agreed(claim_folder(self.root_dir, self._version) if is_writer else "")
         if not folder:
             return  # a raw loop's rank that does not write, and does not know where rank 0 does
         self._writes_hparams = shared is None  # in a shared folder, only its first logger
-        self._folder = folder
-        if self.version is None:
-            folder = folder[len(self.root_dir) + 1 :]
-            number = re.fullmatch(r"version_(\d+)", folder)
-            self.version = int(number[1]) if number else folder
-        self._written_at = time.monotonic()
+        self._set_folder(folder)
 
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
         """Add a row, which is written soon, or by the next `flush`."""
@@ -162,14 +197,22 @@ class FolderLogger(Logger):
     def _add_row(self, row: Row) -> None:
         self._rows.append(row)
 
-    def log_hyperparams(self, params: Mapping[str, Any] | argparse.Namespace) -> None:
-        """Write the hyper-parameters to `hparams.json`, in addition to those of earlier calls."""
+    def log_hyperparams(
+        self, params: Mapping[str, Any] | argparse.Namespace, metrics: Mapping[str, Any] | float | None = None
+    ) -> None:
+        """Write the hyper-parameters to `hparams.json` and `hparams.yaml`, in addition to those of earlier calls."""
         if self._is_writer:
             self._hparams.update(to_dict(params))
             self._submit_hparams()
 
+    def save(self) -> None:
+        """Write what is buffered."""
+        self.flush()
+
     def flush(self, all_but: int = 0) -> None:
         """Write what is buffered, `all_but` the latest rows, and wait for it; OSError if it cannot be written."""
+        if self._is_writer and (self._rows or self._hparams):
+            self._start_alone()
         if self._folder is None or not self._is_writer:
             return
         self._submit_hparams()
@@ -193,11 +236,14 @@ class FolderLogger(Logger):
     def _submit_hparams(self) -> None:
         if not self._hparams or self._folder is None:
             return
-        data, path = f"{json.dumps(_jsonable(self._hparams), indent=2)}\n".encode(), f"{self.log_dir}/{HPARAMS_NAME}"
+        plain = _jsonable(self._hparams)
+        data, path = f"{json.dumps(plain, indent=2)}\n".encode(), f"{self.log_dir}/{HPARAMS_NAME}"
+        twin = yaml.safe_dump(plain, sort_keys=False, allow_unicode=True).encode(), f"{self.log_dir}/{HPARAMS_YAML}"
         if (digest := hashlib.sha256(data).hexdigest()) != self._hparams_digest:
             self._hparams_digest = digest
             if self._writes_hparams:
                 self._writer.submit(lambda: write_file(path, data))
+                self._writer.submit(lambda: write_file(twin[1], twin[0]))
             self._on_hparams(dict(self._hparams))
 
     def _submit_flush(self) -> None:
@@ -223,11 +269,12 @@ def start_loggers(loggers: Sequence[Logger], agreed: Callable[[str], str], *, is
             logger.start(agreed, is_writer=is_writer)
             continue
         logger.save_dir = agreed(logger.save_dir)  # before folders are compared: working directories may differ by rank
+        logger._adopt(agreed)
         taken = {each._folder for each in started if each.kind == logger.kind}
         others = [each._folder for each in started if each.root_dir == logger.root_dir and each._folder not in taken]
-        if logger._is_resumed and logger.version is not None:
-            others = [folder for folder in others if folder == logger.folder_of(logger.version)]
-        joins = others and (logger.version is None or logger._is_resumed)
+        if logger._is_resumed and logger._version is not None:
+            others = [folder for folder in others if folder == logger.folder_of(logger._version)]
+        joins = others and (logger._version is None or logger._is_resumed)
         logger._start(agreed, is_writer, others[0] if joins else None)
         if logger._folder is not None and logger._folder in taken:
             raise ValueError(
@@ -245,17 +292,18 @@ def withdraw_loggers(loggers: Sequence[Logger]) -> None:
     """
     for logger in loggers:
         if isinstance(logger, FolderLogger) and logger._is_resumed:
-            logger._folder, logger.version, logger._is_resumed, logger._position = None, None, False, {}
+            logger._folder, logger._version, logger._is_resumed, logger._position = None, None, False, {}
+            logger._has_started = False
     own = [logger for logger in loggers if isinstance(logger, FolderLogger) and logger._is_new]
     for folder in {logger._folder for logger in own if logger._folder is not None and is_local(logger._folder)}:
         inside = fsspec.core.url_to_fs(folder)[1]
-        if set(os.listdir(inside)) <= {HPARAMS_NAME}:
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(f"{inside}/{HPARAMS_NAME}")
+        if (found := set(os.listdir(inside))) <= {HPARAMS_NAME, HPARAMS_YAML}:
+            for name in found:
+                os.unlink(f"{inside}/{name}")
             os.rmdir(inside)
             for logger in (each for each in own if each._folder == folder):
-                logger._folder = logger.version = None
-                logger._hparams_digest = ""
+                logger._folder = logger._version = None
+                logger._hparams_digest, logger._has_started = "", False
                 if logger.name:
                     with contextlib.suppress(OSError):  # it holds other runs
                         os.rmdir(os.path.dirname(inside))
@@ -269,7 +317,7 @@ def claim_folder(root: str, version: int | str | None) -> str:
         folder = f"version_{version}" if isinstance(version, int) else version
         filesystem.makedirs(f"{inside}/{folder}", exist_ok=True)
         return f"{root}/{folder}"
-    number = 1 + max(_numbers(filesystem, inside), default=-1)
+    number = _next_number(filesystem, inside)
     while True:
         path = f"{inside}/version_{number}"
         try:
@@ -292,6 +340,10 @@ def _numbers(filesystem: Any, inside: str) -> list[int]:
     except (FileNotFoundError, NotADirectoryError):
         return []
     return [int(match[1]) for name in names if (match := re.fullmatch(r"version_(\d+)", name))]
+
+
+def _next_number(filesystem: Any, inside: str) -> int:
+    return 1 + max(_numbers(filesystem, inside), default=-1)
 
 
 def is_local(path: str) -> bool:

@@ -14,7 +14,7 @@ from trainwright.loggers.base import Logger
 
 
 class NamedLogger(NamedTuple):
-    """Where a logger's class is, as "module:Class", and the package that it needs; either may be empty."""
+    """Where a logger's class is, as "module:Class", and the package that it needs, if any."""
 
     path: str
     package: str = ""
@@ -23,8 +23,8 @@ class NamedLogger(NamedTuple):
 LOGGERS = {
     "csv": NamedLogger("trainwright.loggers.csv:CSVLogger"),
     "tensorboard": NamedLogger("trainwright.loggers.tensorboard:TensorBoardLogger", "tensorboard"),
-    "wandb": NamedLogger("", "wandb"),
-    "mlflow": NamedLogger("", "mlflow"),
+    "wandb": NamedLogger("trainwright.loggers.wandb:WandbLogger", "wandb"),
+    "mlflow": NamedLogger("trainwright.loggers.mlflow:MLFlowLogger", "mlflow"),
 }
 
 
@@ -32,7 +32,7 @@ def logger_class(name: str) -> type[Logger]:
     """Return the class of a name.
 
     Raises:
-        ValueError: the name is unknown, or that logger does not exist yet.
+        ValueError: the name is unknown.
         ImportError: its package is not installed.
     """
     if name not in LOGGERS:
@@ -42,11 +42,6 @@ def logger_class(name: str) -> type[Logger]:
             f"the logger {name!r} is unknown; choose from {', '.join(LOGGERS)}, or pass a Logger instance.{hint}"
         )
     path, package = LOGGERS[name]
-    if not path:
-        raise ValueError(
-            f"trainwright has no logger for {name!r} yet; choose 'csv' or 'tensorboard', or pass an instance of your own "
-            "subclass of Logger."
-        )
     if package and importlib.util.find_spec(package) is None:
         raise ImportError(f"the logger {name!r} needs {package}: pip install {package}, or choose 'csv'.")
     module_name, class_name = path.split(":")
@@ -57,9 +52,7 @@ def logger_class(name: str) -> type[Logger]:
 def available_loggers() -> list[str]:
     """Return the names of the loggers that can be used here."""
     return [
-        name
-        for name, (path, package) in LOGGERS.items()
-        if path and (not package or importlib.util.find_spec(package) is not None)
+        name for name, (_, package) in LOGGERS.items() if not package or importlib.util.find_spec(package) is not None
     ]
 
 

@@ -60,7 +60,7 @@ def _fits(logger: Logger, state: dict[str, Any], path: str) -> bool:
 
 def run_of(path: str, logger: FolderLogger) -> int | None:
     """Return the number of the run in whose default folder a checkpoint is, unless the logger's version is given."""
-    if logger.version is not None:
+    if logger.has_version:
         return None
     numbers = (re.fullmatch(r"version_(\d+)", part) for part in reversed(path.split("/")))
     number = next((int(each[1]) for each in numbers if each), None)

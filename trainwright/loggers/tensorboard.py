@@ -77,10 +77,6 @@ class TensorBoardLogger(FolderLogger):
         self._earlier: dict[str, int] = {}
         """The event files that existed when the present one was opened, and their sizes."""
 
-    @property
-    def log_dir(self) -> str | None:  # type: ignore[override]
-        return self.log_dir_in(self._folder) if self._folder is not None else None
-
     def log_dir_in(self, folder: str) -> str:
         return f"{folder}/{self.sub_dir}" if self.sub_dir else folder
 
@@ -133,15 +129,9 @@ class TensorBoardLogger(FolderLogger):
 
     @property
     def experiment(self) -> Any:
-        """Return the SummaryWriter; on all ranks but 0 an object that does nothing. RuntimeError before the run has started."""
-        if not self._is_writer:
-            return SilentExperiment()
-        if self._folder is None:
-            raise RuntimeError(
-                "the TensorBoard logger has no folder before trainer.fit, validate or test has started; use its "
-                "experiment in a hook, such as on_fit_start."
-            )
-        return self._open()
+        """Return the SummaryWriter; on all ranks but 0 an object that does nothing. Before a run it begins the run's folder."""
+        self._start_alone()
+        return self._open() if self._is_writer else SilentExperiment()
 
     def _open(self) -> SummaryWriter:
         with self._opening:
@@ -208,11 +198,18 @@ class TensorBoardLogger(FolderLogger):
     def _write_images(self, name: str, images: Any, step: int, options: dict[str, Any]) -> None:
         self._open().add_images(name, images, step, **options)
 
-    def log_graph(self, model: Any) -> None:
-        """Log the model's graph for its `example_input_array`, a tensor or a tuple of tensors; warn if that fails."""
-        if not self._log_graph or not self._is_writer or self._folder is None:
+    def log_graph(self, model: Any, input_array: Any = None) -> None:
+        """Log the model's graph for these inputs, by default its `example_input_array`; warn if that fails.
+
+        The inputs are a tensor or a tuple of tensors. A run calls this for log_graph=True.
+        """
+        if input_array is not None:
+            self._start_alone()
+        elif not self._log_graph:
             return
-        example = getattr(model, "example_input_array", None)
+        if not self._is_writer or self._folder is None:
+            return
+        example = getattr(model, "example_input_array", None) if input_array is None else input_array
         parts = tuple(example) if isinstance(example, (tuple, list)) else (example,)
         if not all(isinstance(part, torch.Tensor) for part in parts):
             warnings.warn(

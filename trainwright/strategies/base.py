@@ -21,6 +21,7 @@ from trainwright.checkpoint.contents import describe_optimizer
 from trainwright.checkpoint.tensors import Piece, TensorEntry
 from trainwright.compiled_names import clean_name as clean_name
 from trainwright.precision.base import Closure, Precision, Sender
+from trainwright.strategies.job_view import JobView
 from trainwright.strategies.optimizer_proxy import unwrap_optimizer
 from trainwright.strategies.placement import materialize, move
 from trainwright.strategies.state_entries import state_tensors
@@ -86,7 +87,7 @@ def call_step(module: nn.Module, name: str, args: tuple[Any, ...], kwargs: dict[
     return getattr(module, name)(*args, **kwargs)
 
 
-class Strategy:
+class Strategy(JobView):
     """One process, one device. Every method is called on every rank, in the same order."""
 
     name = "single_device"
@@ -112,6 +113,8 @@ class Strategy:
     """True if only an optimizer that `setup_optimizers` returned can train on several ranks."""
     gradients_are_parameters = True
     """True if gradients are the parameters' `.grad`, where a checkpoint finds them."""
+    takes_param_groups = True
+    """True if a parameter group may be added to an optimizer during training."""
     needs_group = False
     """True if the engine needs a process group even on one process."""
     communicates_on_host = False
@@ -312,6 +315,9 @@ class Strategy:
         `state` is the saved `state` if the checkpoint is from this strategy and the same number of ranks, otherwise empty.
         """
 
+    def refresh_weights(self, modules: Sequence[nn.Module]) -> None:
+        """Update what the engine derives from weights, after values were written into the model's pieces. Collective."""
+
     def after_run(self) -> None:
         """Take the engine off the modules, whatever ended the run; their state can be read until `close`.
 
@@ -321,6 +327,7 @@ class Strategy:
     def close(self) -> None:
         """Release everything but the process group; a sharded module stays sharded, because whole it might not fit."""
         self.ends_window = True
+        self.note_module(None)
         for each in (self.wrapped, self.finalized, self.buffers):
             each.clear()
 

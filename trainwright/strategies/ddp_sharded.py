@@ -159,6 +159,7 @@ class ShardedDDPStrategy(Strategy):
     takes_closure = False
     divides_optimizers = True
     trains_prepared_only = True
+    takes_param_groups = False
 
     def __init__(self, *, reduce_buffer_size: int = 2**23, reduce_fp16: bool = False) -> None:
         super().__init__()

@@ -79,6 +79,7 @@ class DeepSpeedStrategy(Strategy):
     takes_closure = False
     divides_optimizers = True
     trains_prepared_only = True
+    takes_param_groups = False
     needs_group = True
     keeps_optimizers = False
     gradients_are_parameters = False
@@ -364,15 +365,19 @@ class DeepSpeedStrategy(Strategy):
     def after_load(
         self, modules: Sequence[nn.Module], optimizers: Sequence[Optimizer], state: Mapping[str, Any]
     ) -> None:
-        stepped = {shard.parameter for engine in self._engines.values() for shard in self._shards(engine)}
-        with paused():
-            zero_state.refresh(p for module in modules for p in module.parameters() if p not in stepped)
-            for facade, engine in self._engines.items():
-                zero_state.move_plain(facade.master)
-                zero_state.refresh_from_masters(engine.optimizer, self.stage)
+        for facade in self._engines:
+            zero_state.move_plain(facade.master)
+        self.refresh_weights(modules)
         for engine, saved in zip(self._engines.values(), state.get("lr_schedulers", []), strict=False):
             if engine.lr_scheduler is not None and saved is not None:
                 engine.lr_scheduler.load_state_dict(saved)
+
+    def refresh_weights(self, modules: Sequence[nn.Module]) -> None:
+        stepped = {shard.parameter for engine in self._engines.values() for shard in self._shards(engine)}
+        with paused():
+            zero_state.refresh(p for module in modules for p in module.parameters() if p not in stepped)
+            for engine in self._engines.values():
+                zero_state.refresh_from_masters(engine.optimizer, self.stage)
 
     @property
     def state(self) -> dict[str, Any]:

@@ -364,6 +364,9 @@ class FSDPStrategy(Strategy):
     def after_load(
         self, modules: Sequence[nn.Module], optimizers: Sequence[Optimizer], state: Mapping[str, Any]
     ) -> None:
+        self.refresh_weights(modules)
+
+    def refresh_weights(self, modules: Sequence[nn.Module]) -> None:
         self._reshard_roots()
 
     def close(self) -> None:

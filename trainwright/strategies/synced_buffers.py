@@ -43,7 +43,7 @@ class SyncedBuffers:
             return
         self._due.discard(module)
         present = (owner._buffers.get(name) for owner, name in self._slots[module])
-        broadcast_tensors(each for each in present if isinstance(each, Tensor) and not is_lazy(each))
+        broadcast_tensors(each for each in present if isinstance(each, Tensor))
 
     def end_window(self) -> None:
         """Broadcast before the next step."""
@@ -56,7 +56,7 @@ class SyncedBuffers:
 
 def broadcast_tensors(tensors: Iterable[Tensor]) -> None:
     """Replace tensors by rank 0's, in place. Collective: call on every rank."""
-    present = [tensor.detach() for tensor in tensors if tensor.numel() > 0]
+    present = [tensor.detach() for tensor in tensors if not is_lazy(tensor) and tensor.numel() > 0]
     if present and dist.is_initialized() and dist.get_world_size() > 1:
         group = dist.group.WORLD
         assert group is not None

@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from trainwright.callbacks.checkpoint_files import SUFFIX
 from trainwright.callbacks.model_checkpoint import ModelCheckpoint
 from trainwright.checkpoint.discovery import CheckpointEntry, find_candidates, is_newest, same_path
 from trainwright.checkpoint.filesystem import resolve
@@ -39,6 +38,8 @@ class Choice:
     """Whether the same call may be repeated, and is then to find the end of the run."""
     listed: dict[str, list[str]] = field(default_factory=dict)
     """For "last" and "auto": by searched folder, the names of its checkpoints."""
+    extensions: tuple[str, ...] = ()
+    """How these names may end."""
 
     def refuse_overtaken(self, ranks: Ranks) -> None:
         """Refuse the choice if another run changed the folders before this one locked them. Collective.
@@ -49,7 +50,7 @@ class Choice:
 
         def look() -> None:
             for folder, names in self.listed.items():
-                if _names(folder) != names:
+                if _names(folder, self.extensions) != names:
                     raise CheckpointError(
                         f"Another run wrote to {folder} after {self.path or 'no checkpoint'} had been selected, and has "
                         "finished since. Start this command again to resume from the newest checkpoint."
@@ -110,7 +111,7 @@ class CheckpointSearch:
         if self.engine.num_workers:
             return Choice(path)
         checkpoint = self.engine.verified(path, self.verify)
-        continues = self.call == "fit" and self.engine.ranks.decide(lambda: is_newest(path), CALL)
+        continues = self.call == "fit" and self.engine.ranks.decide(lambda: is_newest(checkpoint.path), CALL)
         return _chosen(checkpoint, continues)
 
     def _best(self) -> str:
@@ -129,6 +130,7 @@ class CheckpointSearch:
     def _newest(self, name: str) -> Choice:
         """Return the newest checkpoint. If it is damaged, "last" raises; "auto" warns and takes the next one. Collective."""
         is_fit, falls_back = self.call == "fit", name == "auto"
+        extensions = tuple({callback.FILE_EXTENSION for callback in self.callbacks})
 
         def look() -> dict[str, Any]:
             folders, found = self._candidates(not is_fit)
@@ -137,7 +139,7 @@ class CheckpointSearch:
                 "where": f" in {', '.join(folders)}" if folders else " yet",
                 "found": [asdict(each) for each in reversed(found)],  # plain data, which can go to the other ranks
                 "weights": weights[-1].path if weights else "",
-                "names": {folder: _names(folder) for folder in folders},
+                "names": {folder: _names(folder, extensions) for folder in folders},
             }
 
         seen = self.engine.ranks.decide(look, CALL)
@@ -160,7 +162,7 @@ class CheckpointSearch:
                     damage = str(error)
                 else:
                     listed = {folder: inside for folder, inside in names.items() if path.startswith(f"{folder}/")}
-                    return replace(chosen, listed=listed, is_rerunnable=is_fit and falls_back)
+                    return replace(chosen, listed=listed, extensions=extensions, is_rerunnable=is_fit and falls_back)
             rank_zero_warn(
                 f"ckpt_path='auto' skips {path}, which is damaged and is left untouched: {damage}", stacklevel=2
             )
@@ -171,7 +173,8 @@ class CheckpointSearch:
         self.say(f"ckpt_path='auto': no checkpoint found{seen['where']}{weights}; starting from scratch.")
         # A default folder is left out, because this run gets a new one.
         given = [callback.given_dirpath for callback in self.callbacks]
-        return Choice(listed={folder: names[folder] for folder in names if folder in given}, is_rerunnable=True)
+        listed = {folder: names[folder] for folder in names if folder in given}
+        return Choice(listed=listed, extensions=extensions, is_rerunnable=True)
 
     def _candidates(self, takes_weights: bool) -> tuple[list[str], list[CheckpointEntry]]:
         """Return the searched folders, and what they hold in ascending order. Rank 0's."""
@@ -217,11 +220,11 @@ def _chosen(checkpoint: Checkpoint, continues: bool) -> Choice:
     return Choice(checkpoint.path, checkpoint, loggers, continues)
 
 
-def _names(folder: str) -> list[str]:
+def _names(folder: str, extensions: tuple[str, ...]) -> list[str]:
     """Return the names in a folder that ModelCheckpoint may have written."""
     files, inside = resolve(folder)
     try:
-        return sorted(name for name in files.listing(inside) if name.endswith(SUFFIX) and not name.startswith("."))
+        return sorted(name for name in files.listing(inside) if name.endswith(extensions) and not name.startswith("."))
     except OSError:
         return []
 

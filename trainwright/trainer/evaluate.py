@@ -15,9 +15,12 @@ from trainwright.data.loaders import ShardedLoader, refuse_length, with_last
 from trainwright.data.seeding import isolate_rng, set_rng_state
 from trainwright.distributed import collectives
 from trainwright.distributed.sync_points import SyncPoint
-from trainwright.module import Module, is_overridden
+from trainwright.module import Module, hook_of, is_overridden
 from trainwright.profilers.instrumentation import is_measuring
+from trainwright.rank_zero import rank_zero_info
+from trainwright.trainer.inputs import iterators_of
 from trainwright.trainer.metrics import MetricCollector
+from trainwright.trainer.oversights import warn_of_shuffling
 from trainwright.trainer.phase import Phase
 from trainwright.trainer.run import Run
 from trainwright.trainer.sources import BatchTransfer, LoaderSource, PulledBatches, find_transfer
@@ -48,6 +51,8 @@ class Evaluation:
     loaders: list[tuple[str | None, Shard]] = field(default_factory=list)
     """The user's name of each loader, and this rank's shard of it."""
     is_loaded: bool = False
+    has_iterators: bool = False
+    """Whether a loader can be read only once."""
     communication: Communication = field(default_factory=Communication)
     generators: dict[str, Any] | None = None
     """What the loaders' hook draws from where fit calls it first, in a sanity check or later: those of fit's start."""
@@ -86,9 +91,11 @@ class Evaluation:
         for _, loader in self.loaders:
             if engine.strategy.forward_is_collective and isinstance(loader, ShardedCombination):
                 loader.refuse_parted_rounds(self.limit_of(loader))
-        self.is_loaded = True
+        self.is_loaded, self.has_iterators = True, bool(iterators_of(loaders))
         are_named = all(name is not None for name, _ in self.loaders)
         self.arguments = read_step(self.module, f"{self.stage}_step", len(self.loaders), are_named)
+        if self.stage != "predict" and not self.run.in_order:
+            warn_of_shuffling(loaders, self.stage)
         self.shown.note(loaders, [self.limit_of(loader) for _, loader in self.loaders])
 
     def close(self) -> None:
@@ -286,7 +293,9 @@ def run_pulled(
     def is_dummy(number: int) -> bool:
         return loader.real_length is not None and number >= loader.real_length
 
-    batches = PulledBatches(pairs, evaluation.transfer, 0, run.logbook, engine.precision.step_context, is_dummy)
+    batches = PulledBatches(
+        pairs, evaluation.transfer, 0, run.logbook, engine.precision.step_context, is_dummy, loader_index
+    )
     while not batches.is_at_end:
         taken = batches.begin_step()
         if abandonment is not None and abandonment.is_pending and run.stop.is_left(loader_index, taken):
@@ -321,6 +330,10 @@ def sanity_check(evaluation: Evaluation) -> None:
     with isolate_rng(), run.logbook.silent(), run.state.progress.during(Phase.SANITY_CHECK):
         run.hooks.call("on_sanity_check_start")
         evaluation.load()
+        if evaluation.has_iterators:
+            rank_zero_info("the sanity check is left out: the validation data can be read only once.")
+            run.hooks.call("on_sanity_check_end")
+            return
         most = None if steps == -1 else steps
         run.stages.sanity_check.note(None, [evaluation.limit_of(loader, most) for _, loader in evaluation.loaders])
         try:
@@ -334,7 +347,7 @@ def sanity_check(evaluation: Evaluation) -> None:
 def evaluation_mode(module: Module, stage: str = "") -> Iterator[None]:
     """Put every submodule into evaluation mode, and back to the mode that it was in, unless the module's hooks do it."""
     was_training = {child: child.training for child in module.modules()}
-    getattr(module, f"on_{stage}_model_eval", module.eval)()
+    (hook_of(module, f"on_{stage}_model_eval", Module) if stage else module.eval)()
     try:
         yield
     finally:

@@ -21,10 +21,12 @@ losses are divided by, optimization.py the steps.
 from __future__ import annotations
 
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 from torch import Tensor
 
+from trainwright.callbacks.base import after_training
 from trainwright.data.seeding import rng_state
 from trainwright.engine.fused import use_fused
 from trainwright.trainer.evaluate import sanity_check
@@ -41,6 +43,8 @@ from trainwright.trainer.optimization import (
     step,
     step_schedulers,
 )
+from trainwright.trainer.oversights import warn_of_open_end
+from trainwright.trainer.passing import pass_over
 from trainwright.trainer.phase import Phase
 from trainwright.trainer.resume import Resumption
 from trainwright.trainer.saving import check_state, open_epoch, save_waiting
@@ -64,10 +68,12 @@ def fit(run: TrainingRun, resumption: Resumption | None) -> None:
         return
     run.data.seek(run.trained.resume_source)
     if resumption is not None:
+        run.data.warn_of_iterators()
         resumption.begin()
     if stop.number:  # it came in the sanity check
         stop.commit()
         return
+    warn_of_open_end(run.settings, run.callbacks)
     logbook.start(run.module)
     hooks.call("on_train_start")  # it draws what it drew in the run's first start
     if resumption is not None:
@@ -83,6 +89,9 @@ def fit(run: TrainingRun, resumption: Resumption | None) -> None:
             state.next_epoch()
     run.set_waiting_generators()  # nothing was left to train
     stop.finish()
+    logbook.warn_of_no_rows(run.settings.log_every, run.settings.log_every_n_steps is None)
+    if not stop.number:
+        after_training(run.callbacks, run.trainer, run.module, partial(pass_over, run))
     logbook.stop_collecting()
     hooks.call("on_train_end")
 
@@ -96,6 +105,7 @@ def begin_epoch(run: TrainingRun) -> None:
             run.validation.reload()
     run.data.seek(run.trained.resume_source)
     run.hooks.call("on_train_epoch_start")
+    run.replace_schedulers()
     run.set_waiting_generators()
     run.logbook.resume_epoch()
     run.begin_windows()

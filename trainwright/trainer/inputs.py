@@ -12,12 +12,16 @@ from trainwright.data.combined_loader import CombinedLoader, is_collection
 from trainwright.module import Module, is_overridden
 from trainwright.paths import absolute
 from trainwright.precision import Precision
+from trainwright.rank_zero import rank_zero_warn
 from trainwright.strategies import Strategy
 
-REPLACED_HOOKS = {
+GIVEN_OUTPUTS = {
     "training_epoch_end": "on_train_epoch_end",
     "validation_epoch_end": "on_validation_epoch_end",
     "test_epoch_end": "on_test_epoch_end",
+}
+"""Hooks of earlier trainers that computed an epoch's metrics from all outputs, and what replaces them."""
+REPLACED_HOOKS = {
     "training_step_end": "training_step",
     "validation_step_end": "validation_step",
     "test_step_end": "test_step",
@@ -29,17 +33,32 @@ REPLACED_HOOKS = {
     "on_pretrain_routine_end": "on_fit_start",
     "on_keyboard_interrupt": "on_exception",
 }
-"""Hooks of earlier trainers, which are not called, and what replaces them."""
+"""Further hooks of earlier trainers, and what replaces them."""
 
 
-def refuse_replaced_hooks(owner: Any) -> None:
-    """Raise TypeError for a module or a callback with a hook that would never be called."""
-    for name, replacement in REPLACED_HOOKS.items():
+def check_replaced_hooks(owner: Any) -> None:
+    """Warn of hooks of earlier trainers, which are ignored; TypeError for one without which results would be missing."""
+    for name, replacement in GIVEN_OUTPUTS.items():
         if callable(getattr(owner, name, None)):
             raise TypeError(
                 f"{type(owner).__name__} defines {name}, which is never called; define {replacement} instead (outputs of the "
                 "steps are not kept: keep on self what you need)."
             )
+    left = {name: new for name, new in REPLACED_HOOKS.items() if callable(getattr(owner, name, None))}
+    if left:
+        rank_zero_warn(
+            f"{type(owner).__name__} defines {', '.join(left)} of an earlier version, never called now; what does the work "
+            f"today: {', '.join(left.values())}.",
+            stacklevel=2,
+        )
+
+
+def foreign_hint(value: Any) -> str:
+    """Return what to do about an object of Lightning's own; "" for any other."""
+    packages = {each.__module__.partition(".")[0] for each in type(value).__mro__}
+    if not packages & {"lightning", "pytorch_lightning", "lightning_fabric"}:
+        return ""
+    return " This one is of Lightning's own classes; import its base from trainwright too (docs/migrating.md)."
 
 
 def check_module(module: Any, needed: list[str], call: str) -> None:
@@ -52,15 +71,16 @@ def check_module(module: Any, needed: list[str], call: str) -> None:
         raise TypeError(f"trainer.{call} was given the class {module.__name__}; pass an instance of it.")
     if not isinstance(module, Module):
         hint = " Subclass trainwright.Module, or use trainwright.Accelerator in your own loop."
-        hint = hint if isinstance(module, nn.Module) else ""
+        hint = foreign_hint(module) or (hint if isinstance(module, nn.Module) else "")
         raise TypeError(
             f"trainer.{call} was given a {type(module).__name__}; accepted is an instance of trainwright.Module.{hint}"
         )
-    refuse_replaced_hooks(module)
+    check_replaced_hooks(module)
     missing = [name for name in needed if not is_overridden(name, module, Module)]
     if missing:
         raise TypeError(f"trainer.{call} needs {' and '.join(missing)}, which {type(module).__name__} does not define.")
-    if call == "predict" and not any(is_overridden(name, module, Module) for name in ("predict_step", "forward")):
+    may_predict = any(is_overridden(name, module, Module) for name in ("predict_step", "forward"))
+    if call == "predict" and (not may_predict or module.predict_step is None):
         raise TypeError(
             f"trainer.predict needs predict_step, or forward for it to call; {type(module).__name__} defines neither."
         )
@@ -80,15 +100,22 @@ def check_loader(loader: Any, argument: str, call: str, hook: str, is_read_once:
             f"{argument} is a {type(loader).__name__}; accepted are a torch DataLoader, an iterable of batches, and several of "
             "them in a list, a dict or a CombinedLoader."
         )
-    parts = CombinedLoader(loader).flattened if is_collection(loader) else getattr(loader, "flattened", [loader])
-    once = [each for each in parts if isinstance(each, Iterator)]
+    once = iterators_of(loader)
     if once and not is_read_once:
+        limit = {"train": "limit_train_batches", "val": "limit_val_batches"}.get(hook.partition("_")[0])
         raise TypeError(
             f"{argument} is or holds a {type(once[0]).__name__}, which can be read only once, and this run may read it more "
-            "often; pass a list, a DataLoader, or an object whose __iter__ starts again. max_epochs=1 reads training data "
-            "once, and with num_sanity_val_steps=0 and no val_check_interval validation data too."
+            f"often; pass a list, a DataLoader, or an object whose __iter__ starts again. With {limit}=<a number> each pass "
+            "takes the next batches of it; max_epochs=1 reads training data once, and without val_check_interval validation "
+            "data too."
         )
     return loader
+
+
+def iterators_of(loader: Any) -> list[Any]:
+    """Return the loaders among these that can be read only once: generators and other iterators."""
+    parts = CombinedLoader(loader).flattened if is_collection(loader) else getattr(loader, "flattened", [loader])
+    return [each for each in parts if isinstance(each, Iterator)]
 
 
 def choose_precision(precision: Any, plugins: Any) -> Any:

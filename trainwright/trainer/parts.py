@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import fields, replace
 from typing import Any
 
 import torch
@@ -14,14 +15,22 @@ from trainwright.callbacks.model_summary import ModelSummary
 from trainwright.callbacks.progress_bar import TQDMProgressBar
 from trainwright.callbacks.timer import Timer
 from trainwright.devices import cuda
-from trainwright.distributed.environment import prepare_deterministic
+from trainwright.distributed.environment import Environment, prepare_deterministic
+from trainwright.engine.command_line import fill_accumulation
 from trainwright.engine.engine import Engine
 from trainwright.loggers.base import Logger, SilentLogger
 from trainwright.loggers.csv import CSVLogger
 from trainwright.loggers.folder import FolderLogger
 from trainwright.module import is_overridden
-from trainwright.trainer.inputs import refuse_replaced_hooks
+from trainwright.trainer.inputs import check_replaced_hooks, foreign_hint
 from trainwright.trainer.settings import Settings
+
+
+def settings_of(arguments: dict[str, Any]) -> Settings:
+    """Return the settings among a Trainer's arguments, as a run takes them."""
+    given = Settings(**{each.name: arguments[each.name] for each in fields(Settings) if each.name in arguments})
+    accumulate = fill_accumulation(Environment.detect(), "accumulate_grad_batches", given.accumulate_grad_batches)
+    return replace(given.effective, accumulate_grad_batches=accumulate)
 
 
 def arranged_callbacks(callbacks: Callback | Sequence[Callback] | None, settings: Settings) -> list[Callback]:
@@ -34,10 +43,11 @@ def arranged_callbacks(callbacks: Callback | Sequence[Callback] | None, settings
     if isinstance(callbacks, str) or not (callbacks is None or isinstance(callbacks, (Callback, type, Iterable))):
         raise TypeError(
             f"callbacks={callbacks!r} is a {type(callbacks).__name__}; accepted are a Callback or a list of them."
+            f"{foreign_hint(callbacks)}"
         )
     given = _as_callbacks([callbacks] if isinstance(callbacks, type) else callbacks, "callbacks= holds")
     for each in given:
-        refuse_replaced_hooks(each)
+        check_replaced_hooks(each)
     if settings.enable_checkpointing is False and any(isinstance(each, ModelCheckpoint) for each in given):
         raise ValueError(
             "enable_checkpointing=False, but callbacks= holds a ModelCheckpoint; leave out one of the two."
@@ -71,6 +81,7 @@ def _as_callbacks(given: Any, origin: str) -> list[Callback]:
         if not isinstance(each, Callback):
             raise TypeError(
                 f"{origin} {each!r}, a {type(each).__name__}; accepted are instances of trainwright.Callback."
+                f"{foreign_hint(each)}"
             )
     return callbacks
 
@@ -102,13 +113,14 @@ def arranged_loggers(logger: Any, root: str, settings: Settings) -> list[Logger]
     if isinstance(logger, str) or not (logger is None or isinstance(logger, (bool, Logger, Iterable))):
         raise TypeError(
             f"logger={logger!r} is a {type(logger).__name__}; accepted are True, False or Logger instances, such as "
-            "CSVLogger(...) and TensorBoardLogger(...)."
+            f"CSVLogger(...) and TensorBoardLogger(...).{foreign_hint(logger)}"
         )
     loggers = [logger] if isinstance(logger, Logger) else list(logger) if isinstance(logger, Iterable) else []
     for each in loggers:
         if not isinstance(each, Logger):
             raise TypeError(
                 f"logger= holds {each!r}, a {type(each).__name__}; accepted are True, False or Logger instances."
+                f"{foreign_hint(each)}"
             )
     if settings.fast_dev_run:
         return [SilentLogger()] if logger is not False else []

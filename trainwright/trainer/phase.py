@@ -96,6 +96,11 @@ class Progress:
         return self.phase is Phase.SANITY_CHECK
 
     @property
+    def is_leaving(self) -> bool:
+        """Return whether the run stops within the epoch of which the end's hooks run."""
+        return self.phase is Phase.EPOCH_LEFT
+
+    @property
     def is_mid_epoch_validation(self) -> bool:
         """Return whether a validation within a training epoch runs."""
         return self.phase is Phase.VALIDATION_WITHIN

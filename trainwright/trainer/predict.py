@@ -19,21 +19,22 @@ if TYPE_CHECKING:
 HOST = torch.device("cpu")
 
 
-def predict(evaluation: Evaluation, return_predictions: bool) -> list[Any]:
+def predict(evaluation: Evaluation, return_predictions: bool, *, own_only: bool = False) -> list[Any]:
     """Return the outputs of each batch on the host, with several loaders a list of them for each; an empty list if unwanted.
 
-    Every rank gets the outputs of all, tensors of a subclass as plain tensors, and dicts of a subclass as dicts. Collective:
-    call on every rank.
+    Every rank gets the outputs of all, tensors of a subclass as plain tensors, and dicts of a subclass as dicts; with
+    `own_only` its own, of any kind. Collective: call on every rank.
 
     Raises:
         TypeError: on several ranks, at the first batch: outputs that are more than plain data and tensors.
     """
     engine = evaluation.run.engine
+    gathers = engine.world_size > 1 and not own_only
     kept: dict[int, dict[int, Any]] = {}
 
     def keep(loader: int, index: int, outputs: Any) -> None:
         outputs = to_device(outputs, HOST)
-        if engine.world_size > 1:
+        if gathers:
             outputs = plainer(outputs)
             if loader not in kept:
                 encoded({index: outputs})  # raises before the work is done if it cannot be gathered
@@ -43,7 +44,8 @@ def predict(evaluation: Evaluation, return_predictions: bool) -> list[Any]:
     evaluate(evaluation, keep=keep if return_predictions else None)
     if not return_predictions:
         return []
-    gathered = [gather_outputs(kept.get(loader, {}), engine) for loader in range(len(evaluation.loaders))]
+    found = [kept.get(loader, {}) for loader in range(len(evaluation.loaders))]
+    gathered = [gather_outputs(each, engine) if gathers else each for each in found]
     predictions = [[outputs[number] for number in sorted(outputs)] for outputs in gathered]
     return predictions[0] if len(predictions) == 1 else predictions
 
@@ -63,7 +65,10 @@ def encoded(outputs: dict[int, Any]) -> tuple[Any, dict[str, Tensor]]:
     try:
         return encode(outputs, "predict_step's outputs")
     except TypeError as error:
-        raise TypeError(f"{error} On several ranks predictions are gathered as such; return these.") from error
+        raise TypeError(
+            f"{error} On several ranks predictions are gathered as such; return these, or pass "
+            "return_predictions='own' to keep each rank's own."
+        ) from error
 
 
 def plainer(value: Any) -> Any:

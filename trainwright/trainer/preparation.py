@@ -126,12 +126,14 @@ def find_validation(run: TrainingRun) -> LoaderSource | None:
     """Return where the validation loaders come from; None without any, or with limit_val_batches=0."""
     module, datamodule = run.module, run.datamodule
     source = find_source("validation", run.given_validation, datamodule, module, "val_dataloaders", "fit")
-    if not source.is_defined:
+    # The limit is the same on every rank, while a single rank may have no batch.
+    if not source.is_defined or run.settings.limit_val_batches == 0:
         return None
     if not is_overridden("validation_step", module, Module):
         rank_zero_warn(
-            f"{type(source.owner).__name__} has a val_dataloader, but the module no validation_step: none is made."
+            f"there are validation loaders, but {type(module).__name__} has no validation_step, so fit does not validate; "
+            "define it, or leave the loaders out.",
+            stacklevel=2,
         )
         return None
-    # The setting is the same on every rank, while a single rank may have no batch.
-    return None if run.settings.limit_val_batches == 0 else source
+    return source

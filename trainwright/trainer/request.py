@@ -32,8 +32,6 @@ def read_fit(
     """Return the request of a fit; refuse a module or data that cannot be trained (TypeError, ValueError)."""
     check_module(model, ["training_step", "configure_optimizers"], "fit")
     loaders, datamodule = read_datamodule(train_loaders, datamodule, "train_dataloaders", "fit")
-    if val_loaders is not None:
-        check_module(model, ["validation_step"], "fit with val_dataloaders")
     source = find_source("train", loaders, datamodule, model, "train_dataloaders", "fit")
     if not source.is_defined:
         source.load()  # which says what is missing

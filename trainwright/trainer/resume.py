@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from torch import Tensor
 
-from trainwright.callbacks.base import make_up, note_restored
+from trainwright.callbacks.base import load_parts, make_up, note_restored
+from trainwright.checkpoint.contents import AVERAGE, TRAINING
 from trainwright.checkpoint.reader import Checkpoint
 from trainwright.data.seeding import isolate_rng, set_rng_state
 from trainwright.engine.engine import OpenCheckpoint
@@ -63,6 +65,7 @@ class Resumption:
         assert self._opened is not None
         strict = run.module.strict_loading is not False
         restored = run.engine.load(self._opened, strict=strict, check=self._check)
+        self._load_parts()
         state, own = restored.state, restored.rank_state or {}
         run.state.resume(state["position"], own.get("epoch_rng"))
         sources = restored.nearest_rank_state.get("sources") or [()]
@@ -108,6 +111,21 @@ class Resumption:
         set_rng_state(run.state.epoch_generators or generators)
         if run.state.batch:
             run.wait_with(generators)
+
+    def _load_parts(self) -> None:
+        """Let callbacks load what they have stored in pieces, as averaged weights are. Collective."""
+        run, opened = self._run, self._opened
+        assert opened is not None
+        checkpoint = opened.checkpoint
+        load = partial(load_parts, run.callbacks, run.trainer, run.module, checkpoint, opened.tensors)
+        are_taken = run.engine.ranks.run_on_all(load, "the load of a checkpoint")[run.engine.rank]
+        if not are_taken and not {TRAINING, AVERAGE}.isdisjoint(checkpoint.sections):
+            rank_zero_warn(
+                f"{checkpoint.path} holds averaged weights, and this run has no callback that averages in the same way: it "
+                "resumes from the weights that were trained, without the average. Pass the callback that the saved run had "
+                "(EMAWeightAveraging, say) to continue it.",
+                stacklevel=2,
+            )
 
     def _check(self, state: dict[str, Any]) -> None:
         saved, present = len(state.get("lr_schedulers", [])), len(self._run.schedulers)

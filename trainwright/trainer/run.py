@@ -24,7 +24,7 @@ from trainwright.engine.optimizers import SchedulerConfig
 from trainwright.engine.prepared import PreparedOptimizer
 from trainwright.hyperparameters import logged_hyper_parameters
 from trainwright.loggers import Logger, match_states, resume_loggers, start_loggers, withdraw_loggers
-from trainwright.module import Module, is_overridden, trainer_of
+from trainwright.module import Module, hook_of, is_overridden, trainer_of
 from trainwright.profilers import Profiler
 from trainwright.profilers.instrumentation import instrument, is_measuring
 from trainwright.rank_zero import rank_zero_warn
@@ -187,6 +187,9 @@ class Run:
         """Return whether evaluations run under torch.inference_mode: on request, and outside fit only."""
         return self.settings.inference_mode and self.call != "fit"
 
+    def load_training_data(self) -> None:
+        """Load the training data of a fit, if that was not done yet. Collective."""
+
     def backward(self, loss: Tensor, send: Any, options: dict[str, Any]) -> None:
         """Send a loss backward under manual optimization, by `send` if the module overrides it, and call the hooks."""
         self.hooks.call("on_before_backward", loss)
@@ -285,7 +288,7 @@ class Run:
             for hook in reversed(self.hooks["teardown"]):
                 stack.callback(outcome.after, hook, self.call)
             if datamodule is not None:
-                stack.callback(outcome.after, datamodule.teardown, self.call)
+                stack.callback(outcome.after, hook_of(datamodule, "teardown", DataModule), self.call)
             try:
                 self._start_loggers(locks)
                 self._set_up()
@@ -301,7 +304,7 @@ class Run:
                 for hook in self.hooks["on_exception"]:
                     outcome.after(hook, error)
                 if datamodule is not None:
-                    outcome.after(datamodule.on_exception, error)
+                    outcome.after(hook_of(datamodule, "on_exception", DataModule), error)
                 raise
 
     def _position(self) -> tuple[tuple[int, ...], str]:
@@ -342,10 +345,10 @@ class Run:
                     owner.prepare_data()
                 engine.ranks.wait("prepare_data")
         if datamodule is not None:
-            datamodule.setup(self.call)
+            hook_of(datamodule, "setup", DataModule)(self.call)
         self.hooks.call("setup", self.call)
         with engine.precision.init_context():
-            module.configure_model()
+            hook_of(module, "configure_model", Module)()
         self.profiler.attach(module)
         if self.call == "fit" and engine.rank == 0 and self.loggers:
             self._log_hyper_parameters(module, datamodule)

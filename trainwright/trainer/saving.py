@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from trainwright.callbacks.base import Callback, stop_themselves
+from trainwright.callbacks.base import Callback, parts_to_save, stop_themselves
 from trainwright.callbacks.model_checkpoint import ModelCheckpoint
 from trainwright.checkpoint.contents import encode_state, extra_states
 from trainwright.checkpoint.editing import Edit
@@ -172,6 +172,7 @@ def save_checkpoint(run: Run, path: str, weights_only: bool, blocking: bool, ove
         run.logbook.log_step()  # no resumed run would write it
     run.state.count_save()
     data = None if weights_only else position_in_data(run)
+    callbacks = run.trainer.callbacks
     run.engine.save(
         path,
         step=run.state.step,
@@ -183,6 +184,7 @@ def save_checkpoint(run: Run, path: str, weights_only: bool, blocking: bool, ove
         edit=edit_with_hooks(run, SAVE_HOOK),
         blocking=blocking,
         overwrite=overwrite,
+        parts=parts_to_save(callbacks, run.trainer, run.module) if callbacks else None,
     )
     return True
 

@@ -76,6 +76,8 @@ class Settings:
     enable_autolog_hparams: bool = True
     compile: bool | dict[str, Any] = False
     fused_optimizers: bool = True
+    overfit: int | float = 0.0
+    """The `overfit_batches` whose limits a run has taken."""
 
     def __post_init__(self) -> None:
         problems = [*self._wrong_numbers(), *self._wrong_choices(), *self._wrong_times()]
@@ -133,7 +135,7 @@ class Settings:
             if value is None or (name == "val_check_interval" and isinstance(value, (int, float))):
                 continue
             try:
-                to_seconds(value, name=name)
+                to_seconds(value, name=name, allows_zero=name == "max_time")
             except (TypeError, ValueError) as error:
                 yield str(error).rstrip(".")
 
@@ -164,7 +166,7 @@ class Settings:
         changes: dict[str, Any] = {}
         if self.overfit_batches:
             few = self.overfit_batches
-            changes.update(limit_train_batches=few, limit_val_batches=few, overfit_batches=0.0)
+            changes.update(limit_train_batches=few, limit_val_batches=few, overfit_batches=0.0, overfit=few)
         if self.fast_dev_run:  # after overfit_batches, whose limits it replaces
             few = int(self.fast_dev_run)
             changes.update(
@@ -187,16 +189,18 @@ class Settings:
         return None if self.max_epochs == -1 else self.max_epochs
 
     def trains_once(self, are_made: bool) -> bool:
-        """Return whether a fit reads each training loader at most once; `are_made`: a hook makes the loaders."""
-        # Without a number of epochs an iterator may last for the run; if it ends before, the loader says so.
-        return self.last_epoch in (None, 1) or (are_made and self.reload_dataloaders_every_n_epochs == 1)
+        """Return whether a fit may read its training data from an iterator; `are_made`: a hook makes the loaders."""
+        # Without a number of epochs an iterator may last for the run, and with a number of batches each epoch takes the next
+        # ones of it; if it ends before, the loader says so.
+        is_new = are_made and self.reload_dataloaders_every_n_epochs == 1
+        return self.last_epoch in (None, 1) or is_new or isinstance(self.limit_train_batches, int)
 
     def validates_once(self, are_made: bool) -> bool:
-        """Return whether a fit reads each validation loader at most once; `are_made`: a hook makes the loaders."""
+        """Return whether a fit may read its validation data from an iterator; `are_made`: a hook makes the loaders."""
         interval = self.val_check_interval
         is_at_ends = interval is None or (isinstance(interval, float) and interval == 1.0)  # an int 1 is each batch
         is_once = self.last_epoch == 1 or (are_made and self.reload_dataloaders_every_n_epochs == 1)
-        return is_once and is_at_ends and self.sanity_steps == 0
+        return (is_once and is_at_ends) or isinstance(self.limit_val_batches, int)  # the sanity check leaves it alone
 
     @property
     def clip_norm(self) -> float | None:
@@ -215,6 +219,10 @@ class Settings:
     def sanity_steps(self) -> int:
         """The validation batches to run before training; -1 for all."""
         return 2 if self.num_sanity_val_steps is None else self.num_sanity_val_steps
+
+    @property
+    def shown_sanity_steps(self) -> int | float:
+        return float("inf") if self.sanity_steps == -1 else self.sanity_steps
 
     @property
     def validation_seconds(self) -> float | None:

@@ -140,6 +140,7 @@ class PulledBatches(Iterator[tuple[Any, int, int]]):
         batches: pairs of a batch and whether it is the last.
         start: the number of the first batch.
         outside: a context without the step's precision, in which loaders compute as they do before a step.
+        loader_index: the number of the loader that they are from, where several are read one after the other.
         is_dummy: whether a batch, by its number, is a dummy; a step that has begun with a real batch gets no dummy.
     """
 
@@ -151,7 +152,9 @@ class PulledBatches(Iterator[tuple[Any, int, int]]):
         logbook: Logbook,
         outside: Callable[[], AbstractContextManager[Any]],
         is_dummy: Callable[[int], bool] = lambda number: False,
+        loader_index: int = 0,
     ) -> None:
+        self._loader_index = loader_index
         self._outside = outside
         self._batches, self._transfer, self._logbook, self._is_dummy = batches, transfer, logbook, is_dummy
         self._begun = start
@@ -177,9 +180,9 @@ class PulledBatches(Iterator[tuple[Any, int, int]]):
         batch, is_last = self._held
         with self._outside():
             self._held = None if is_last else next(self._batches, None)
-            self.latest = batch if self._transfer is None else self._transfer(batch)
+            self.latest = batch if self._transfer is None else self._transfer(batch, self._loader_index)
         self.is_at_end = self._held is None
         self.count += 1
         if self._logbook.collector is not None:
             self._logbook.collector.take_batch(self.latest)
-        return self.latest, self.count - 1, 0
+        return self.latest, self.count - 1, self._loader_index

@@ -40,7 +40,7 @@ class Stages:
     """The data of every stage."""
 
     train_dataloader: Any = None
-    num_training_batches: Batches = 0
+    num_training_batches: Batches = float("inf")
     validation: Stage = field(default_factory=Stage)
     sanity_check: Stage = field(default_factory=Stage)
     test: Stage = field(default_factory=Stage)

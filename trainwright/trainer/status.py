@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import os
 import signal
+from numbers import Integral
 from operator import attrgetter
 from typing import Any, Generic, TypeVar, cast
 
@@ -23,6 +25,7 @@ from trainwright.module import Module
 from trainwright.precision import Precision
 from trainwright.strategies import Strategy
 from trainwright.trainer.logbook import Logbook
+from trainwright.trainer.parts import settings_of
 from trainwright.trainer.run import Run
 from trainwright.trainer.settings import Settings
 from trainwright.trainer.stage import Batches
@@ -33,16 +36,19 @@ C = TypeVar("C", bound=Callback)
 
 
 class Forwarded(Generic[T]):
-    """A read-only attribute of the Trainer, found at `path` among its parts."""
+    """A read-only attribute of the Trainer, found at `path` among its parts; `default` is shown for None."""
 
-    def __init__(self, path: str, doc: str) -> None:
-        self._read, self.__doc__ = attrgetter(path), doc
+    def __init__(self, path: str, doc: str, default: Any = None) -> None:
+        self._read, self._default, self.__doc__ = attrgetter(path), default, doc
 
     def __set_name__(self, owner: type, name: str) -> None:
         self._name = name
 
     def __get__(self, trainer: Any, owner: Any = None) -> T:
-        return cast(T, self if trainer is None else self._read(trainer))
+        if trainer is None:
+            return cast(T, self)
+        found = self._read(trainer)
+        return cast(T, self._default if found is None else found)
 
     def __set__(self, trainer: Any, value: Any) -> None:
         raise AttributeError(
@@ -50,14 +56,36 @@ class Forwarded(Generic[T]):
         )
 
 
+class Setting(Forwarded[T]):
+    """A setting, found at `path` in the Settings, which the next call takes with the value that it has then."""
+
+    def __init__(self, path: str, doc: str, default: Any = None) -> None:
+        super().__init__(f"_settings.{path}", doc, default)
+
+    def __set__(self, trainer: Any, value: Any) -> None:
+        trainer._change_setting(self._name, value)
+
+
 class Status:
     """The Trainer's view of its parts."""
 
     _settings: Settings
+    _arguments: dict[str, Any]
+    _ckpt_path: str | None = None
+    """The checkpoint of the calls that are given none."""
     engine: Engine
     callbacks: list[Callback]
     loggers: list[Logger]
     run: Run
+
+    def _change_setting(self, name: str, value: Any) -> None:
+        if self.run.stage is not None:
+            raise RuntimeError(
+                f"trainer.{name} was set while trainer.{self.run.stage} runs, which has read it at its start; set it before "
+                "that call."
+            )
+        changed = {**self._arguments, name: value}
+        self._settings, self._arguments = settings_of(changed), changed
 
     strategy = Forwarded[Strategy]("engine.strategy", "The strategy.")
     accelerator = Forwarded[str]("engine.device.type", "The kind of device, by torch's name for it.")
@@ -91,7 +119,16 @@ class Status:
         "run.trained.schedulers", "The schedulers and when they step."
     )
     default_root_dir = Forwarded[str]("run.root", "Where logs and checkpoints go unless a part has its own folder.")
-    ckpt_path = Forwarded[str | None]("run.ckpt_path", "The checkpoint that the run was given.")
+
+    @property
+    def ckpt_path(self) -> str | None:
+        """Return the checkpoint that the run was given; between two runs, set it for the calls that are given none."""
+        return self.run.ckpt_path if self.run.stage is not None or self._ckpt_path is None else self._ckpt_path
+
+    @ckpt_path.setter
+    def ckpt_path(self, path: str | os.PathLike[str] | None) -> None:
+        self._ckpt_path = None if path is None else os.fspath(path)
+
     resume_source = Forwarded[str | None]("run.trained.resume_source", "The checkpoint that the fit was resumed from.")
 
     @property
@@ -105,7 +142,9 @@ class Status:
 
     @property
     def log_dir(self) -> str | None:
-        """Return the first logger's folder of this run; None before a run, or if no logger has one."""
+        """Return the first logger's folder of this run; without loggers default_root_dir, and None if none has a folder."""
+        if not self.loggers:
+            return self.default_root_dir
         return next((logger.log_dir for logger in self.loggers if logger.log_dir), None)
 
     def _all(self, kind: type[C]) -> list[C]:
@@ -136,45 +175,67 @@ class Status:
         """Return the progress bar, if any."""
         return next(iter(self._all(TQDMProgressBar)), None)
 
-    @property
-    def max_epochs(self) -> int | None:
-        """Return the number of epochs to train; -1 for no limit."""
-        last = self._settings.last_epoch
-        return -1 if last is None else last
-
-    min_epochs = Forwarded[int | None]("_settings.min_epochs", "Epochs that are trained even if should_stop is set.")
-    max_steps = Forwarded[int]("_settings.max_steps", "Optimizer steps to train; -1 for no limit.")
-    min_steps = Forwarded[int | None]("_settings.min_steps", "Steps that are trained even if should_stop is set.")
-    fast_dev_run = Forwarded[bool | int]("_settings.fast_dev_run", "Batches of a trial run; False in a real run.")
-    check_val_every_n_epoch = Forwarded[int | None](
-        "_settings.check_val_every_n_epoch", "Epochs between two validations."
+    max_epochs = Setting[int]("last_epoch", "The number of epochs to train; -1 for no limit.", -1)
+    min_epochs = Setting[int | None]("min_epochs", "Epochs that are trained even if should_stop is set.")
+    max_steps = Setting[int]("max_steps", "Optimizer steps to train; -1 for no limit.")
+    min_steps = Setting[int | None]("min_steps", "Steps that are trained even if should_stop is set.")
+    limit_train_batches = Setting[Batches]("limit_train_batches", "Batches of an epoch: a number or a fraction.", 1.0)
+    limit_val_batches = Setting[Batches]("limit_val_batches", "Batches of a validation: a number or a fraction.", 1.0)
+    limit_test_batches = Setting[Batches]("limit_test_batches", "Batches of a test: a number or a fraction.", 1.0)
+    limit_predict_batches = Setting[Batches](
+        "limit_predict_batches", "Batches to predict: a number or a fraction.", 1.0
     )
-    log_every_n_steps = Forwarded[int]("_settings.log_every", "Steps between two rows of step values; 0 for none.")
-    gradient_clip_val = Forwarded[float | None]("_settings.gradient_clip_val", "The limit of the gradients.")
-    gradient_clip_algorithm = Forwarded[str | None]("_settings.gradient_clip_algorithm", '"norm" or "value".')
+    overfit_batches = Setting[Batches]("overfit", "The number or fraction of batches to overfit; 0.0 for none.", 0.0)
+    val_check_interval = Setting[Any](
+        "val_check_interval", "The interval between validations: a fraction of an epoch, batches, or a time.", 1.0
+    )
+    check_val_every_n_epoch = Setting[int | None]("check_val_every_n_epoch", "Epochs between two validations.")
+    num_sanity_val_steps = Setting[Batches]("shown_sanity_steps", "Validation batches before training; inf for all.")
+    reload_dataloaders_every_n_epochs = Setting[int]("reload_dataloaders_every_n_epochs", "0 for never.")
+    log_every_n_steps = Setting[int]("log_every", "Steps between two rows of step values; 0 for none.")
+    gradient_clip_val = Setting[float | None]("gradient_clip_val", "The limit of the gradients.")
+    gradient_clip_algorithm = Setting[str | None]("gradient_clip_algorithm", '"norm" or "value".')
+    enable_autolog_hparams = Setting[bool]("enable_autolog_hparams", "Whether loggers get the hyper-parameters.")
+    fast_dev_run = Forwarded[bool | int]("_settings.fast_dev_run", "Batches of a trial run; False in a real run.")
+    barebones = Forwarded[bool]("_settings.barebones", "Whether everything that adds overhead is left out.")
 
     @property
-    def val_check_interval(self) -> Any:
-        """Return the interval between validations: a fraction of an epoch, a number of batches, or a time."""
-        interval = self._settings.val_check_interval
-        return 1.0 if interval is None else interval
+    def accumulate_grad_batches(self) -> int:
+        """Batches of one optimizer step; a callback may change it at an epoch's start."""
+        return self.run.trained.accumulate_grad_batches
+
+    @accumulate_grad_batches.setter
+    def accumulate_grad_batches(self, value: Any) -> None:
+        if isinstance(value, bool) or not isinstance(value, Integral) or int(value) < 1:
+            raise ValueError(
+                f"trainer.accumulate_grad_batches={value!r} is not accepted; set it to a whole number of batches from 1."
+            )
+        if self.run.stage is None:
+            self._change_setting("accumulate_grad_batches", int(value))
+        self.run.trained.accumulate(int(value))
 
     @property
     def estimated_stepping_batches(self) -> int | float:
         """Return the number of optimizer steps that the fit will make; math.inf without a limit.
 
-        It loads the training data if that is not loaded yet, as in configure_optimizers. Collective then.
+        It loads the training data if that is not loaded yet, as in setup and configure_optimizers. Collective then.
 
         Raises:
-            RuntimeError: outside fit.
+            RuntimeError: before a fit, unless max_steps alone limits it.
         """
-        data = self.run.trained.data
-        if self.run.stage != "fit" or data is None:
-            raise RuntimeError("estimated_stepping_batches is known in trainer.fit only.")
-        data.load()
-        batches, last, most = self.num_training_batches, self._settings.last_epoch, self._settings.max_steps
+        last, most = self._settings.last_epoch, self._settings.max_steps
         limit = math.inf if most == -1 else most
-        if last is None or batches == math.inf:
+        if last is None:
+            return limit
+        if self.run.stage == "fit":
+            self.run.load_training_data()
+        batches = self.num_training_batches
+        if self.train_dataloader is None and batches == math.inf:
+            raise RuntimeError(
+                "estimated_stepping_batches follows from the training data, which no fit has loaded yet; read it in setup, in "
+                "configure_optimizers or later, or compute it from len(loader)."
+            )
+        if batches == math.inf:
             return limit
         schedulers = self._all(GradientAccumulationScheduler)
         if not schedulers:
@@ -207,7 +268,7 @@ class Status:
         "run.logbook.is_silenced", "Whether the batch only keeps collectives in step with other ranks."
     )
     enable_validation = Forwarded[bool]("run.enable_validation", "Whether this fit validates.")
-    interrupted = Forwarded[bool]("run.stop.interrupted", "Whether Ctrl-C has ended the latest run.")
+    interrupted = Forwarded[bool]("run.stop.interrupted", "Whether Ctrl-C, or a hook that raises it, ended the run.")
 
     @property
     def is_last_batch(self) -> bool:

@@ -25,7 +25,7 @@ class StepArguments:
 
 
 def read_step(module: Module, name: str, num_loaders: int = 1, are_named: bool = False) -> StepArguments:
-    """Return what a module's step takes; `are_named`: all loaders have names.
+    """Return what a module's step takes; `are_named`: all loaders have names, or need none.
 
     Raises:
         TypeError: it requires other arguments than the batch and the two indices, or takes no loader's index although there
@@ -50,7 +50,8 @@ def read_step(module: Module, name: str, num_loaders: int = 1, are_named: bool =
         raise TypeError(
             f"{who}({', '.join(names)}) cannot be called: it is given the batch, and {given} if it takes more, by position."
         )
-    if num_loaders > 1 and len(positional) < 3 and not takes_any and not are_named:
+    # Values logged by several loaders need names that tell them apart; predictions are a list for each loader.
+    if num_loaders > 1 and len(positional) < 3 and not takes_any and not are_named and name != "predict_step":
         raise TypeError(
             f"{who}({', '.join(names)}) takes no dataloader_idx, but there are {num_loaders} loaders; add a third argument, "
             "dataloader_idx=0, or pass the loaders in a dict of names."

@@ -57,7 +57,7 @@ class Stop:
         self.path = ""
         """The checkpoint that the stopped run has saved; "" for none."""
         self.interrupted = False
-        """Whether Ctrl-C has ended the latest run."""
+        """Whether Ctrl-C, or a KeyboardInterrupt or SystemExit that a hook raised, has ended the latest run."""
         self._engine, self._settings, self._state = engine, settings, state
         self._save, self._keeps_any = save, keeps_any
         self._watch = SignalWatch(self._request_points)
@@ -96,7 +96,7 @@ class Stop:
 
     def note_end(self, error: BaseException | None) -> None:
         """Note how a run has ended; None when another begins."""
-        self.interrupted = isinstance(error, KeyboardInterrupt)
+        self.interrupted = isinstance(error, (KeyboardInterrupt, SystemExit))
 
     def request(self, wanted: bool) -> None:
         """Request that the run ends, as `trainer.should_stop = True` does, or withdraw that."""

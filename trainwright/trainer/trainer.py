@@ -3,26 +3,24 @@
 from __future__ import annotations
 
 import builtins
+import copy
 import os
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import fields, replace
 from datetime import timedelta
-from numbers import Integral
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from trainwright.callbacks.base import Callback
+from trainwright.callbacks.base import Callback, tune
 from trainwright.checkpoint.reader import Verify
 from trainwright.data.datamodule import DataModule
-from trainwright.distributed.environment import Environment
 from trainwright.engine.arguments import refuse_unknown
-from trainwright.engine.command_line import fill_accumulation
 from trainwright.engine.engine import Engine
+from trainwright.engine.open_arguments import filled_by_environment
 from trainwright.loggers.base import Logger
-from trainwright.module import Module
+from trainwright.module import Module, hook_of
 from trainwright.precision import Precision
 from trainwright.profilers import Profiler, resolve_profiler
 from trainwright.strategies import Strategy
@@ -31,25 +29,41 @@ from trainwright.trainer.evaluate import Evaluation, evaluate
 from trainwright.trainer.fit import fit
 from trainwright.trainer.inputs import check_compile, choose_precision, choose_root
 from trainwright.trainer.logbook import format_table
+from trainwright.trainer.missing_names import missing
 from trainwright.trainer.parts import (
     arranged_callbacks,
     arranged_loggers,
     making_modules,
     set_switches,
+    settings_of,
     with_the_modules,
 )
 from trainwright.trainer.predict import predict
 from trainwright.trainer.preparation import prepare_fit
-from trainwright.trainer.remote_call import call_remotely, changes
+from trainwright.trainer.remote_call import OWN_ARGUMENTS, call_remotely, changes
 from trainwright.trainer.request import Request, choose_checkpoint, read_evaluation, read_fit
 from trainwright.trainer.resume import Resumption, open_with_hooks, restore_weights
 from trainwright.trainer.run import Parts, Run
 from trainwright.trainer.saving import save_checkpoint
-from trainwright.trainer.settings import REPLACED, Settings
+from trainwright.trainer.settings import REPLACED
 from trainwright.trainer.sources import find_source
 from trainwright.trainer.state import TrainerState
 from trainwright.trainer.status import Status
 from trainwright.trainer.training_run import TrainingRun
+
+TRIAL: dict[str, Any] = {
+    "logger": False, "callbacks": None, "enable_checkpointing": False, "enable_progress_bar": False,
+    "enable_model_summary": False, "max_epochs": -1, "min_epochs": None, "min_steps": None, "max_time": None,
+    "limit_val_batches": 0, "num_sanity_val_steps": 0, "val_check_interval": None, "check_val_every_n_epoch": 1,
+    "profiler": None, "fast_dev_run": False, "barebones": False,
+}  # fmt: skip
+"""The arguments of a trial run."""
+
+
+NOT_COPIED = (
+    "_arguments", "_fresh", "_settings", "_callbacks_of_module", "callbacks", "engine", "loggers", "profiler", "run",
+)  # fmt: skip
+"""Attributes of a Trainer that its copy makes itself."""
 
 
 class Trainer(Status):
@@ -115,6 +129,7 @@ class Trainer(Status):
     (2, 16)
     """
 
+    @filled_by_environment("Trainer")
     def __init__(
         self,
         *,
@@ -165,11 +180,9 @@ class Trainer(Status):
         given = locals()
         self._arguments = {name: value for name, value in given.items() if name not in ("self", "unknown")}
         refuse_unknown("Trainer", unknown, self._arguments, REPLACED)
-        given_settings = Settings(**{each.name: given[each.name] for each in fields(Settings)})
-        of_script = given_settings.accumulate_grad_batches
-        accumulate = fill_accumulation(Environment.detect(), "accumulate_grad_batches", of_script)
-        self._settings = replace(given_settings.effective, accumulate_grad_batches=accumulate)
-        self._keeps_order = bool(given_settings.overfit_batches)
+        self._fresh = {name: _copied(given[name]) for name in ("strategy", "precision", "plugins")}
+        """Copies of parts that were given as objects, for another Trainer."""
+        self._settings = settings_of(self._arguments)
         root = choose_root(default_root_dir)
         self.profiler = resolve_profiler(profiler)
         self.callbacks = arranged_callbacks(callbacks, self._settings)
@@ -213,7 +226,15 @@ class Trainer(Status):
             RunStopped: SIGTERM, SIGUSR1 or Ctrl-C has stopped the run, saved if a ModelCheckpoint keeps any; ends the process.
         """
         self._refuse_nested("fit")
-        request = read_fit(model, train_dataloaders, val_dataloaders, datamodule, ckpt_path, verify)
+        path = self._ckpt_path if ckpt_path is None else ckpt_path
+        if path is None and not self.fast_dev_run and not self.engine.num_workers:
+            data = {
+                "train_dataloaders": train_dataloaders,
+                "val_dataloaders": val_dataloaders,
+                "datamodule": datamodule,
+            }
+            tune(self.callbacks, self.trial, model, data)
+        request = read_fit(model, train_dataloaders, val_dataloaders, datamodule, path, verify)
         parts, choice = self._begin(request)
         if self.engine.num_workers:
             run = Run(parts, "fit", model, request.datamodule, choice, self.run)
@@ -230,12 +251,21 @@ class Trainer(Status):
                 resumption.parts()
             prepare_fit(run)
             run.hooks.call("on_fit_start")
+            run.replace_schedulers()
             if resumption is not None:
                 resumption.state()
             fit(run, resumption)
             if choice.is_rerunnable:
                 run.stop.save_end()
             run.hooks.call("on_fit_end")
+
+    def trial(self, **changes: Any) -> Trainer:
+        """Return a Trainer with the same arguments for a trial run: it writes nothing, validates nothing and has no callbacks.
+
+        Args:
+            changes: arguments that differ, such as callbacks= and max_steps=.
+        """
+        return Trainer(**{**self._arguments, **self._fresh, **TRIAL, **changes})
 
     def validate(
         self,
@@ -283,7 +313,7 @@ class Trainer(Status):
         model: Module | None = None,
         dataloaders: Any = None,
         datamodule: DataModule | None = None,
-        return_predictions: bool | None = None,
+        return_predictions: bool | str | None = None,
         ckpt_path: str | os.PathLike[str] | None = None,
         weights_only: bool | None = None,
         verify: Verify = "full",
@@ -291,14 +321,22 @@ class Trainer(Status):
         """Return what predict_step returns for each batch, on the host, in the dataset's order. Collective.
 
         Every rank gets the outputs of all. The arguments are those of `test`. With return_predictions=False nothing is kept: a
-        TensorPredictionWriter writes the outputs, or your callback's on_predict_batch_end takes them.
+        TensorPredictionWriter writes the outputs, or your callback's on_predict_batch_end takes them. With "own" each rank gets
+        its own outputs, of any kind; where the call starts the processes, those of rank 0.
 
         Returns:
             A list with an entry for each batch; with several loaders a list of such lists.
         """
-        given, wanted = (model, dataloaders, ckpt_path, datamodule, verify), return_predictions is not False
+        if return_predictions not in (None, True, False, "own"):
+            raise ValueError(f"return_predictions={return_predictions!r} is not accepted; pass True, False or 'own'.")
+        given = (model, dataloaders, ckpt_path, datamodule, verify)
+        wanted, own_only = return_predictions is not False, return_predictions == "own"
         predictions: list[Any] = self._evaluate(
-            "predict", "predict", given, lambda each: predict(each, wanted), return_predictions=return_predictions
+            "predict",
+            "predict",
+            given,
+            lambda each: predict(each, wanted, own_only=own_only),
+            return_predictions=return_predictions,
         )
         return predictions
 
@@ -366,22 +404,34 @@ class Trainer(Status):
     def should_stop(self, value: bool) -> None:
         self.run.stop.request(value)
 
-    @property
-    def accumulate_grad_batches(self) -> int:
-        """Batches of one optimizer step; a callback may change it at an epoch's start."""
-        return self.run.trained.accumulate_grad_batches
+    if not TYPE_CHECKING:  # a type checker names unknown attributes itself
 
-    @accumulate_grad_batches.setter
-    def accumulate_grad_batches(self, value: Any) -> None:
-        if isinstance(value, bool) or not isinstance(value, Integral) or int(value) < 1:
-            raise ValueError(
-                f"trainer.accumulate_grad_batches={value!r} is not accepted; set it to a whole number of batches from 1."
-            )
-        self.run.trained.accumulate(int(value))
+        def __getattr__(self, name: str) -> Any:
+            raise missing(name)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the Trainer for a copy or a pickle: its arguments, parts, module and counters, not its processes.
+
+        The copy joins or starts its own as a new Trainer does; in a job of several processes, copy it on every rank.
+        """
+        arguments = {**self._arguments, **self._fresh}
+        return {
+            "arguments": {name: value for name, value in arguments.items() if name not in OWN_ARGUMENTS},
+            "others": (self.run.module, self._callbacks_of_module, self.run.state.plain()),
+            "parts": (self.callbacks, self.loggers, self.profiler),
+            "run": self.run.changes(),
+            "attributes": {name: each for name, each in vars(self).items() if name not in NOT_COPIED},
+        }
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        Trainer.__init__(self, **state["arguments"])
+        self._take_parts(state["others"], *state["parts"])
+        self.run.load_changes(state["run"])
+        vars(self).update(state["attributes"])
 
     def _parts(self, root: str) -> Parts:
-        settings, keeps_order = self._settings, self._keeps_order
-        return Parts(self, settings, self.engine, self.loggers, self.profiler, keeps_order, root)
+        settings = self._settings
+        return Parts(self, settings, self.engine, self.loggers, self.profiler, bool(settings.overfit), root)
 
     def _refuse_nested(self, call: str) -> None:
         """Refuse a call from within a run of this Trainer, before it changes anything of that (RuntimeError)."""
@@ -402,7 +452,7 @@ class Trainer(Status):
             return self.callbacks  # those of its fit, with what they have learned there
         of_module, replaced = self._callbacks_of_module
         own = [each for each in self.callbacks if each not in of_module] + replaced
-        merged = with_the_modules(own, module.configure_callbacks())
+        merged = with_the_modules(own, hook_of(module, "configure_callbacks", Module)())
         self._callbacks_of_module = (
             [each for each in merged if each not in own],
             [each for each in own if each not in merged],
@@ -430,7 +480,9 @@ class Trainer(Status):
         `options` are the arguments of the call that a worker of it needs too.
         """
         self._refuse_nested(call)
-        request = read_evaluation(self.run, call, stage, *given)
+        model, loaders, path, datamodule, verify = given
+        path = self._ckpt_path if path is None else path
+        request = read_evaluation(self.run, call, stage, model, loaders, path, datamodule, verify)
         module, engine, previous = request.module, self.engine, self.run
         parts, choice = self._begin(request)
         run = Run(parts, call, module, request.datamodule, choice, previous)
@@ -496,3 +548,10 @@ def call_in_worker(
     trainer._take_parts((model if is_known else None, callbacks_of_module, state), callbacks, loggers, profiler)
     result = getattr(trainer, call)(model, datamodule=datamodule, ckpt_path=path, **options)
     return changes(trainer.run, result, folder)
+
+
+def _copied(part: Any) -> Any:
+    try:
+        return copy.deepcopy(part)
+    except TypeError:  # it holds a module of Python, say
+        return part

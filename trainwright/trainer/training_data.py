@@ -11,6 +11,9 @@ from trainwright.data.loaders import ShardedLoader
 from trainwright.data.source_state import SPACING
 from trainwright.data.stateful_iterable import ONCE
 from trainwright.engine.engine import Engine
+from trainwright.rank_zero import rank_zero_warn
+from trainwright.trainer.inputs import iterators_of
+from trainwright.trainer.oversights import warn_of_dropped_samples
 from trainwright.trainer.settings import Settings
 from trainwright.trainer.sources import LoaderSource
 from trainwright.trainer.stage import limited
@@ -35,12 +38,11 @@ class TrainData:
         state: TrainerState,
         options: dict[str, bool],
         *,
-        validates: bool,
         pulls: bool,
         note: Callable[[Any, int | float], None],
     ) -> None:
         self._source, self._engine, self._settings, self._state = source, engine, settings, state
-        self._options, self._note, self._validates, self._pulls = options, note, validates, pulls
+        self._options, self._note, self._validates, self._pulls = options, note, False, pulls
         self._loader: ShardedLoader | ShardedCombination | None = None
         self._users: Any = None
         self._loaded = NOT_BEGUN
@@ -62,6 +64,16 @@ class TrainData:
         """Load and shard the data if that was not done yet. Collective."""
         if self._loader is None:
             self._load(self._loaded)
+
+    def plan_validation(self) -> None:
+        """Compute the interval between validations too (ValueError if it does not fit), at once if the data is loaded."""
+        self._validates = True
+        if self._loader is not None:
+            self._plan_validation()
+
+    def _plan_validation(self) -> None:
+        length = limited(self.loader.length, self._settings.limit_train_batches)
+        self.validate_every = _validation_interval(self._settings, length)
 
     @property
     def is_to_reload(self) -> bool:
@@ -111,8 +123,24 @@ class TrainData:
                 "the training loader has no batch (its dataset is empty, drop_last dropped all, or limit_train_batches is too "
                 "small); give it data."
             )
-        self.validate_every = _validation_interval(settings, length) if self._validates else None
+        warn_of_dropped_samples(self._users)
+        if self._validates:
+            self._plan_validation()
         self._measure()
+
+    def again(self) -> ShardedLoader | ShardedCombination:
+        """Return another shard of the same loaders, at the start of the next epoch's order, as evaluations shard them."""
+        engine = self._engine
+        one_by_one = isinstance(self._loader, ShardedCombination) and self._loader.combination == "sequential"
+        loader = shard(
+            self._users,
+            rank=engine.rank,
+            world_size=engine.world_size,
+            mode="train" if one_by_one else "padded",  # which is not for loaders that come one after the other
+            **self._options,
+        )
+        loader.set_epoch(engine.seed, self._state.epoch)
+        return loader
 
     def close(self) -> None:
         if self._loader is not None:
@@ -148,6 +176,17 @@ class TrainData:
             raise ValueError(
                 f"{origin} was saved after batch {state.batch} of its epoch, but the training loader has {whole} batches; "
                 "resume with the data that it was saved with, or from a checkpoint of an epoch's end."
+            )
+
+    def warn_of_iterators(self) -> None:
+        """Warn, in a resumed run, of an iterator, which need not be the one that the epochs before have read."""
+        once = iterators_of(self._users) if self._state.epoch else []
+        if once:
+            rank_zero_warn(
+                f"the run continues in epoch {self._state.epoch}, and reads a {type(once[0]).__name__} from its start as if "
+                "that were this epoch's: an iterator cannot say what earlier epochs have read. Pass one that begins there, or "
+                "an object whose __iter__ starts again.",
+                stacklevel=2,
             )
 
     def plan_states(self, window: int, callbacks: Iterable[ModelCheckpoint]) -> None:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from trainwright.callbacks.base import make_scheduler
 from trainwright.data.datamodule import DataModule
 from trainwright.data.loaders import with_last
 from trainwright.data.seeding import set_rng_state
@@ -20,13 +21,15 @@ from trainwright.engine.window import AccumulationWindow
 from trainwright.module import Module
 from trainwright.profilers.instrumentation import is_measuring
 from trainwright.strategies.base import Clipping, Optimization, StepResult
+from trainwright.strategies.optimizer_proxy import unwrap_optimizer
 from trainwright.trainer.checkpoint_choice import Choice
 from trainwright.trainer.clock import IntervalClock
 from trainwright.trainer.evaluate import Evaluation
+from trainwright.trainer.oversights import LONG_EPOCH, watching
 from trainwright.trainer.phase import ENDING, Phase
 from trainwright.trainer.run import Parts, Run
 from trainwright.trainer.sources import LoaderSource, PulledBatches, find_transfer
-from trainwright.trainer.steps import StepArguments
+from trainwright.trainer.steps import StepArguments, read_step
 from trainwright.trainer.training_data import TrainData
 from trainwright.trainer.uneven_round import UnevenRound
 
@@ -65,6 +68,8 @@ class TrainingRun(Run):
         """The current batch, if it is one of an uneven round."""
         self.pulled: PulledBatches | None = None
         """Where training_step takes its batches from; None if the loop gives them."""
+        self.is_watched = False
+        """Whether an epoch has begun, in which it is measured how long training waits for data."""
         self.num_empty = 0
         """Batches of this run for which training_step returned None."""
         self.generators: dict[str, Any] | None = None
@@ -103,22 +108,39 @@ class TrainingRun(Run):
         )
         self.after_backward, self.before_step = self.hooks["on_after_backward"], self.hooks["on_before_optimizer_step"]
         self.clears_plainly = not self.before_zero_grad and "optimizer_zero_grad" not in own
-        self.trained.data = self.data = TrainData(
-            self.source,
-            self.engine,
-            settings,
-            self.state,
-            {**self.loader_options, "in_order": self.in_order},
-            validates=self.validation is not None,
-            pulls=self.pulls,
-            note=self.stages.note_training,
-        )
-        self.close_at_end(self.data.close)
+        data = self._train_data()
+        if self.validation is not None:
+            data.plan_validation()
         self.is_prepared = True
+
+    def _train_data(self) -> TrainData:
+        """Return the training data, not loaded if this makes it."""
+        if self.trained.data is None:
+            self.trained.data = self.data = TrainData(
+                self.source,
+                self.engine,
+                self.settings,
+                self.state,
+                {**self.loader_options, "in_order": self.in_order},
+                pulls=read_step(self.module, "training_step").pulls,
+                note=self.stages.note_training,
+            )
+            self.close_at_end(self.data.close)
+        return self.data
+
+    def load_training_data(self) -> None:
+        self._train_data().load()
 
     def take_schedulers(self, schedulers: list[SchedulerConfig]) -> None:
         """Take what configure_optimizers has returned of schedulers."""
         self.trained.schedulers = self.schedulers = schedulers
+
+    def replace_schedulers(self) -> None:
+        """Replace the schedulers by the one of a callback, if it has one."""
+        optimizer = self.optimizer
+        scheduler = None if optimizer is None else make_scheduler(self.callbacks, unwrap_optimizer(optimizer))
+        if scheduler is not None and all(each.scheduler is not scheduler for each in self.schedulers):
+            self.take_schedulers([SchedulerConfig(scheduler)])
 
     def take_optimizers(
         self, optimizers: list[Optimizer], prepared: list[PreparedOptimizer], *, with_closure: bool
@@ -195,6 +217,11 @@ class TrainingRun(Run):
             pairs, is_over = chain(first, pairs), not first
         if is_measuring(self.profiler):
             pairs = self.profiler.timed_iterator(pairs, "train_dataloader_next")
+        if not self.is_watched and (length is None or length > LONG_EPOCH):
+            self.is_watched = True
+            pairs = watching(
+                pairs, self.stages.train_dataloader, self.engine.device, self.engine.environment.local_world_size
+            )
         if self.pulls:
             return self._pulled(pairs), is_over
         if transfer is None:
@@ -256,7 +283,7 @@ class TrainingRun(Run):
             return f"it would take all {self.engine.world_size} ranks"
         if phase is Phase.BATCH or self.window.is_open:
             return "the run failed in the middle of a batch, or of an accumulation window"
-        is_at_end = phase in (Phase.EPOCH_END, Phase.VALIDATION_AT_END)
+        is_at_end = phase in (Phase.EPOCH_END, Phase.VALIDATION_AT_END) or self.stages.train_dataloader is None
         if is_at_end or state.epoch_ended or state.batch >= self.stages.num_training_batches:
             return "the run failed at the end of an epoch"
         if self.progress.is_evaluating and state.validated_at == state.total_batches:

@@ -1,0 +1,146 @@
+"""ClassificationReport: equal to scikit-learn's, on one process and on two."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from jobs import run_job
+from sklearn.metrics import classification_report, confusion_matrix
+from small import QUIET, Classifier, make_data, make_loader
+from torch.utils.data import DataLoader
+
+import trainwright as tw
+from trainwright.callbacks import ClassificationScores
+
+NAMES = ["cat", "dog", "a bird of prey"]
+SAMPLES = 45  # two ranks have batches of other sizes in the last round
+
+
+class Reports(Classifier):
+    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+        return {"preds": self.net(batch[0]), "target": batch[1]}
+
+    def test_step(self, batch: Any, batch_idx: int) -> Any:
+        return {"label": batch[1], "guess": self.net(batch[0]).argmax(1)}
+
+
+class Images(tw.Logger):
+    def __init__(self) -> None:
+        self.shapes: dict[str, Any] = {}
+
+    def log_images(self, values: Any, step: int | None = None, **options: Any) -> None:
+        self.shapes |= {name: (value.shape[2], value.min() < value.max()) for name, value in values.items()}
+
+
+def expected(module: Classifier) -> tuple[Any, Any]:
+    x, y = (torch.stack(part) for part in zip(*make_data(SAMPLES), strict=True))
+    return y.numpy(), module.net(x).argmax(1).detach().numpy()
+
+
+def report(folder: Path) -> Any:
+    seen = tw.ClassificationReport(NAMES, log_classes=True, verbose=False, stages="validation")
+    tested = tw.ClassificationReport(predictions="guess", targets="label", stages=["test"], digits=3)
+    trainer = tw.Trainer(**{**QUIET, "devices": "auto"}, max_epochs=2, callbacks=[seen, tested])
+    module = Reports()
+    trainer.fit(module, make_loader(8), DataLoader(make_data(SAMPLES), 4))
+    logged = {name: float(value) for name, value in trainer.callback_metrics.items()}
+    trainer.test(module, DataLoader(make_data(SAMPLES), 4), verbose=False)
+    scores = {stage: each for callback in (seen, tested) for stage, each in callback.scores.items()}
+    return {
+        "weights": dict(module.state_dict()),
+        "logged": logged,
+        "tables": {stage: each.as_dict() for stage, each in scores.items()},
+        "texts": {stage: each.text(3) for stage, each in scores.items()},
+        "confusion": scores["test"].confusion,
+    }
+
+
+def check(found: Any) -> None:
+    module = Reports()
+    module.load_state_dict(found["weights"])
+    actual, predicted = expected(module)
+    options = {"labels": range(3), "zero_division": 0.0}
+    table = classification_report(actual, predicted, target_names=NAMES, output_dict=True, **options)
+    assert found["tables"]["validation"] == table
+    assert found["texts"]["validation"] == classification_report(
+        actual, predicted, target_names=NAMES, digits=3, **options
+    )
+    assert found["texts"]["test"] == classification_report(actual, predicted, digits=3, **options)
+    assert found["confusion"].tolist() == confusion_matrix(actual, predicted, labels=range(3)).tolist()
+    assert found["logged"]["val_report/accuracy"] == pytest.approx(table["accuracy"])
+    assert found["logged"]["val_report/macro avg/f1-score"] == pytest.approx(table["macro avg"]["f1-score"])
+    assert found["logged"]["val_report/dog/recall"] == pytest.approx(table["dog"]["recall"])
+
+
+def test_one_process(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = report(tmp_path)
+    check(found)
+    assert found["texts"]["test"] in capsys.readouterr().out
+
+
+def test_two_ranks(tmp_path: Path) -> None:
+    first, second = run_job(report, 2, tmp_path)
+    assert (first["tables"], first["texts"]) == (second["tables"], second["texts"])
+    check(first)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_scores_are_scikit_learns_to_the_last_digit(seed: int) -> None:
+    random = numpy.random.default_rng(seed)
+    count = int(random.integers(1, 9))
+    actual, predicted = random.integers(0, count, (2, int(random.integers(1, 60))))
+    confusion = torch.from_numpy(confusion_matrix(actual, predicted, labels=range(count)))
+    options = {"labels": range(count), "zero_division": 1.0 if seed % 2 else 0.0}
+    scores = ClassificationScores(confusion, zero_division=float(options["zero_division"]))
+    assert scores.as_dict() == classification_report(actual, predicted, output_dict=True, **options)
+    text = classification_report(actual, predicted, digits=5, **options)
+    assert (
+        scores.text(5).split() == re.sub(r"(\d+)\.0$", r"\1", text, flags=re.MULTILINE).split()
+    )  # some supports are floats
+
+
+def test_a_picture_goes_to_loggers_that_take_one() -> None:
+    images = Images()
+    callback = tw.ClassificationReport(NAMES, verbose=False, stages="validation")
+    trainer = tw.Trainer(**{**QUIET, "logger": [images, tw.Logger()]}, max_epochs=1, callbacks=callback)
+    trainer.fit(Reports(), make_loader(8), make_loader(12))
+    assert images.shapes == {"val_report/confusion": (3, True)}
+    figure = callback.scores["validation"].plot()
+    assert [label.get_text() for label in figure.axes[0].get_yticklabels()] == NAMES
+
+
+def test_what_is_refused() -> None:
+    class Returns(Classifier):
+        output: Any = None
+
+        def validation_step(self, batch: Any, batch_idx: int) -> Any:
+            return self.output
+
+    def run(output: Any, **options: Any) -> None:
+        module = Returns()
+        module.output = output
+        callback = tw.ClassificationReport(**options)
+        tw.Trainer(**QUIET, max_epochs=1, callbacks=callback).fit(module, make_loader(8), make_loader(8))
+
+    labels = torch.tensor([0, 1])
+    with pytest.raises(TypeError, match=r"needs the tensor 'preds' in what validation_step returns, which is NoneType"):
+        run(None)
+    with pytest.raises(TypeError, match="which is a dict with 'scores', 'target'"):
+        run({"scores": labels, "target": labels})
+    with pytest.raises(ValueError, match=r"returned 2 predictions .* and 1 targets"):
+        run({"preds": labels, "target": labels[:1]})
+    with pytest.raises(ValueError, match="returned class 1, but the classes are 0 to 0"):
+        run({"preds": labels, "target": labels}, num_classes=1)
+    with pytest.raises(ValueError, match="returned class -100"):
+        run({"preds": labels, "target": labels.clone().fill_(-100)})
+    with pytest.raises(ValueError, match="stages has 'train'; choose from validation, test"):
+        tw.ClassificationReport(stages="train")
+    with pytest.raises(ValueError, match="has a name twice"):
+        tw.ClassificationReport(["a", "a"])
+    with pytest.raises(ValueError, match="num_classes=3, but class_names has 2"):
+        tw.ClassificationReport(["a", "b"], 3)

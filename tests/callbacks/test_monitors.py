@@ -1,0 +1,217 @@
+"""The callbacks that watch a run: its speed, its device, spikes of the loss, exceptions."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from jobs import run_job
+from small import QUIET, Classifier, make_loader
+from torch import Tensor
+
+import trainwright as tw
+from trainwright.callbacks import SpikeDetection, TrainingSpikeException
+from trainwright.checkpoint.reader import open_checkpoint
+
+
+class Memory(tw.Logger):
+    """Keeps its rows."""
+
+    def __init__(self) -> None:
+        self.rows: list[tuple[int | None, dict[str, float]]] = []
+
+    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
+        self.rows.append((step, dict(metrics)))
+
+    def with_name(self, name: str) -> list[tuple[int | None, dict[str, float]]]:
+        return [row for row in self.rows if any(name in each for each in row[1])]
+
+
+def fit(callback: tw.Callback, module: tw.Module | None = None, **settings: Any) -> Memory:
+    memory = Memory()
+    settings = {**QUIET, "logger": memory, "max_epochs": 1, "log_every_n_steps": 2, **settings}
+    tw.Trainer(callbacks=[callback], **settings).fit(module or Classifier(), make_loader())  # 11 batches of 4
+    return memory
+
+
+# -- ThroughputMonitor -----------------------------------------------------------------------------------------------
+
+
+def test_throughput() -> None:
+    monitor = tw.ThroughputMonitor(lambda batch: len(batch[0]), lambda batch: batch[0].numel(), available_flops=1e12)
+    rows = fit(monitor, max_epochs=2).with_name("train/device")
+    assert [step for step, _ in rows] == list(range(4, 23, 2))
+    for _, row in rows:
+        rate = row["train/device/batches_per_sec"]
+        assert row["train/device/samples_per_sec"] == pytest.approx(4 * rate)
+        assert row["train/device/items_per_sec"] == pytest.approx(32 * rate)
+        # 2 x 4 samples x (8 x 13 + 13 x 3): the forward; the first layer's backward is once more, the second's twice.
+        assert row["train/device/flops_per_sec"] == pytest.approx(2 * 4 * (2 * 8 * 13 + 3 * 13 * 3) * rate)
+        assert row["train/device/mfu"] == pytest.approx(row["train/device/flops_per_sec"] / 1e12)
+        assert row["train/samples_per_sec"] == row["train/device/samples_per_sec"]
+        assert 0.0 <= row["train/data_wait"] <= 1.0
+
+
+def test_throughput_with_given_flops() -> None:
+    class Known(Classifier):
+        flops_per_batch = 10.0
+
+    rows = fit(tw.ThroughputMonitor(lambda batch: 1), Known()).with_name("flops")
+    assert rows[0][1]["train/device/flops_per_sec"] == 10.0 * rows[0][1]["train/device/batches_per_sec"]
+    assert "train/device/mfu" not in rows[0][1]
+    assert not fit(tw.ThroughputMonitor(lambda batch: 1, flops_per_batch=0)).with_name("flops")
+
+
+def test_throughput_of_what_is_wrong() -> None:
+    with pytest.raises(TypeError, match="pass functions"):
+        tw.ThroughputMonitor(3)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="needs 2 rows or more"):
+        tw.ThroughputMonitor(len, window_size=1)
+    with pytest.raises(ValueError, match="ThroughputMonitor writes to the trainer's loggers, but logger=False"):
+        fit(tw.ThroughputMonitor(len), logger=False)
+
+
+# -- DeviceStatsMonitor ----------------------------------------------------------------------------------------------
+
+
+def test_statistics_of_the_processor() -> None:
+    rows = fit(tw.DeviceStatsMonitor(cpu_stats=True)).with_name("DeviceStatsMonitor")
+    assert [step for step, _ in rows] == [2, 2, 4, 4, 6, 6, 8, 8, 10, 10]
+    assert {f"DeviceStatsMonitor.on_train_batch_start/{name}" for name in ("cpu_percent", "cpu_vm_percent")} < set(
+        rows[0][1]
+    )
+    assert not [name for _, row in fit(tw.DeviceStatsMonitor(False)).rows for name in row if "cpu" in name]
+    with pytest.raises(ValueError, match="DeviceStatsMonitor writes to the trainer's loggers, but logger=False"):
+        fit(tw.DeviceStatsMonitor(), logger=False)
+
+
+# -- SpikeDetection --------------------------------------------------------------------------------------------------
+
+
+class Jumps(Classifier):
+    """Its loss is 1, but at one batch."""
+
+    def __init__(self, value: float, at: int = 7) -> None:
+        super().__init__()
+        self.value, self.at = value, at
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss: Tensor = self.net(batch[0]).sum() * 0.0
+        return loss + (self.value if batch_idx == self.at else 1.0)
+
+
+@pytest.mark.parametrize(
+    ("options", "value"),
+    [({}, 3.5), ({"rtol": None, "atol": 0.5}, 1.6), ({"mode": "max"}, -1.5), ({}, float("nan")), ({}, float("inf"))],
+)
+def test_a_spike_ends_the_run(tmp_path: Path, options: dict[str, Any], value: float) -> None:
+    path = tmp_path / "new" / "skipped.json"
+    for count in (1, 2):
+        with pytest.raises(TrainingSpikeException, match="The loss of batch 7 in epoch 0 is") as error:
+            fit(SpikeDetection(**options, exclude_batches_path=path), Jumps(value))
+        assert error.value.batch_idx == 7
+        assert json.loads(path.read_text()) == [7] * count
+
+
+@pytest.mark.parametrize(
+    ("options", "value", "at"),
+    [
+        ({}, 2.9, 7),
+        ({"warmup": 8}, 9.0, 7),
+        ({"finite_only": False}, float("nan"), 7),
+        ({"atol": 5.0}, 4.0, 7),
+        ({}, 9.0, 0),
+    ],
+)
+def test_what_is_no_spike(tmp_path: Path, options: dict[str, Any], value: float, at: int) -> None:
+    fit(SpikeDetection(**options, exclude_batches_path=tmp_path / "skipped.json"), Jumps(value, at))
+    assert os.listdir(tmp_path) == []
+
+
+def test_arguments_of_spikes() -> None:
+    for options, message in (
+        ({"mode": "mean"}, "choose from min, max"),
+        ({"window": 0}, "window=0 is not accepted"),
+        ({"rtol": None}, "leave no limit"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            SpikeDetection(**options)  # type: ignore[arg-type]
+
+
+class JumpsOnOneRank(Jumps):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        return loss if self.trainer.global_rank else loss * 0.0 + 1.0
+
+
+def two_ranks(folder: Path) -> Any:
+    callback = SpikeDetection(rtol=2.0, exclude_batches_path=folder / "skipped.json")
+    settings = {**QUIET, "devices": "auto", "max_epochs": 1, "callbacks": [callback]}
+    monitor = tw.ThroughputMonitor(lambda batch: len(batch[0]))
+    memory = Memory()
+    tw.Trainer(**{**settings, "logger": memory, "callbacks": [monitor], "log_every_n_steps": 1}).fit(
+        Classifier(), make_loader()
+    )
+    try:
+        tw.Trainer(**settings).fit(JumpsOnOneRank(9.0, 3), make_loader())
+    except TrainingSpikeException as error:
+        return error.batch_idx, str(error), [sorted(row) for _, row in memory.with_name("train/")]
+    return None
+
+
+@pytest.mark.slow  # the job of a failed rank waits for the others' own errors
+def test_all_ranks_end_at_a_spike_of_one(tmp_path: Path) -> None:
+    first, second = run_job(two_ranks, 2, tmp_path)
+    assert first[:2] == second[:2] == (3, "The loss of batch 3 in epoch 0 is 5, where the last 3 batches had 1.")
+    assert "train/samples_per_sec" in first[2][0]
+    assert second[2] == []
+    assert json.loads((tmp_path / "skipped.json").read_text()) == [3]
+
+
+# -- OnExceptionCheckpoint -------------------------------------------------------------------------------------------
+
+
+class Breaks(Classifier):
+    def __init__(self, fails: bool) -> None:
+        super().__init__(dropout=0.2)
+        self.fails = fails
+
+    def on_train_epoch_start(self) -> None:
+        if self.fails and self.current_epoch == 1:
+            raise RuntimeError("broken")
+
+
+def test_a_run_is_saved_when_it_fails(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def run(fails: bool, ckpt_path: str | None = None) -> tuple[Any, dict[str, Tensor]]:
+        torch.manual_seed(1)
+        callback = tw.OnExceptionCheckpoint(tmp_path)
+        module = Breaks(fails)
+        trainer = tw.Trainer(**QUIET, max_epochs=2, callbacks=[callback])
+        if fails:
+            with pytest.raises(RuntimeError, match="broken"):
+                trainer.fit(module, make_loader(shuffle=True))
+        else:
+            trainer.fit(module, make_loader(shuffle=True), ckpt_path=ckpt_path)
+        return callback, module.state_dict()
+
+    _, whole = run(False)
+    callback, _ = run(True)
+    assert callback.ckpt_path == f"{tmp_path}/on_exception.ckpt"
+    assert f"OnExceptionCheckpoint: the run was saved as {tmp_path}/on_exception.ckpt" in capsys.readouterr().err
+    assert open_checkpoint(callback.ckpt_path).step == 11
+    resumed = run(False, callback.ckpt_path)[1]
+    assert all(torch.equal(resumed[name], value) for name, value in whole.items())
+    run(True)
+    assert sorted(os.listdir(tmp_path)) == ["on_exception-v1.ckpt", "on_exception.ckpt"]
+    with pytest.raises(ValueError, match="filename='' is empty"):
+        tw.OnExceptionCheckpoint(tmp_path, "")
+
+
+def test_names_of_rates_have_a_prefix() -> None:
+    rows = fit(tw.LearningRateMonitor("step", log_momentum=True, log_key_prefix="optim/")).with_name("optim/")
+    assert {name for name in rows[0][1] if name != "epoch"} == {"optim/lr-AdamW", "optim/lr-AdamW-momentum"}

@@ -1,0 +1,118 @@
+"""Loggers before a run and outside of one: what they say, and what they write."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from jobs import run_job
+from small import QUIET, Classifier, make_loader
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+import trainwright as tw
+from trainwright.loggers import rank_zero_experiment
+
+Kinds = pytest.mark.parametrize("kind", [tw.CSVLogger, tw.TensorBoardLogger])
+
+
+@Kinds
+def test_folders_before_a_run(tmp_path: Path, kind: Any) -> None:
+    (tmp_path / "runs" / "version_3").mkdir(parents=True)
+    logger = kind(tmp_path, name="runs")
+    trainer = tw.Trainer(**{**QUIET, "logger": logger}, max_epochs=1)
+    promised = f"{tmp_path}/runs/version_4"
+    assert (logger.version, logger.log_dir, trainer.log_dir) == (4, promised, promised)
+    assert (logger.name, logger.root_dir, logger.save_dir) == ("runs", f"{tmp_path}/runs", str(tmp_path))
+    assert sorted(os.listdir(tmp_path / "runs")) == ["version_3"]
+    trainer.fit(Classifier(), make_loader())
+    assert (logger.version, logger.log_dir) == (4, promised)
+    assert os.path.isdir(promised)
+    assert kind(tmp_path, name="runs", version="mine").log_dir == f"{tmp_path}/runs/mine"
+    assert kind(tmp_path, name=None, version=2).log_dir == f"{tmp_path}/version_2"
+
+
+def test_without_a_logger(tmp_path: Path) -> None:
+    assert tw.Trainer(**QUIET, default_root_dir=tmp_path).log_dir == str(tmp_path)
+    logger = tw.CSVLogger()
+    assert tw.Trainer(**{**QUIET, "logger": logger}, default_root_dir=tmp_path).log_dir == logger.log_dir
+    assert logger.log_dir == f"{tmp_path}/trainwright_logs/version_0"
+
+
+def test_rows_by_hand(tmp_path: Path) -> None:
+    logger = tw.CSVLogger(tmp_path, name="hand", version=3)
+    logger.log_hyperparams({"lr": 0.1, "layers": [1, 2]}, {"ignored": 1.0})
+    logger.log_metrics({"a": 1.0}, step=0)
+    logger.log_metrics({"a": 2.0, "b": torch.tensor(3.0)}, step=1)
+    logger.finalize("success")
+    logger.save()
+    folder = tmp_path / "hand" / "version_3"
+    assert (folder / "metrics.csv").read_text() == "step,a,b\n0,1.0,\n1,2.0,3.0\n"
+    assert (folder / "hparams.yaml").read_text() == "lr: 0.1\nlayers:\n- 1\n- 2\n"
+    assert json.loads((folder / "hparams.json").read_text()) == yaml.safe_load((folder / "hparams.yaml").read_text())
+    unused = tw.CSVLogger(tmp_path, name="unused")
+    unused.close()
+    assert not (tmp_path / "unused").exists()
+
+
+def test_an_experiment_before_a_run(tmp_path: Path) -> None:
+    logger = tw.TensorBoardLogger(tmp_path, name=None)
+    logger.experiment.add_scalar("before", 1.0, 0)
+    logger.log_graph(torch.nn.Linear(2, 1), torch.ones(1, 2))
+    trainer = tw.Trainer(**{**QUIET, "logger": logger}, max_epochs=1, log_every_n_steps=1)
+    trainer.fit(Classifier(), make_loader())
+    logger.close()
+    assert os.listdir(tmp_path) == ["version_0"]
+    events = EventAccumulator(str(logger.log_dir)).Reload()
+    assert "before" in events.Tags()["scalars"]
+    assert events.Tags()["graph"]
+
+
+def two_ranks(folder: Path) -> Any:
+    found = []
+    for kind in (tw.CSVLogger, tw.TensorBoardLogger):
+        logger = kind(folder, name=kind.__name__)
+        logger.log_hyperparams({"by": "hand"})
+        logger.log_metrics({"before": 1.0}, step=0)
+        logger.save()
+        experiment = logger.experiment if kind is tw.TensorBoardLogger else None
+        trainer = tw.Trainer(**{**QUIET, "logger": logger, "devices": "auto"}, max_epochs=1, log_every_n_steps=1)
+        trainer.fit(Classifier(), make_loader())
+        found.append((logger.log_dir, logger.version, type(experiment).__name__))
+    return found
+
+
+def test_two_ranks(tmp_path: Path) -> None:
+    first, second = run_job(two_ranks, 2, tmp_path)
+    for own, other in zip(first, second, strict=True):
+        assert own[:2] == other[:2]
+    assert (first[1][2], second[1][2]) == ("SummaryWriter", "SilentExperiment")
+    assert os.listdir(tmp_path / "CSVLogger") == os.listdir(tmp_path / "TensorBoardLogger") == ["version_0"]
+    text = (tmp_path / "CSVLogger" / "version_0" / "metrics.csv").read_text()
+    assert text.splitlines()[0].split(",")[:2] == ["step", "before"]
+    assert len(text.splitlines()) > 5
+
+
+def test_an_experiment_of_rank_zero(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Mine(tw.Logger):
+        @property
+        @rank_zero_experiment
+        def experiment(self) -> Any:
+            return "client"
+
+    assert Mine().experiment == "client"
+    job = {
+        "RANK": 1,
+        "LOCAL_RANK": 1,
+        "WORLD_SIZE": 2,
+        "LOCAL_WORLD_SIZE": 2,
+        "MASTER_PORT": 1,
+        "MASTER_ADDR": "localhost",
+    }
+    for name, value in job.items():
+        monkeypatch.setenv(name, str(value))
+    assert type(Mine().experiment).__name__ == "SilentExperiment"

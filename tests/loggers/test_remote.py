@@ -1,0 +1,233 @@
+"""The loggers of services through their real clients: W&B offline, MLflow on a local store; and what a failing client does."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from jobs import run_job
+from small import QUIET, Classifier, make_loader
+
+import trainwright as tw
+from trainwright.loggers.remote import RemoteLogger
+
+
+class Trained(Classifier):
+    """Saves its hyper-parameters, and fails at a step."""
+
+    def __init__(self, dies_at: int = -1) -> None:
+        super().__init__(dropout=0.2)
+        self.save_hyperparameters()
+        self.dies_at = dies_at
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if self.trainer.global_step == self.dies_at:
+            raise KeyError("killed")
+        return super().training_step(batch, batch_idx)  # logs loss_step
+
+
+def fit(logger: tw.Logger, folder: Path, dies_at: int = -1, ckpt_path: str | None = None) -> tw.Trainer:
+    torch.manual_seed(1)
+    saves = tw.ModelCheckpoint(folder, "{step}", every_n_train_steps=5, save_top_k=-1)
+    settings = {**QUIET, "logger": logger, "enable_checkpointing": True, "devices": "auto", "callbacks": [saves]}
+    trainer = tw.Trainer(**settings, max_epochs=2, log_every_n_steps=1)
+    try:
+        trainer.fit(Trained(dies_at), make_loader(), ckpt_path=ckpt_path)
+    except KeyError:
+        assert dies_at >= 0
+    return trainer
+
+
+# -- a client that fails -----------------------------------------------------------------------------------------------------
+
+
+class Service(RemoteLogger):
+    """A service whose network is gone from one row to another."""
+
+    def __init__(self, fails: range = range(0)) -> None:
+        super().__init__("p")
+        self.fails, self.calls, self.rows, self.ends = fails, 0, [], []  # type: ignore[var-annotated]
+        self.params: dict[str, Any] = {}
+
+    def _open(self, run_id: str | None) -> str:
+        return run_id or "first"
+
+    def _write(self, rows: list[dict[str, Any]]) -> None:
+        self.calls += 1
+        if self.calls in self.fails:
+            raise ConnectionError("no network")
+        self.rows += rows
+
+    def _write_hyperparams(self, params: dict[str, Any]) -> None:
+        self.params |= params
+
+    def _close(self, status: str) -> None:
+        self.ends.append(status)
+
+
+def test_rows_wait_for_the_network(tmp_path: Path) -> None:
+    plain, service = Service(), Service(range(3, 9))
+    fit(plain, tmp_path / "a")
+    with pytest.warns(UserWarning, match="Service could not write: ConnectionError: no network") as caught:
+        fit(service, tmp_path / "b")
+    assert len(caught) == 1
+    assert service.rows == plain.rows
+    assert [row["step"] for row in plain.rows if "p-loss_step" in row] == list(range(1, 23))
+    assert service.ends == ["success"]
+    assert service.params == {"dies_at": -1}
+
+
+def test_rows_that_never_arrive_are_counted(tmp_path: Path) -> None:
+    service = Service(range(3, 1000))
+    with (
+        pytest.warns(UserWarning, match="could not write: "),
+        pytest.warns(UserWarning, match=r"write its last \d+ rows"),
+    ):
+        fit(service, tmp_path)
+
+
+class Unreachable(Service):
+    def _open(self, run_id: str | None) -> str:
+        raise ConnectionError("no such host")
+
+
+def two_ranks(folder: Path) -> Any:
+    service = Service()
+    trainer = fit(service, folder)
+    try:
+        fit(Unreachable(), folder / "other")
+    except RuntimeError as error:
+        return trainer.global_step, service.version, service._id, len(service.rows), str(error)
+    return None
+
+
+@pytest.mark.slow  # a refused run waits for the others
+def test_one_rank_has_the_run(tmp_path: Path) -> None:
+    first, second = run_job(two_ranks, 2, tmp_path)
+    assert first[2] == second[2] == "first"
+    assert first[3] >= first[0] > second[3] == 0
+    assert first[4] == second[4] == "Unreachable could not open its run: ConnectionError: no such host"
+
+
+# -- W&B -----------------------------------------------------------------------------------------------------------------------
+
+
+def history(folder: Path) -> list[dict[str, Any]]:
+    """Return the rows that W&B's client has put into its files, the oldest run's first."""
+    from wandb.proto import wandb_internal_pb2
+
+    rows = []
+    for path in sorted((folder / "wandb").glob("offline-run-*/run-*.wandb"), key=lambda each: each.stat().st_mtime):
+        for data in log_records(path.read_bytes()):
+            record = wandb_internal_pb2.Record()
+            record.ParseFromString(data)
+            if record.WhichOneof("record_type") == "history":
+                items = record.history.item
+                rows.append({"/".join(each.nested_key) or each.key: json.loads(each.value_json) for each in items})
+    return rows
+
+
+def log_records(data: bytes) -> Iterator[bytes]:
+    """Yield the records of a file in LevelDB's log format: blocks of 32 KiB, records with checksum, length and type."""
+    at, record = 7, b""  # after the file's own header
+    while at + 7 <= len(data):
+        left = 32768 - at % 32768
+        length, kind = struct.unpack_from("<HB", data, at + 4)
+        if left < 7 or kind == 0:
+            at += left
+            continue
+        record += data[at + 7 : at + 7 + length]
+        at += 7 + length
+        if kind in (1, 4):  # whole, or the last part
+            yield record
+            record = b""
+
+
+@pytest.mark.slow
+def test_wandb(tmp_path: Path) -> None:
+    pytest.importorskip("wandb")
+    logger = tw.WandbLogger(project="tests", save_dir=tmp_path, offline=True, tags=["a"])
+    assert (logger.name, logger.version) == ("tests", None)
+    fit(logger, tmp_path / "saved", dies_at=13)
+    name = logger.version
+    assert name
+    resumed = tw.WandbLogger(project="tests", save_dir=tmp_path, offline=True)
+    fit(resumed, tmp_path / "saved", ckpt_path=f"{tmp_path}/saved/step=10.ckpt")
+    assert resumed.version == name
+    rows = [row for row in history(tmp_path) if "loss_step" in row]
+    assert [row["trainer/global_step"] for row in rows] == list(range(1, 23))
+    other = tw.WandbLogger(project="tests", save_dir=tmp_path / "other", offline=True)
+    other.log_image("seen", [torch.rand(3, 4, 4).numpy().transpose(1, 2, 0)], caption=["noise"])
+    other.log_text("texts", ["a", "b"], [["x", "y"]])
+    other.log_hyperparams({"lr": 0.1})
+    assert other.experiment.config["lr"] == 0.1
+    with pytest.raises(ValueError, match="1 items, but caption has 2 entries"):
+        other.log_image("seen", [torch.rand(4, 4).numpy()], caption=["a", "b"])
+    with pytest.raises(TypeError, match="accepted is a list"):
+        other.log_image("seen", torch.rand(4, 4))  # type: ignore[arg-type]
+    other.finalize("success")
+    keys = {key for row in history(tmp_path / "other") for key in row}
+    assert {"seen", "texts"} <= keys | {key.partition("/")[0] for key in keys} | {key.partition(".")[0] for key in keys}
+
+
+@pytest.mark.slow
+def test_without_a_login_a_run_is_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("wandb")
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    logger = tw.WandbLogger(project="tests", save_dir=tmp_path)
+    with pytest.warns(UserWarning, match="No API key configured.*upload it with `wandb sync`"):
+        logger.log_metrics({"a": 1.0}, 3)
+    assert logger.experiment.offline
+    logger.finalize("success")
+    assert list((tmp_path / "wandb").glob("offline-run-*"))
+
+
+# -- MLflow --------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::ResourceWarning")
+def test_mlflow(tmp_path: Path) -> None:
+    pytest.importorskip("mlflow")
+
+    def make(**options: Any) -> Any:
+        return tw.MLFlowLogger("digits", save_dir=tmp_path, tags={"a": "b"}, **options)
+
+    logger = make(run_name="mine")
+    fit(logger, tmp_path / "saved", dies_at=13)
+    client, run_id = logger.experiment, logger.version
+    assert client.get_run(run_id).info.status in ("FAILED", "RUNNING")
+    resumed = make()
+    fit(resumed, tmp_path / "saved", ckpt_path=f"{tmp_path}/saved/step=10.ckpt")
+    assert resumed.version == run_id
+    run = client.get_run(run_id)
+    assert (run.info.status, run.data.tags["a"], run.info.run_name) == ("FINISHED", "b", "mine")
+    assert run.data.params == {"dies_at": "13"}
+    assert sorted(each.step for each in client.get_metric_history(run_id, "loss_step")) == list(range(1, 23))
+    other = make()
+    other.log_hyperparams({"lr": 0.1, "net": {"width": 3}})
+    other.log_images({"seen": torch.rand(3, 8, 8)}, step=2)
+    other.log_text("hello", "notes.txt")
+    other.log_table({"x": [1, 2]}, "table.json")
+    other.log_model(f"{tmp_path}/saved/step=10.ckpt")
+    other.finalize("failed")
+    found = client.get_run(other.version)
+    assert found.data.params == {"lr": "0.1", "net/width": "3"}
+    assert found.info.status == "FAILED"
+    names = {each.path for each in client.list_artifacts(other.version)}
+    assert {"images", "model", "notes.txt", "table.json"} <= names
+
+
+def test_packages_that_are_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ModuleNotFoundError, match="pip install wandb"):
+        tw.WandbLogger()
+    with pytest.raises(ModuleNotFoundError, match="pip install mlflow"):
+        tw.MLFlowLogger()

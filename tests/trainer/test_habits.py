@@ -1,0 +1,396 @@
+"""What a script from Lightning does around a run: hooks switched off, settings read and set, copies, interruptions."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import small
+import torch
+from jobs import run_job
+from small import QUIET, Classifier, assert_equal, make_loader, weights
+
+import trainwright as tw
+from trainwright.trainer.oversights import watching
+
+
+def trainer_of(**settings: Any) -> tw.Trainer:
+    return tw.Trainer(**{"max_epochs": 1, **QUIET, **settings})
+
+
+class Validated(Classifier):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[Any] = []
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.seen.append(batch_idx)
+
+    def val_dataloader(self) -> Any:
+        return make_loader(8)
+
+    def on_train_start(self) -> None:
+        self.seen.append("start")
+
+
+@pytest.mark.parametrize("on_class", [False, True])
+def test_a_hook_that_is_none_is_switched_off(on_class: bool) -> None:
+    module = type("Own", (Validated,), {})()
+    owner = type(module) if on_class else module
+    for name in (
+        "val_dataloader",
+        "on_train_start",
+        "configure_callbacks",
+        "configure_model",
+        "on_validation_model_eval",
+    ):
+        setattr(owner, name, None)
+    trainer_of().fit(module, make_loader(16))
+    assert module.seen == []
+    trainer_of(num_sanity_val_steps=0).fit(module, make_loader(16), make_loader(8))
+    assert module.seen == [0, 1]
+
+
+def test_loaders_without_a_validation_step_are_a_warning() -> None:
+    for module in (Classifier(), Validated()):
+        module.validation_step = None
+        trainer = trainer_of()
+        with pytest.warns(UserWarning, match="has no validation_step, so fit does not validate"):
+            trainer.fit(module, make_loader(16), make_loader(8))
+        assert trainer.global_step == 4
+
+
+def test_steps_that_are_none_are_missing() -> None:
+    module = Validated()
+    module.validation_step = module.predict_step = None
+    with pytest.raises(TypeError, match="validate needs validation_step"):
+        trainer_of().validate(module, make_loader(16))
+    with pytest.raises(TypeError, match="needs predict_step, or forward for it to call; Validated"):
+        trainer_of().predict(module, make_loader(16))
+    module.training_step = None
+    with pytest.raises(TypeError, match="fit needs training_step"):
+        trainer_of().fit(module, make_loader(16))
+
+
+def test_a_datamodules_hooks_are_switched_off_too() -> None:
+    class Data(tw.DataModule):
+        def train_dataloader(self) -> Any:
+            return make_loader(16)
+
+        def val_dataloader(self) -> Any:
+            return make_loader(8)
+
+    data, module = Data(), Validated()
+    data.val_dataloader = data.setup = data.teardown = None
+    module.val_dataloader = None
+    trainer_of().fit(module, datamodule=data)
+    assert module.seen == ["start"]
+
+
+def test_hooks_of_earlier_versions() -> None:
+    class Old(Classifier):
+        def training_step_end(self, outputs: Any) -> None:
+            raise AssertionError
+
+        def configure_sharded_model(self) -> None:
+            self.made = True
+
+    module = Old()
+    with pytest.warns(UserWarning, match=r"Old defines training_step_end of an earlier version.*: training_step\."):
+        trainer_of().fit(module, make_loader(16))
+    assert module.made
+    Old.training_epoch_end = lambda self, outputs: None
+    with pytest.raises(
+        TypeError, match="Old defines training_epoch_end, which is never called; define on_train_epoch_end"
+    ):
+        trainer_of().fit(Old(), make_loader(16))
+
+
+def test_what_a_run_will_do_is_known_in_setup() -> None:
+    class Planned(Validated):
+        def setup(self, stage: str) -> None:
+            self.planned = (self.trainer.estimated_stepping_batches, self.trainer.num_training_batches)
+
+    module, trainer = Planned(), trainer_of(max_epochs=3, accumulate_grad_batches=2, val_check_interval=2)
+    assert trainer.num_training_batches == float("inf")
+    trainer.fit(module, make_loader(16))
+    assert module.planned == (6, 4)
+    assert trainer.estimated_stepping_batches == 6
+    assert module.seen == [0, 1, "start", *[0, 1] * 6]
+    assert trainer_of(max_epochs=None, max_steps=7).estimated_stepping_batches == 7
+
+
+def test_settings_are_attributes_and_can_be_set_between_runs() -> None:
+    trainer = trainer_of(num_sanity_val_steps=-1, overfit_batches=2)
+    shown = (
+        trainer.limit_train_batches,
+        trainer.limit_test_batches,
+        trainer.overfit_batches,
+        trainer.num_sanity_val_steps,
+    )
+    assert shown == (2, 1.0, 2, float("inf"))
+    trainer.overfit_batches = 0
+    trainer.limit_train_batches, trainer.max_epochs, trainer.accumulate_grad_batches = 3, 2, 2
+    trainer.fit(Classifier(), make_loader(16))
+    assert (trainer.global_step, trainer.current_epoch) == (4, 2)
+    with pytest.raises(ValueError, match="max_epochs='a': accepted is a whole number"):
+        trainer.max_epochs = "a"
+    with pytest.raises(AttributeError, match=r"trainer.world_size cannot be set|can't set|has no setter"):
+        trainer.world_size = 3
+
+    class Changes(Classifier):
+        def on_train_start(self) -> None:
+            self.trainer.limit_val_batches = 1
+
+    with pytest.raises(RuntimeError, match="limit_val_batches was set while"):
+        trainer.fit(Changes(), make_loader(16))
+
+
+def test_ckpt_path_can_be_set_for_the_next_calls(tmp_path: Path) -> None:
+    trainer = trainer_of()
+    trainer.fit(Classifier(), make_loader(16))
+    trainer.save_checkpoint(tmp_path / "one.ckpt")
+    again = trainer_of(max_epochs=2)
+    again.ckpt_path = tmp_path / "one.ckpt"
+    assert again.ckpt_path == str(tmp_path / "one.ckpt")
+    again.fit(Classifier(), make_loader(16))
+    assert again.global_step == 8
+
+
+def test_names_that_do_not_exist_point_on() -> None:
+    with pytest.raises(AttributeError, match="fit_loop does not exist here"):
+        trainer_of().fit_loop
+    with pytest.raises(AttributeError, match="'Trainer' object has no attribute 'fti'"):
+        trainer_of().fti
+
+
+def test_a_variable_sets_what_the_script_leaves_open(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    monkeypatch.setenv("TRAINWRIGHT_TRAINER_LIMIT_TRAIN_BATCHES", "3")
+    monkeypatch.setenv("TRAINWRIGHT_TRAINER_MAX_EPOCHS", "7")
+    for _ in range(2):
+        trainer = trainer_of()
+        assert (trainer.limit_train_batches, trainer.max_epochs) == (3, 1)
+    said = "trainwright: TRAINWRIGHT_TRAINER_LIMIT_TRAIN_BATCHES=3 sets Trainer(limit_train_batches=3).\n"
+    assert capsys.readouterr().err == said
+    monkeypatch.setenv("TRAINWRIGHT_TRAINER_PRECISON", "bf16")
+    with pytest.raises(ValueError, match=r"no argument precison; .* Did you mean TRAINWRIGHT_TRAINER_PRECISION\?"):
+        trainer_of()
+
+
+class Copies(tw.Callback):
+    copy: Any = None
+
+    def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
+        self.copy = self.copy or copy.deepcopy(trainer)
+
+
+def test_copies_of_a_trainer_leave_the_engine_behind(tmp_path: Path) -> None:
+    callback, module = Copies(), Classifier()
+    trainer = trainer_of(
+        logger=tw.CSVLogger(tmp_path), log_every_n_steps=1, enable_checkpointing=True, callbacks=[callback]
+    )
+    trainer.fit(module, make_loader(16))
+    for other in (callback.copy, pickle.loads(pickle.dumps(trainer))):
+        assert other.engine is not trainer.engine
+        assert other.global_step == 4
+        assert_equal(weights(other.model), weights(module))
+        other.fit(other.model, make_loader(16))
+        assert other.global_step == 4
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])
+def test_a_hook_may_interrupt(error: type[BaseException]) -> None:
+    class Notes(tw.Callback):
+        def on_exception(self, trainer: Any, module: Any, exception: BaseException) -> None:
+            self.noted = (type(exception), trainer.interrupted)
+
+    def interrupt(*_: Any) -> None:
+        raise error
+
+    callback, module = Notes(), Classifier()
+    module.on_train_epoch_end = interrupt
+    trainer = trainer_of(callbacks=callback)
+    with pytest.raises(error):
+        trainer.fit(module, make_loader(16))
+    assert callback.noted == (error, True)
+    assert trainer.interrupted
+
+
+def test_loader_indices_of_steps_that_pull() -> None:
+    class Pulls(Classifier):
+        def predict_step(self, dataloader_iter: Any) -> Any:
+            return next(dataloader_iter)[1:]
+
+    assert trainer_of().predict(Pulls(), [make_loader(8), make_loader(4)]) == [[(0, 0), (1, 0)], [(0, 1)]]
+
+
+def test_predictions_of_several_loaders_need_no_index() -> None:
+    module = Classifier()
+    module.predict_step = lambda batch, batch_idx: len(batch[0])
+    assert trainer_of().predict(module, [make_loader(8), make_loader(4)]) == [[4, 4], [4]]
+
+
+class Asks(Classifier):
+    def on_fit_start(self) -> None:
+        strategy, rank = self.trainer.strategy, self.trainer.strategy.global_rank
+        strategy.barrier("here")
+        self.got = (
+            strategy.broadcast({"rank": rank}, src=1),
+            strategy.reduce(torch.tensor(float(rank)), reduce_op="sum").item(),
+            strategy.all_gather(torch.tensor([rank])).tolist(),
+            strategy.reduce_boolean_decision(rank == 0),
+            strategy.reduce_boolean_decision(rank == 0, all=False),
+            strategy.is_global_zero == (rank == 0),
+            strategy.lightning_module is self,
+            strategy.root_device.type,
+        )
+
+
+def job(folder: Path) -> Any:
+    module, trainer = Asks(), trainer_of(devices=2)
+    trainer.fit(module, make_loader(16))
+    module.predict_step = lambda batch, batch_idx: Odd(2 * batch_idx + trainer.global_rank)
+    with pytest.raises(TypeError, match="return_predictions='own' to keep each rank's own"):
+        trainer.predict(module, make_loader(16))
+    own = trainer.predict(module, make_loader(16), return_predictions="own")
+    return module.got, copy.deepcopy(trainer).global_step, [each.number for each in own]
+
+
+class Odd:
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+
+def test_a_strategy_and_predictions_on_two_ranks(tmp_path: Path) -> None:
+    expected = ({"rank": 1}, 1.0, [[0], [1]], False, True, True, True, small.ACCELERATOR)
+    assert run_job(job, 2, tmp_path) == [(expected, 2, [0, 2]), (expected, 2, [1, 3])]
+    strategy = trainer_of().strategy
+    assert strategy.broadcast("x") == "x"
+    assert strategy.reduce(torch.ones(2)).tolist() == [1.0, 1.0]
+    with pytest.raises(ValueError, match="reduce was given the group 3; accepted is None"):
+        strategy.reduce(torch.ones(2), group=3)
+
+
+def test_map_location_is_that_of_torch_load(tmp_path: Path) -> None:
+    trainer = trainer_of()
+    trainer.fit(Classifier(), make_loader(16))
+    trainer.save_checkpoint(tmp_path / "a.ckpt")
+
+    def loaded(location: Any) -> str:
+        return Classifier.load_from_checkpoint(tmp_path / "a.ckpt", map_location=location).device.type
+
+    assert loaded(lambda storage, place: storage) == loaded(lambda storage, place: None) == "cpu"
+    assert loaded({"cuda:0": "cpu"}) == loaded({"cuda:0": "cuda:1", "cpu": "cpu"}) == loaded({}) == "cpu"
+    assert loaded({"cuda:0": "meta"}) == loaded(torch.device("meta")) == "meta"
+    with pytest.raises(ValueError, match="names several devices"):
+        loaded({"cuda:0": "cpu", "cuda:1": "meta"})
+
+
+def test_weights_are_exported(tmp_path: Path) -> None:
+    module = Classifier()
+    module.twin = module.net[0]
+    path = tmp_path / "out" / "model.safetensors"
+    module.export(path, strip_prefix="net.", dtype=torch.bfloat16)
+    stored = safetensors.torch.load_file(path)
+    assert torch.equal(stored["0.weight"], module.net[0].weight.detach().bfloat16().cpu())
+    assert sorted(stored) == sorted(module.net.state_dict())
+    with pytest.raises(tw.CheckpointError, match="exists already"):
+        module.export(path)
+    with pytest.raises(tw.CheckpointError, match=r"no tensor's name begins with 'nte\.'; the names are such as net"):
+        module.export(tmp_path / "b.safetensors", strip_prefix="nte.")
+    module.export(tmp_path / "all.safetensors")
+    assert len(safetensors.torch.load_file(tmp_path / "all.safetensors")) == 4  # the twin is the same tensors
+
+
+def test_a_networks_own_container_comes_back(tmp_path: Path) -> None:
+    config = pytest.importorskip("omegaconf").OmegaConf.create({"lr": 0.1, "net": {"width": 3, "twice": "${lr}"}})
+    trainer = trainer_of()
+    trainer.fit(Configured(config), make_loader(16))
+    trainer.save_checkpoint(tmp_path / "a.ckpt")
+    again = Configured.load_from_checkpoint(tmp_path / "a.ckpt")
+    assert type(again.config) is type(config)
+    assert again.config.net.twice == 0.1
+    assert Configured.load_from_checkpoint(tmp_path / "a.ckpt", lr=0.5).config.lr == 0.5
+
+
+class Configured(Classifier):
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.save_hyperparameters(config)
+        self.config = config
+
+
+def test_other_values_of_return_predictions_are_refused() -> None:
+    with pytest.raises(ValueError, match="return_predictions='all' is not accepted; pass True, False or 'own'"):
+        trainer_of().predict(Classifier(), make_loader(16), return_predictions="all")
+
+
+def test_oversights_are_named(tmp_path: Path) -> None:
+    for match, settings, loaders in (
+        ("the validation loader shuffles", {}, (make_loader(16), make_loader(8, shuffle=True))),
+        (
+            "a single batch of 10 samples, since drop_last=True leaves out the other 6",
+            {},
+            (make_loader(16, 10, drop_last=True),),
+        ),
+        ("trains 1000 epochs; pass max_epochs=", {"max_epochs": None, "callbacks": Ends()}, (make_loader(16),)),
+        (
+            "no row of step values: the run made 4 steps, and log_every_n_steps is 9",
+            {"logger": tw.CSVLogger(tmp_path), "log_every_n_steps": 9},
+            (make_loader(16),),
+        ),
+    ):
+        with pytest.warns(UserWarning, match=match) as caught:
+            trainer_of(**settings).fit(Logs(), *loaders)
+        assert len(caught) == 1
+
+
+class Logs(Classifier):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        self.log("own_loss", loss)
+        return loss
+
+
+class Ends(tw.Callback):
+    def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
+        trainer.should_stop = True
+
+
+@pytest.mark.parametrize(("seconds", "is_named"), [(0.5, True), (0.001, False)])
+def test_waiting_for_data_beside_idle_cores_is_named(seconds: float, is_named: bool, monkeypatch: Any) -> None:
+    now = [0.0]
+
+    def batches() -> Any:
+        for batch in range(50):
+            now[0] += seconds
+            yield batch
+
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: range(4))
+    pairs = watching(batches(), make_loader(16), torch.device("cpu"), 4, clock=lambda: now[0])
+    assert list(pairs) == list(range(50))  # four processes on four cores: none is idle
+    pairs = watching(batches(), make_loader(16), torch.device("cpu"), 1, clock=lambda: now[0])
+    if is_named:
+        with pytest.warns(
+            UserWarning, match=r"100% of its time \(500 ms for a batch\): the loader has num_workers=0, .* 4 cores"
+        ):
+            assert list(pairs) == list(range(50))
+    else:
+        assert list(pairs) == list(range(50))
+
+
+def test_what_is_of_lightnings_own_is_pointed_on() -> None:
+    theirs = type("RichThing", (), {"__module__": "lightning.pytorch.callbacks.rich"})()
+    for use in (
+        lambda: trainer_of(callbacks=[theirs]),
+        lambda: trainer_of(logger=[theirs]),
+        lambda: trainer_of().fit(theirs, make_loader(16)),
+    ):
+        with pytest.raises(TypeError, match=r"of Lightning's own classes; import its base from trainwright too"):
+            use()
+    with pytest.raises(AttributeError, match="'Fabric': for your own loop use"):
+        tw.Fabric

@@ -1,0 +1,191 @@
+"""Searches for a learning rate and a batch size: what they find, and that they leave nothing behind."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from jobs import run_job
+from small import QUIET, Classifier, make_data, make_loader
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+import trainwright as tw
+
+
+class Rated(Classifier):
+    def __init__(self, lr: float = 0.05) -> None:
+        super().__init__(dropout=0.3, lr=lr)
+        self.save_hyperparameters()
+        self.batch_size = 4
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), self.lr)
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(make_data(40), self.batch_size, shuffle=True)
+
+
+def fit(module: tw.Module, **settings: Any) -> dict[str, Tensor]:
+    trainer = tw.Trainer(**{**QUIET, "max_epochs": 2, **settings})
+    trainer.fit(module)
+    return {name: value.clone() for name, value in module.state_dict().items()}
+
+
+def test_a_fit_after_a_search_is_the_same() -> None:
+    torch.manual_seed(3)
+    finder = tw.LearningRateFinder(1e-4, 1.0, 60)
+    module = Rated()
+    found = fit(module, callbacks=finder)
+    search = finder.optimal_lr
+    assert search is not None
+    assert module.lr == module.hparams.lr == search.suggestion()
+    assert search.results["lr"][:2] == [1e-4, pytest.approx(1e-4 * 1e4 ** (2 / 60))]
+    assert len(search.results["lr"]) == len(search.results["loss"]) <= 60
+    torch.manual_seed(3)
+    plain = fit(Rated(module.lr))
+    assert all(torch.equal(value, plain[name]) for name, value in found.items())
+
+
+def test_a_search_by_hand(tmp_path: Path) -> None:
+    module, before = Rated(), Rated().state_dict()
+    trainer = tw.Trainer(**{**QUIET, "logger": True}, default_root_dir=tmp_path, max_epochs=1)
+    search = tw.Tuner(trainer).lr_find(
+        module, num_training=40, mode="linear", min_lr=1e-3, max_lr=0.2, update_attr=False
+    )
+    assert search is not None
+    assert module.lr == 0.05
+    assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
+    assert trainer.global_step == 0
+    assert list(tmp_path.iterdir()) == []
+    assert search.results["lr"][-1] == pytest.approx(0.2)
+    figure = search.plot(suggest=True)
+    assert len(figure.axes[0].lines) == 2
+    with pytest.warns(UserWarning, match="has 40 points, of which 39 at the beginning"):
+        assert search.suggestion(skip_begin=39) is None
+
+
+def test_a_diverging_search_ends() -> None:
+    search = tw.Tuner(tw.Trainer(**QUIET, max_epochs=1)).lr_find(Rated(), min_lr=1e-2, max_lr=1e4, num_training=100)
+    assert search is not None
+    assert 3 < len(search.results["loss"]) < 100
+    assert search.suggestion(2) is not None
+
+
+def test_accumulation_and_schedulers() -> None:
+    class Scheduled(Rated):
+        def configure_optimizers(self) -> Any:
+            optimizer = super().configure_optimizers()
+            scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=8)
+            return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
+
+        def configure_callbacks(self) -> Any:
+            return [tw.EarlyStopping("nothing")]
+
+    trainer = tw.Trainer(**QUIET, max_epochs=1, accumulate_grad_batches=2)
+    search = tw.Tuner(trainer).lr_find(Scheduled(), num_training=20, early_stop_threshold=None)
+    assert search is not None
+    assert search.results["lr"] == [search.rate(step) for step in range(20)]
+
+
+def test_the_largest_batch_size() -> None:
+    module = Rated()
+    tuner = tw.Tuner(tw.Trainer(**QUIET, max_epochs=1))
+    assert tuner.scale_batch_size(module, init_val=2, max_trials=3) == module.batch_size == 8
+    assert tuner.scale_batch_size(module, init_val=16) == 64  # one batch is all 40 samples
+
+    class Limited(Rated):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            if len(batch[0]) > 11:
+                raise torch.OutOfMemoryError("no memory for this batch")
+            return super().training_step(batch, batch_idx)
+
+    module = Limited()
+    assert tuner.scale_batch_size(module) == 8
+    assert tuner.scale_batch_size(module, mode="binsearch", margin=0.0) == module.batch_size == 11
+    assert tuner.scale_batch_size(module, mode="binsearch", margin=0.1) == 9
+    finder = tw.BatchSizeFinder(init_val=32)
+    fit(module, callbacks=finder)
+    assert finder.optimal_batch_size == module.batch_size == 8
+
+
+class Data(tw.DataModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.batch_size = 2
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(make_data(40), self.batch_size)
+
+
+def test_a_data_modules_batch_size() -> None:
+    data = Data()
+    tuner = tw.Tuner(tw.Trainer(**QUIET, max_epochs=1))
+    assert tuner.scale_batch_size(Classifier(), datamodule=data, max_trials=2) == data.batch_size == 4
+    assert tuner.scale_batch_size(Classifier(), data, max_trials=3) == data.batch_size == 8
+
+
+def test_what_is_refused() -> None:
+    trainer = tw.Trainer(**QUIET, max_epochs=1)
+    tuner = tw.Tuner(trainer)
+
+    class Plain(tw.Module):
+        pass
+
+    class Several(Rated):
+        def __init__(self) -> None:
+            super().__init__()
+            self.automatic_optimization = False
+
+        def configure_optimizers(self) -> Any:
+            return [torch.optim.SGD(self.parameters(), 0.1), torch.optim.SGD(self.parameters(), 0.1)]
+
+    with pytest.raises(AttributeError, match="sets lr or learning_rate, and Plain has no such attribute"):
+        tuner.lr_find(Plain(), make_loader())
+    with pytest.raises(AttributeError, match="sets rate, and Rated has no such attribute"):
+        tuner.lr_find(Rated(), attr_name="rate")
+    with pytest.raises(AttributeError, match="sets size, and Classifier or Data has no such"):
+        tuner.scale_batch_size(Classifier(), datamodule=Data(), batch_arg_name="size")
+    with pytest.raises(ValueError, match="fit was given loaders"):
+        tuner.scale_batch_size(Rated(), make_loader())
+    with pytest.raises(ValueError, match="needs one optimizer, and configure_optimizers returned 2"):
+        tuner.lr_find(Several())
+    with pytest.raises(ValueError, match="only 'fit' is searched"):
+        tuner.lr_find(Rated(), method="test")
+    for options, message in (
+        ({"mode": "cubic"}, "choose from exponential, linear"),
+        ({"min_lr": 1.0, "max_lr": 0.1}, "0 < min_lr < max_lr"),
+        ({"num_training": 0}, "num_training=0 is not accepted"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            tuner.lr_find(Rated(), **options)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="choose from power, binsearch"):
+        tw.BatchSizeFinder("cubic")
+    with pytest.warns(UserWarning, match="No learning rate is searched with fast_dev_run"):
+        assert tw.Tuner(tw.Trainer(**QUIET, fast_dev_run=True)).lr_find(Rated()) is None
+
+
+def two_ranks(folder: Path) -> Any:
+    found: dict[str, Any] = {}
+    for strategy in ("ddp", "fsdp", "ddp_sharded", "deepspeed"):
+        torch.manual_seed(3)
+        finder = tw.LearningRateFinder(1e-4, 1.0, 30)
+        module = Rated()
+        fit(module, callbacks=finder, devices="auto", strategy=strategy, max_epochs=1)
+        assert finder.optimal_lr is not None
+        found[strategy] = module.lr, finder.optimal_lr.results["loss"]
+    try:
+        tw.Tuner(tw.Trainer(**{**QUIET, "devices": "auto"}, max_epochs=1)).scale_batch_size(Rated())
+    except ValueError as error:
+        found["batch"] = str(error)
+    return found
+
+
+def test_two_ranks(tmp_path: Path) -> None:
+    first, second = run_job(two_ranks, 2, tmp_path)
+    assert first == second
+    assert "runs on one process, and this Trainer has 2" in first.pop("batch")
+    rates = {strategy: rate for strategy, (rate, _) in first.items()}
+    assert len(set(rates.values())) == 1, rates

@@ -1,0 +1,362 @@
+"""Averaging: an average of the weights, on each rank that of the pieces of them that the rank holds.
+
+A checkpoint holds what `trainwright/checkpoint/contents.py` says: what a callback shows in its evaluations as the model, the
+weights in training apart from it, and the averages in float32 where the model has another dtype.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.swa_utils import get_swa_multi_avg_fn
+
+from trainwright.callbacks.base import Callback
+from trainwright.checkpoint.contents import AVERAGE, MODEL, TRAINING
+from trainwright.checkpoint.editing import fill
+from trainwright.checkpoint.reader import Checkpoint
+from trainwright.checkpoint.tensors import Piece, tied_groups
+from trainwright.compiled_names import clean_name
+from trainwright.rank_zero import rank_zero_warn
+
+if TYPE_CHECKING:
+    from trainwright.module import Module
+    from trainwright.strategies import Strategy
+    from trainwright.trainer.trainer import Trainer
+
+Fold = Callable[[list[Tensor], list[Tensor], int], None]
+"""Changes averages by values and their count so far, as `multi_avg_fn` of torch's AveragedModel does."""
+AverageFunction = Callable[[Tensor, Tensor, Tensor], Tensor]
+MOST_ELEMENTS = 2**24
+"""Elements that are converted at once, so that the values of a model in bfloat16 need little memory beside it."""
+LOW = frozenset({torch.float16, torch.bfloat16})
+
+
+def fold_of(avg_fn: AverageFunction | None, multi_avg_fn: Callable[..., None] | None = None) -> Fold:
+    """Return the fold of a user's function, which gets the count as a 0-dim tensor; without any, the equal mean."""
+
+    def fold(averages: list[Tensor], values: list[Tensor], count: int) -> None:
+        if avg_fn is None and multi_avg_fn is None:
+            get_swa_multi_avg_fn()(averages, values, torch.tensor(count))  # type: ignore[no-untyped-call]
+            return
+        number = torch.tensor(count, device=averages[0].device)
+        if multi_avg_fn is not None:
+            multi_avg_fn(averages, values, number)
+        elif avg_fn is not None:
+            for average, value in zip(averages, values, strict=True):
+                average.copy_(avg_fn(average, value, number))
+
+    return fold
+
+
+class AveragedPieces:
+    """The averages of this rank's pieces of what a module trains, by name, in float32 or their own wider dtype.
+
+    A parameter that is frozen has no average until it trains: its own value is the average so far. `device` is where they are
+    kept, None for that of each piece; with `use_buffers` floating-point buffers of the state_dict are averaged too.
+    """
+
+    def __init__(self, fold: Fold, device: torch.device | None, use_buffers: bool) -> None:
+        self._fold, self._device, self._use_buffers = fold, device, use_buffers
+        self._averages: dict[str, Tensor] = {}
+        self._buffers: set[str] = set()
+        self._infinite: set[int] = set()
+        """The ids of the averages of buffers that have infinite elements by design, such as a mask: these have no mean."""
+        self._frozen: list[nn.Parameter] = []
+        self._kept: dict[str, Tensor] = {}
+        """The weights in training, while the module holds the averages."""
+
+    @property
+    def are_shown(self) -> bool:
+        """Return whether the module holds the averages."""
+        return bool(self._kept)
+
+    def join(self, strategy: Strategy, module: nn.Module) -> None:
+        """Begin the averages of what trains and has none."""
+        self._begin(self._trained(strategy, module))
+
+    def _begin(self, pieces: Iterable[Piece]) -> None:
+        """Begin the averages of pieces that have none with their present values."""
+        for group in tied_groups(piece for piece in pieces if piece.name not in self._averages):
+            value = group[0].tensor
+            dtype = torch.float32 if value.dtype in LOW else value.dtype
+            average = value.to(self._device or value.device, dtype, copy=True)
+            self._averages.update((piece.name, average) for piece in group)
+            if group[0].name in self._buffers and not average.isfinite().all():
+                self._infinite.add(id(average))
+
+    def join_unfrozen(self, strategy: Strategy, module: nn.Module) -> None:
+        """Do what `join` does, if a parameter that was frozen is no longer."""
+        if any(parameter.requires_grad for parameter in self._frozen):
+            self.join(strategy, module)
+
+    def _trained(self, strategy: Strategy, module: nn.Module) -> list[Piece]:
+        """Return the pieces of what trains now, and note what does not."""
+        named = [(clean_name(name), each) for name, each in module.named_parameters(remove_duplicate=False)]
+        self._frozen = [each for _, each in named if not each.requires_grad]
+        names = {name for name, each in named if each.requires_grad}
+        if self._use_buffers:
+            buffers = module.named_buffers(remove_duplicate=False)
+            self._buffers = {clean_name(name) for name, each in buffers if _can_be_averaged(each)}
+        return [piece for piece in strategy.model_pieces(module) if piece.name in names | self._buffers]
+
+    @torch.no_grad()
+    def update(self, strategy: Strategy, module: nn.Module, count: int) -> None:
+        """Take the present weights into averages of `count` earlier ones."""
+        if not count:
+            self._averages.clear()
+            self.join(strategy, module)
+            return
+        pairs = list(self._pairs(self._read(strategy, module)))
+        for some in _portions(pairs):
+            self._fold([average for average, _ in some], [_like(value, average) for average, value in some], count)
+        for average, value in pairs if self._infinite else ():
+            if id(average) in self._infinite:
+                average.copy_(torch.where(average.isfinite(), average, _like(value, average)))
+
+    def _read(self, strategy: Strategy, module: nn.Module) -> list[Piece]:
+        """Return the pieces of the module; the average of a buffer that has another size now begins with its value."""
+        pieces = strategy.model_pieces(module)
+        for piece in pieces:
+            average = self._averages.get(piece.name)
+            if average is not None and average.shape != piece.tensor.shape:
+                del self._averages[piece.name]
+                self._begin([piece])
+        return pieces
+
+    def _pairs(self, pieces: Iterable[Piece]) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield each average once, with the tensor that the module holds."""
+        seen: set[int] = set()
+        for piece in pieces:
+            average = self._averages.get(piece.name)
+            if average is not None and id(average) not in seen:
+                seen.add(id(average))
+                yield average, piece.tensor
+
+    @torch.no_grad()
+    def show(self, strategy: Strategy, module: nn.Module, kept: Collection[str] = ()) -> None:
+        """Put the averages into the module, and keep what it held, under the names `kept` too. Collective."""
+        pieces = self._read(strategy, module)
+        names = self._averages.keys() | set(kept)
+        for group in tied_groups(piece for piece in pieces if piece.name in names):
+            value = group[0].tensor.clone()
+            self._kept.update((piece.name, value) for piece in group)
+        for average, value in self._pairs(pieces):
+            value.copy_(average)
+        strategy.refresh_weights([module])
+        strategy.before_evaluation([module])  # the averages of buffers are rank 0's
+
+    @torch.no_grad()
+    def put_back(self, strategy: Strategy, module: nn.Module, refreshes: bool = True) -> None:
+        """Put the weights in training back into the module. Collective, unless `refreshes` is False."""
+        for piece in strategy.model_pieces(module):
+            if piece.name in self._kept:
+                piece.tensor.copy_(self._kept[piece.name])
+        self._kept.clear()
+        if refreshes:
+            strategy.refresh_weights([module])
+
+    def leave(self, strategy: Strategy, module: nn.Module) -> None:
+        """Drop the averages that the module holds itself, for good."""
+        held = {piece.name: piece.tensor.dtype for piece in strategy.model_pieces(module)}
+        self._averages = {name: each for name, each in self._averages.items() if held.get(name) != each.dtype}
+
+    def parts(
+        self, strategy: Strategy, module: nn.Module, is_model: bool, is_final: bool
+    ) -> dict[str, dict[str, Tensor]]:
+        """Return what a checkpoint holds, by section and name.
+
+        `is_model`: the averages are its model. `is_final`: the module holds them, and what its user has made of them since.
+        """
+        found: dict[str, dict[str, Tensor]] = {}
+        pieces = {piece.name: piece.tensor for piece in self._read(strategy, module)}
+        averages = {name: average for name, average in self._averages.items() if name in pieces}
+        if is_model:
+            found[TRAINING] = self._kept or {name: pieces[name] for name in averages}
+            found[AVERAGE] = {name: each for name, each in averages.items() if each.dtype != pieces[name].dtype}
+            if not is_final:
+                found[MODEL] = averages
+        else:
+            found = {TRAINING: self._kept, AVERAGE: averages}
+        return {section: dict(tensors) for section, tensors in found.items() if tensors}
+
+    @torch.no_grad()
+    def load(
+        self,
+        strategy: Strategy,
+        module: nn.Module,
+        checkpoint: Checkpoint,
+        edited: Mapping[str, Tensor] | None,
+        is_model: bool,
+    ) -> None:
+        """Read the averages of a checkpoint of any strategy and number of ranks.
+
+        `edited` is its model, if hooks have changed that; `is_model`: its model is the averages.
+
+        Raises:
+            CheckpointError: a file cannot be read.
+        """
+        apart, in_model = (
+            checkpoint.tensors(name).keys() if name in checkpoint.sections else set[str]()
+            for name in (AVERAGE, TRAINING)
+        )
+        in_model = in_model - apart if is_model else set()
+        parameters = {clean_name(name) for name, _ in module.named_parameters(remove_duplicate=False)}
+        self.join(strategy, module)
+        pieces = strategy.model_pieces(module)
+        self._begin(piece for piece in pieces if piece.name in parameters & (apart | in_model))  # frozen since the save
+        stored = [replace(each, tensor=self._averages[each.name]) for each in pieces if each.name in self._averages]
+        if apart:
+            checkpoint.read_into(AVERAGE, [piece for piece in stored if piece.name in apart])
+        if edited is not None:
+            fill([piece for piece in stored if piece.name in in_model & edited.keys()], edited)
+        elif in_model:
+            checkpoint.read_into(MODEL, [piece for piece in stored if piece.name in in_model])
+
+
+def _can_be_averaged(tensor: Tensor) -> bool:
+    return (tensor.is_floating_point() or tensor.is_complex()) and tensor.layout is torch.strided
+
+
+def _like(value: Tensor, average: Tensor) -> Tensor:
+    return value.to(average.device, average.dtype)
+
+
+def _portions(pairs: Iterable[tuple[Tensor, Tensor]]) -> Iterator[list[tuple[Tensor, Tensor]]]:
+    """Group pairs of an average and its value by the device and dtype of the average, and cut the groups to a size."""
+    groups: dict[tuple[torch.device, torch.dtype], list[tuple[Tensor, Tensor]]] = {}
+    elements = 0
+    for average, value in pairs:
+        elements += average.numel()
+        groups.setdefault((average.device, average.dtype), []).append((average, value))
+        if elements > MOST_ELEMENTS:
+            yield from groups.values()
+            groups, elements = {}, 0
+    yield from groups.values()
+
+
+def _refuse_computed(callback: str, module: nn.Module, pieces: Iterable[Piece]) -> None:
+    """Raise ValueError for a parameter or buffer for which the state_dict has another tensor, computed from it."""
+    named = (*module.named_parameters(), *module.named_buffers())
+    own = {clean_name(name): each for name, each in named if _can_be_averaged(each)}
+    for piece in pieces:
+        held = own.get(piece.name)
+        if held is not None and held.data_ptr() != piece.tensor.data_ptr():
+            raise ValueError(
+                f"{piece.name!r} in the state_dict of {type(module).__name__} is computed from the module's tensor, so "
+                f"{callback} could not put an average into the module. Keep the tensor itself there, without a hook."
+            )
+
+
+class Averaging(Callback):
+    """A callback that averages weights; the base of those in `weight_averaging.py` and `stochastic_weight_averaging.py`."""
+
+    reads_outputs = False
+    counts_rounds = True
+    _is_model = True
+    """Whether the averages are the model of a checkpoint; else they are stored apart from it."""
+
+    def __init__(self, device: torch.device | str | int | None, use_buffers: bool) -> None:
+        self._use_buffers = use_buffers
+        self._device = None if device is None else torch.device(device)
+        self.n_averaged = 0
+        """How often the weights were taken into the average."""
+        self._pieces: AveragedPieces | None = None
+        self._is_training = self._is_final = self._is_loaded = False
+
+    def _fold(self) -> Fold:
+        """Return how weights are taken into averages."""
+        raise NotImplementedError
+
+    @property
+    def pieces(self) -> AveragedPieces:
+        """The averages of this rank, from a fit's beginning on."""
+        assert self._pieces is not None, "no fit has begun"
+        return self._pieces
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_pieces": None}  # they are as large as the weights, and this process's part
+
+    def setup(self, trainer: Trainer, module: Module, stage: str) -> None:
+        self._is_training = stage == "fit"
+        if not self._is_training:
+            if not self._is_final:  # of a fit that failed
+                self.n_averaged = 0
+            return
+        averaging = [type(each).__name__ for each in trainer.callbacks if isinstance(each, Averaging)]
+        if len(averaging) > 1:
+            raise ValueError(
+                f"{' and '.join(averaging)} average the same weights, and a module can hold one average; leave one of them out."
+            )
+        self.n_averaged, self._is_final, self._is_loaded = 0, False, False
+        self._pieces = AveragedPieces(self._fold(), self._device, self._use_buffers)
+
+    def on_fit_start(self, trainer: Trainer, module: Module) -> None:
+        if trainer.strategy.holds_modules:  # the others refuse computed entries themselves
+            _refuse_computed(type(self).__name__, module, trainer.strategy.model_pieces(module))
+
+    def on_after_backward(self, trainer: Trainer, module: Module) -> None:
+        if self.n_averaged:
+            self.pieces.join_unfrozen(trainer.strategy, module)
+
+    def on_train_epoch_start(self, trainer: Trainer, module: Module) -> None:
+        if self.n_averaged:
+            self.pieces.join(trainer.strategy, module)
+
+    def _update(self, trainer: Trainer, module: Module) -> None:
+        """Take the weights into the average."""
+        self.pieces.update(trainer.strategy, module, self.n_averaged)
+        self.n_averaged += 1
+
+    def _show(self, trainer: Trainer, module: Module, kept: Collection[str] = ()) -> bool:
+        """Put the averages into the module; return False before the first update. Collective."""
+        if self.n_averaged and not self.pieces.are_shown:
+            self.pieces.show(trainer.strategy, module, kept)
+        return self.n_averaged > 0
+
+    def on_train_end(self, trainer: Trainer, module: Module) -> None:
+        self._is_final = self._show(trainer, module)
+        if self._is_final and self._is_model:
+            self.pieces.leave(trainer.strategy, module)
+
+    def on_exception(self, trainer: Trainer, module: Module, exception: BaseException) -> None:
+        self._put_back(trainer, module)
+
+    def teardown(self, trainer: Trainer, module: Module, stage: str) -> None:
+        self._put_back(trainer, module)
+
+    def _put_back(self, trainer: Trainer, module: Module) -> None:
+        """Put the weights in training back after an evaluation that was not ended."""
+        if self._pieces is not None and self._pieces.are_shown and not self._is_final:
+            self._pieces.put_back(trainer.strategy, module, refreshes=trainer.world_size == 1)  # a rank may be gone
+
+    def _parts_to_save(self, trainer: Trainer, module: Module) -> Mapping[str, Mapping[str, Tensor]]:
+        if self._pieces is None or not self.n_averaged:
+            return {}
+        return self._pieces.parts(trainer.strategy, module, self._is_model, self._is_final)
+
+    def _load_parts(
+        self, trainer: Trainer, module: Module, checkpoint: Checkpoint, edited: Mapping[str, Tensor] | None
+    ) -> bool:
+        if self.n_averaged and not {AVERAGE, TRAINING} & set(checkpoint.sections):  # saved by a copy without its pieces
+            self.n_averaged, self._is_loaded = 0, False
+        if self.n_averaged:
+            self.pieces.load(trainer.strategy, module, checkpoint, edited, self._is_model)
+        return self._is_loaded
+
+    def _on_restored(self, trainer: Trainer) -> None:
+        if not self._is_loaded:
+            rank_zero_warn(
+                f"{trainer.resume_source} holds no average of {type(self).__name__}: the run resumes from its weights, and "
+                f"the average begins with the weights of its next update after step {trainer.global_step}.",
+                stacklevel=2,
+            )
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"n_averaged": self.n_averaged}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.n_averaged, self._is_loaded = int(state["n_averaged"]), True

@@ -1,0 +1,203 @@
+"""ClassificationReport: the scores of each class after a validation or a test, as text, logged values and a picture."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from trainwright.callbacks.base import Callback
+from trainwright.callbacks.classification_scores import ClassificationScores
+from trainwright.loggers.base import Logger
+
+if TYPE_CHECKING:
+    from trainwright.module import Module
+    from trainwright.trainer.trainer import Trainer
+
+STAGES = ("validation", "test")
+
+
+class ClassificationReport(Callback):
+    """Reports precision, recall, F1 and support of each class, over all ranks and with each sample counted once.
+
+    The step returns its predictions and targets in a dict:
+
+    >>> report = tw.ClassificationReport(class_names=["cat", "dog"])
+    >>> def validation_step(self, batch, batch_idx):
+    ...     x, y = batch
+    ...     return {"preds": self(x), "target": y}
+
+    Args:
+        class_names: a name for each class, in the order of their numbers; None for the numbers.
+        num_classes: how many classes there are; by default those of class_names, of the scores' last dimension, or up to the
+            highest number seen.
+        predictions: the key of the predictions in the step's output: class numbers of shape (samples,), or scores (logits or
+            probabilities) of shape (samples, classes), of which the highest counts.
+        targets: the key of the targets: class numbers of shape (samples,).
+        stages: the loops to report: "validation", "test" or both.
+        digits: digits of the printed table.
+        verbose: print the table on rank 0: after each test, and after a fit the last validation's.
+        log: log accuracy and the macro and weighted averages, such as `val_report/macro avg/f1-score`, which a ModelCheckpoint
+            may monitor.
+        log_classes: also log the scores of each class, such as `val_report/cat/recall`.
+        picture: give the confusion matrix to loggers that take images, where matplotlib is installed.
+        zero_division: the score of a class without predictions (precision), without samples (recall), or without both (F1).
+
+    `scores["validation"]` and `scores["test"]` hold the latest ClassificationScores, on every rank; their `plot()` draws the
+    confusion matrix.
+
+    Raises:
+        TypeError: at the first batch, if the step returns something else.
+        ValueError: labels that are not of the classes.
+    """
+
+    counts_rounds = False
+
+    def __init__(
+        self,
+        class_names: Sequence[str] | None = None,
+        num_classes: int | None = None,
+        predictions: str = "preds",
+        targets: str = "target",
+        stages: str | Sequence[str] = STAGES,
+        digits: int = 2,
+        verbose: bool = True,
+        log: bool = True,
+        log_classes: bool = False,
+        picture: bool = True,
+        zero_division: float = 0.0,
+    ) -> None:
+        self.stages = (stages,) if isinstance(stages, str) else tuple(stages)
+        if unknown := [each for each in self.stages if each not in STAGES]:
+            raise ValueError(f"stages has {unknown[0]!r}; choose from {', '.join(STAGES)}.")
+        if class_names is not None and num_classes not in (None, len(class_names)):
+            raise ValueError(f"num_classes={num_classes}, but class_names has {len(class_names)} names; leave one out.")
+        if class_names is not None and len(set(map(str, class_names))) < len(class_names):
+            raise ValueError(f"class_names={list(class_names)!r} has a name twice; give each class its own.")
+        self.class_names = None if class_names is None else [str(each) for each in class_names]
+        self.num_classes = num_classes if class_names is None else len(class_names)
+        self.predictions, self.targets, self.digits = predictions, targets, digits
+        self.verbose, self.log_values, self.log_classes, self.picture = verbose, log, log_classes, picture
+        self.zero_division = zero_division
+        self.scores: dict[str, ClassificationScores] = {}
+        self._confusion: Tensor | None = None
+
+    def on_validation_epoch_start(self, trainer: Trainer, module: Module) -> None:
+        self._confusion = None
+
+    def on_test_epoch_start(self, trainer: Trainer, module: Module) -> None:
+        self._confusion = None
+
+    def on_validation_batch_end(
+        self, trainer: Trainer, module: Module, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        if "validation" in self.stages and not trainer.is_dummy_batch:
+            self._count("validation_step", outputs)
+
+    def on_test_batch_end(
+        self, trainer: Trainer, module: Module, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        if "test" in self.stages and not trainer.is_dummy_batch:
+            self._count("test_step", outputs)
+
+    def on_validation_epoch_end(self, trainer: Trainer, module: Module) -> None:
+        if "validation" in self.stages and not trainer.sanity_checking:
+            self._report(trainer, "validation", "val_report")
+
+    def on_test_epoch_end(self, trainer: Trainer, module: Module) -> None:
+        if "test" in self.stages:
+            self._report(trainer, "test", "test_report")
+            self._show(trainer, "test")
+
+    def on_train_end(self, trainer: Trainer, module: Module) -> None:
+        if "validation" in self.scores:
+            self._show(trainer, "validation")
+
+    def _count(self, step: str, outputs: Any) -> None:
+        """Add a batch to the confusion matrix, on the device."""
+        predicted, actual = (_labels_of(step, outputs, key) for key in (self.predictions, self.targets))
+        highest = 0
+        if predicted.dim() == actual.dim() + 1:
+            highest, predicted = predicted.shape[-1], predicted.argmax(-1)
+        predicted, actual = predicted.flatten(), actual.flatten()
+        if predicted.shape != actual.shape:
+            raise ValueError(
+                f"ClassificationReport: {step} returned {len(predicted)} predictions ({self.predictions!r}) and {len(actual)} "
+                f"targets ({self.targets!r}); return one of each for a sample."
+            )
+        if not len(actual):
+            return
+        lowest, seen = (int(each) for each in torch.stack([actual, predicted]).aminmax())
+        count = self.num_classes or max(highest, seen + 1)
+        if lowest < 0 or seen >= count:
+            raise ValueError(
+                f"ClassificationReport: {step} returned class {lowest if lowest < 0 else seen}, but the classes are 0 to "
+                f"{count - 1}; leave out ignored samples, or pass num_classes=."
+            )
+        matrix = torch.bincount(actual * count + predicted, minlength=count * count).view(count, count)
+        self._confusion = matrix if self._confusion is None else _sum(self._confusion, matrix)
+
+    def _report(self, trainer: Trainer, stage: str, prefix: str) -> None:
+        """Sum over the ranks, and log. Collective."""
+        own = torch.zeros(0, 0, dtype=torch.long) if self._confusion is None else self._confusion.cpu()
+        cells = own.nonzero()
+        entries = torch.cat([cells, own[cells[:, 0], cells[:, 1]].unsqueeze(1)], 1).tolist()
+        parts = trainer.engine.ranks.exchange([len(own), entries], "ClassificationReport")
+        count = self.num_classes or max(size for size, _ in parts)
+        confusion = torch.zeros(count, count, dtype=torch.long)
+        for _, part in parts:
+            for actual, predicted, number in part:
+                confusion[actual, predicted] += number
+        if not count:
+            return
+        scores = self.scores[stage] = ClassificationScores(confusion, self.class_names, self.zero_division)
+        if self.log_values:
+            table = scores.as_dict()
+            self.log(f"{prefix}/accuracy", table["accuracy"])
+            names = [*(scores.class_names if self.log_classes else ()), "macro avg", "weighted avg"]
+            for name in names:
+                for column in ("precision", "recall", "f1-score"):
+                    self.log(f"{prefix}/{name}/{column}", table[name][column])
+        takers = [each for each in trainer.loggers if type(each).log_images is not Logger.log_images]
+        if self.picture and takers and trainer.is_global_zero and importlib.util.find_spec("matplotlib"):
+            pixels = _pixels(scores.plot())
+            for logger in takers:
+                logger.log_images({f"{prefix}/confusion": pixels}, trainer.state.batches_that_stepped)
+
+    def _show(self, trainer: Trainer, stage: str) -> None:
+        if self.verbose:
+            trainer.print(f"{stage}:\n{self.scores[stage].text(self.digits)}")
+
+
+def _labels_of(step: str, outputs: Any, key: str) -> Tensor:
+    if not isinstance(outputs, Mapping) or not isinstance(outputs.get(key), Tensor):
+        found = (
+            f"a dict with {', '.join(map(repr, outputs))}" if isinstance(outputs, Mapping) else type(outputs).__name__
+        )
+        raise TypeError(
+            f"ClassificationReport needs the tensor {key!r} in what {step} returns, which is {found}; return {{'preds': "
+            "scores, 'target': labels}, or name other keys by predictions= and targets=."
+        )
+    value: Tensor = outputs[key].detach()
+    return value
+
+
+def _sum(left: Tensor, right: Tensor) -> Tensor:
+    """Add two square matrices, the smaller one padded with zeros."""
+    small, large = sorted((left, right), key=len)
+    total = large.clone()
+    total[: len(small), : len(small)] += small
+    return total
+
+
+def _pixels(figure: Any) -> Any:
+    """Return a figure as an array of (height, width, 3)."""
+    import numpy
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+    canvas: Any = FigureCanvasAgg(figure)
+    canvas.draw()
+    return numpy.asarray(canvas.buffer_rgba())[..., :3].copy()

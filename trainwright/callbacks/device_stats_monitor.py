@@ -1,0 +1,71 @@
+"""DeviceStatsMonitor: the memory and the load of the device in the loggers."""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from trainwright.callbacks.base import Callback
+
+if TYPE_CHECKING:
+    from trainwright.module import Module
+    from trainwright.trainer.trainer import Trainer
+
+
+class DeviceStatsMonitor(Callback):
+    """Logs, with the step values, what torch knows of the device's memory, and the load of the processor.
+
+    The names are `DeviceStatsMonitor.on_train_batch_end/<statistic>`: those of torch.accelerator.memory_stats (bytes), and
+    cpu_percent, cpu_vm_percent and cpu_swap_percent (percent) of the machine. Rank 0's are logged.
+
+    Args:
+        cpu_stats: True logs the processor's too, False never does; None where the device is the CPU. Needs psutil.
+    """
+
+    reads_outputs = False
+
+    def __init__(self, cpu_stats: bool | None = None) -> None:
+        self.cpu_stats = cpu_stats
+        self._reads_cpu = False
+        self._device = torch.device("cpu")
+
+    def setup(self, trainer: Trainer, module: Module, stage: str) -> None:
+        if stage != "fit":
+            return
+        if not trainer.loggers and not trainer.fast_dev_run:
+            raise ValueError(
+                "DeviceStatsMonitor writes to the trainer's loggers, but logger=False; give the Trainer a logger, or leave the "
+                "callback out."
+            )
+        self._device = module.device
+        self._reads_cpu = self._device.type == "cpu" if self.cpu_stats is None else self.cpu_stats
+        if self._reads_cpu and importlib.util.find_spec("psutil") is None:
+            raise ModuleNotFoundError("DeviceStatsMonitor reads the processor's load with psutil: pip install psutil.")
+
+    def on_train_batch_start(self, trainer: Trainer, module: Module, batch: Any, batch_idx: int) -> None:
+        self._log(trainer, "on_train_batch_start", trainer.state.batches_that_stepped + 1)
+
+    def on_train_batch_end(self, trainer: Trainer, module: Module, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self._log(trainer, "on_train_batch_end", trainer.state.batches_that_stepped)
+
+    def _log(self, trainer: Trainer, hook: str, step: int) -> None:
+        every = trainer.log_every_n_steps
+        if not trainer.is_global_zero or not every or step % every:
+            return
+        values = {f"DeviceStatsMonitor.{hook}/{name}": value for name, value in self._statistics().items()}
+        for logger in trainer.loggers if values else ():
+            logger.log_metrics(values, step)
+
+    def _statistics(self) -> dict[str, float]:
+        values: dict[str, float] = {}
+        if self._device.type != "cpu" and torch.accelerator.is_available():
+            values |= {name: float(value) for name, value in torch.accelerator.memory_stats(self._device).items()}
+        if self._reads_cpu:
+            import psutil
+
+            values["cpu_percent"] = psutil.cpu_percent()
+            values["cpu_vm_percent"] = psutil.virtual_memory().percent
+            values["cpu_swap_percent"] = psutil.swap_memory().percent
+        return values

@@ -1,0 +1,68 @@
+"""LearningRateFinder: searches a learning rate before a fit, and trains with it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from trainwright.callbacks.base import Callback
+from trainwright.callbacks.learning_rate_search import LearningRateSearch, MakeTrial
+from trainwright.callbacks.tuned_setting import TunedSetting
+from trainwright.rank_zero import rank_zero_info
+
+if TYPE_CHECKING:
+    from trainwright.module import Module
+
+NAMES = ("lr", "learning_rate")
+
+
+class LearningRateFinder(Callback):
+    """Before a fit, trains a copy of the module at growing learning rates, and sets the module's `lr` or `learning_rate`.
+
+    The copy has a Trainer like this one, without loggers, checkpoints and other callbacks; the module's weights, its data order
+    and the generators are as if it had not run. A fit with ckpt_path= does not search.
+
+    Args:
+        min_lr, max_lr: the first and the last rate to try.
+        num_training_steps: optimizer steps of the trial, each at a higher rate.
+        mode: "exponential" multiplies the rate from step to step, "linear" adds to it.
+        early_stop_threshold: the trial ends once the smoothed loss is this many times the best one; None to try all rates.
+        update_attr: False leaves the attribute; `optimal_lr.suggestion()` has the rate.
+        attr_name: the attribute to set, such as "hparams.rate"; "" for lr or learning_rate.
+
+    `optimal_lr` is the LearningRateSearch after the fit has begun.
+
+    Raises:
+        AttributeError: from fit, without an attribute to set.
+        ValueError: from fit, for several optimizers.
+    """
+
+    def __init__(
+        self,
+        min_lr: float = 1e-8,
+        max_lr: float = 1,
+        num_training_steps: int = 100,
+        mode: str = "exponential",
+        early_stop_threshold: float | None = 4.0,
+        update_attr: bool = True,
+        attr_name: str = "",
+    ) -> None:
+        LearningRateSearch(mode, min_lr, max_lr, num_training_steps)  # refuses what is wrong
+        self._arguments = (mode, min_lr, max_lr, num_training_steps)
+        self.early_stop_threshold, self.update_attr, self.attr_name = early_stop_threshold, update_attr, attr_name
+        self.optimal_lr: LearningRateSearch | None = None
+
+    def _tune(self, make_trial: MakeTrial, module: Module, data: Mapping[str, Any]) -> None:
+        self.optimal_lr = self.search(make_trial, module, data)
+
+    def search(self, make_trial: MakeTrial, module: Module, data: Mapping[str, Any]) -> LearningRateSearch:
+        """Search, and set the attribute. Collective."""
+        names = (self.attr_name,) if self.attr_name else NAMES
+        setting = TunedSetting(names, [module], "The search for a learning rate") if self.update_attr else None
+        found = LearningRateSearch(*self._arguments)
+        found.run(make_trial, module, data, self.early_stop_threshold)
+        rate = found.suggestion() if setting is not None else None
+        if setting is not None and rate is not None:
+            setting.set(rate)
+            rank_zero_info(f"The learning rate {setting.name} is set to {rate}.")
+        return found

@@ -1,0 +1,176 @@
+"""The search for a learning rate: a trial run at growing rates, and what it suggests.
+
+The method is the learning-rate range test of L. N. Smith, "Cyclical Learning Rates for Training Neural Networks", WACV 2017.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+
+from trainwright.callbacks.base import Callback
+from trainwright.data.seeding import isolate_rng
+from trainwright.rank_zero import rank_zero_warn
+
+if TYPE_CHECKING:
+    from trainwright.module import Module
+    from trainwright.trainer.trainer import Trainer
+
+MODES = ("exponential", "linear")
+SMOOTHING = 0.98
+
+
+class TrialTrainer(Protocol):
+    """The Trainer of a trial, as far as a search uses it."""
+
+    @property
+    def world_size(self) -> int:
+        """The number of processes of the job."""
+
+    @property
+    def fit(self) -> Callable[..., None]:
+        """Train a module."""
+
+
+MakeTrial = Callable[..., TrialTrainer]
+"""Returns a Trainer for a trial, with the settings given by name."""
+
+
+class LearningRateSearch:
+    """The losses of a trial run by learning rate.
+
+    `results["lr"]` and `results["loss"]` are lists with an entry for each optimizer step; the losses are smoothed, and the mean
+    over all ranks.
+    """
+
+    def __init__(self, mode: str, lr_min: float, lr_max: float, num_training: int) -> None:
+        if mode not in MODES:
+            raise ValueError(f"mode={mode!r} is unknown; choose from {', '.join(MODES)}.")
+        if not 0.0 < lr_min < lr_max:
+            raise ValueError(f"min_lr={lr_min} and max_lr={lr_max}: accepted are rates with 0 < min_lr < max_lr.")
+        if num_training < 1:
+            raise ValueError(f"num_training={num_training} is not accepted; pass a number of steps from 1.")
+        self.mode, self.lr_min, self.lr_max, self.num_training = mode, lr_min, lr_max, num_training
+        self.results: dict[str, list[float]] = {"lr": [], "loss": []}
+
+    def rate(self, step: int) -> float:
+        """Return the learning rate of an optimizer step, from 0."""
+        if step == 0:
+            return self.lr_min
+        fraction = (step + 1) / self.num_training
+        if self.mode == "linear":
+            return self.lr_min + fraction * (self.lr_max - self.lr_min)
+        return float(self.lr_min * (self.lr_max / self.lr_min) ** fraction)
+
+    def suggestion(self, skip_begin: int = 10, skip_end: int = 1) -> float | None:
+        """Return the rate at which the loss falls fastest; None, with a warning, if there are too few points.
+
+        Args:
+            skip_begin: points to leave out at the beginning.
+            skip_end: points to leave out at the end, where the loss may already rise.
+        """
+        index = self._steepest(skip_begin, skip_end)
+        if index is None:
+            rank_zero_warn(
+                f"The search for a learning rate has {len(self.results['loss'])} points, of which {skip_begin} at the "
+                f"beginning and {skip_end} at the end are left out: too few to suggest one. Raise num_training, or pass "
+                "smaller skip_begin and skip_end."
+            )
+            return None
+        return self.results["lr"][index]
+
+    def _steepest(self, skip_begin: int, skip_end: int) -> int | None:
+        end = len(self.results["loss"]) - skip_end
+        kept = [i for i in range(skip_begin, end) if math.isfinite(self.results["loss"][i])]
+        if len(kept) < 2:
+            return None
+        rates, losses = (torch.tensor([self.results[name][i] for i in kept]) for name in ("lr", "loss"))
+        return kept[int(torch.gradient(losses, spacing=[rates])[0].argmin())]
+
+    def plot(self, suggest: bool = False, show: bool = False, ax: Any = None) -> Any:
+        """Draw the loss by learning rate with matplotlib, and return the figure.
+
+        Args:
+            suggest: mark the suggested rate.
+            show: show the figure in a window, or below a notebook's cell.
+            ax: the matplotlib Axes to draw on; None for a new figure.
+        """
+        import matplotlib.pyplot
+
+        if ax is None:
+            _, ax = matplotlib.pyplot.subplots()
+        rates, losses = self.results["lr"], self.results["loss"]
+        ax.plot(rates, losses)
+        ax.set(xlabel="learning rate", ylabel="loss", xscale="log" if self.mode == "exponential" else "linear")
+        index = self._steepest(10, 1) if suggest else None
+        if index is not None:
+            ax.plot(rates[index], losses[index], marker="o", markersize=10, color="red")
+        if show:
+            matplotlib.pyplot.show()
+        return ax.figure
+
+    def run(self, make_trial: MakeTrial, module: Module, data: Mapping[str, Any], threshold: float | None) -> None:
+        """Train a copy of the module at growing rates; the module and the generators stay as they are. Collective."""
+        with isolate_rng():
+            make_trial(callbacks=[Sweep(self, threshold)], max_steps=self.num_training).fit(trial_copy(module), **data)
+
+
+def trial_copy(module: Module) -> Module:
+    """Return a copy of a module for a trial run: without the callbacks it configures, and whose schedulers do not step."""
+
+    class Trial(type(module)):  # type: ignore[misc]
+        def configure_callbacks(self) -> list[Callback]:
+            return []
+
+        def lr_scheduler_step(self, *args: Any) -> None:
+            pass
+
+    copied = copy.deepcopy(module)
+    copied.__class__ = Trial
+    return copied
+
+
+class Sweep(Callback):
+    """Sets the rate of each step of a trial run, and notes the losses."""
+
+    def __init__(self, search: LearningRateSearch, threshold: float | None) -> None:
+        self.search, self.threshold = search, threshold
+        self._step, self._mean, self._best = -1, 0.0, math.inf
+        self._losses: list[float] = []
+
+    def on_train_start(self, trainer: Trainer, module: Module) -> None:
+        if len(trainer.optimizers) != 1:
+            raise ValueError(
+                f"The search for a learning rate needs one optimizer, and configure_optimizers returned "
+                f"{len(trainer.optimizers)}; set their rates by hand."
+            )
+
+    def on_train_batch_start(self, trainer: Trainer, module: Module, batch: Any, batch_idx: int) -> None:
+        if trainer.global_step != self._step:
+            self._step = trainer.global_step
+            for group in trainer.optimizers[0].param_groups:
+                group["lr"] = self.search.rate(self._step)
+
+    def on_train_batch_end(self, trainer: Trainer, module: Module, outputs: Any, batch: Any, batch_idx: int) -> None:
+        loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
+        own = None if loss is None or trainer.is_dummy_batch else float(loss)
+        found = [
+            each for each in trainer.engine.ranks.exchange(own, "the search for a learning rate") if each is not None
+        ]
+        self._losses += [math.fsum(found) / len(found)] if found else []
+        if trainer.global_step == self._step:  # the window is open
+            return
+        loss, self._losses = self._losses[-1] if self._losses else math.nan, []
+        self._mean = SMOOTHING * self._mean + (1 - SMOOTHING) * loss
+        smoothed = self._mean / (1 - SMOOTHING ** (self._step + 2))
+        results = self.search.results
+        results["lr"].append(self.search.rate(self._step))
+        results["loss"].append(smoothed)
+        if self._step > 0 and self.threshold is not None and smoothed > self.threshold * self._best:
+            trainer.should_stop = True
+        if self._step == 0 or smoothed < self._best:
+            self._best = smoothed

@@ -1,0 +1,126 @@
+"""SpikeDetection: ends a run whose loss jumps, and notes the batch."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections import deque
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from trainwright.callbacks.base import Callback
+from trainwright.checkpoint.filesystem import resolve
+from trainwright.errors import TrainwrightError
+from trainwright.paths import absolute
+
+if TYPE_CHECKING:
+    from trainwright.module import Module
+    from trainwright.trainer.trainer import Trainer
+
+
+class TrainingSpikeException(TrainwrightError):
+    """The loss of a batch is far worse than those before it.
+
+    Args:
+        batch_idx: the index of the batch in its epoch.
+    """
+
+    def __init__(self, batch_idx: int, message: str = "") -> None:
+        super().__init__(message or f"The loss of batch {batch_idx} is a spike.")
+        self.batch_idx = batch_idx
+
+
+class SpikeDetection(Callback):
+    """Ends the run, on every rank, when a batch's loss is far worse than the mean of the last ones.
+
+    It reads the loss of each batch, and on several processes exchanges the decision, so each batch waits for the device.
+
+    Args:
+        mode: "min" if a lower loss is better, "max" if a higher one is.
+        window: batches of the mean.
+        warmup: batches before the first decision.
+        atol: how far the loss may differ from the mean; None for no such limit.
+        rtol: how many times the mean the loss may differ from it; None for no such limit. A spike exceeds all limits.
+        exclude_batches_path: a JSON file to which the index of the batch is added, for a run that leaves it out; None for
+            `skip_batches.json` in the logger's run folder or default_root_dir.
+        finite_only: a NaN or an infinity is a spike too.
+
+    Raises:
+        TrainingSpikeException: from `trainer.fit`, with the batch's index.
+    """
+
+    def __init__(
+        self,
+        mode: str = "min",
+        window: int = 10,
+        warmup: int = 1,
+        atol: float | None = None,
+        rtol: float | None = 2.0,
+        exclude_batches_path: str | os.PathLike[str] | None = None,
+        finite_only: bool = True,
+    ) -> None:
+        if mode not in ("min", "max"):
+            raise ValueError(f"mode={mode!r} is unknown; choose from min, max.")
+        for name, number in (("window", window), ("warmup", warmup)):
+            if isinstance(number, bool) or not isinstance(number, int) or number < 1:
+                raise ValueError(f"{name}={number!r} is not accepted; pass a number of batches from 1.")
+        if atol is None and rtol is None:
+            raise ValueError("atol=None and rtol=None leave no limit; give one of them.")
+        self.mode, self.window, self.warmup, self.atol, self.rtol = mode, window, warmup, atol, rtol
+        self.exclude_batches_path = None if exclude_batches_path is None else absolute(exclude_batches_path)
+        self.finite_only = finite_only
+        self._losses: deque[float] = deque(maxlen=window)
+        self._seen = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"losses": list(self._losses), "seen": self._seen}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._losses, self._seen = deque(state["losses"], maxlen=self.window), int(state["seen"])
+
+    def setup(self, trainer: Trainer, module: Module, stage: str) -> None:
+        if stage == "fit":
+            self._losses, self._seen = deque(maxlen=self.window), 0
+
+    def on_train_batch_end(self, trainer: Trainer, module: Module, outputs: Any, batch: Any, batch_idx: int) -> None:
+        loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
+        value = None if loss is None or trainer.is_dummy_batch else float(torch.as_tensor(loss))
+        values = [each for each in trainer.engine.ranks.exchange(value, "SpikeDetection") if each is not None]
+        if not values:
+            return
+        mean = math.fsum(values) / len(values) if all(map(math.isfinite, values)) else math.nan
+        self._seen += 1
+        if self._seen > self.warmup and self._losses and self._is_spike(mean):
+            self._note(trainer, batch_idx)
+            before = math.fsum(self._losses) / len(self._losses)
+            raise TrainingSpikeException(
+                batch_idx,
+                f"The loss of batch {batch_idx} in epoch {trainer.current_epoch} is {mean:.6g}, where the last "
+                f"{len(self._losses)} batches had {before:.6g}.",
+            )
+        if math.isfinite(mean):
+            self._losses.append(mean)
+
+    def _is_spike(self, loss: float) -> bool:
+        if not math.isfinite(loss):
+            return self.finite_only
+        mean = math.fsum(self._losses) / len(self._losses)
+        distance = loss - mean if self.mode == "min" else mean - loss
+        limits = [self.atol, None if self.rtol is None else self.rtol * abs(mean)]
+        return all(distance > limit for limit in limits if limit is not None)
+
+    def _note(self, trainer: Trainer, batch_idx: int) -> None:
+        if not trainer.is_global_zero or trainer.fast_dev_run:
+            return
+        folder = trainer.log_dir or trainer.default_root_dir
+        path = self.exclude_batches_path or f"{folder}/skip_batches.json"
+        files, inside = resolve(path)
+        noted: list[int] = []
+        if files.exists(inside):
+            with files.open(inside) as stream:
+                noted = json.loads(stream.read())
+            files.remove_file(inside)
+        files.make_directories(os.path.dirname(inside))
+        files.put(inside, json.dumps([*noted, batch_idx]).encode())

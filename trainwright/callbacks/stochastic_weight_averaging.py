@@ -1,0 +1,202 @@
+"""StochasticWeightAveraging: the mean of the weights at the starts of the last epochs, with its own learning rate."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.optim import Optimizer
+from torch.optim.swa_utils import SWALR
+
+from trainwright.callbacks.averaging import LOW, AverageFunction, Averaging, Fold, fold_of
+from trainwright.compiled_names import clean_name
+from trainwright.rank_zero import rank_zero_warn
+
+if TYPE_CHECKING:
+    from trainwright.module import Module
+    from trainwright.trainer.trainer import Trainer
+
+STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
+
+
+class StochasticWeightAveraging(Averaging):
+    """Averages the weights over the last epochs.
+
+    The method is of Izmailov et al., "Averaging Weights Leads to Wider Optima and Better Generalization" (UAI 2018). From
+    the first of these epochs on, torch's SWALR replaces the module's scheduler: it anneals the learning rates
+    to `swa_lrs`. The average is of the weights with which each of these epochs begins.
+
+    Once the training has ended, the module gets the average, and the statistics of batch norm are computed again as the mean
+    over the batches of the training data: training_step runs on each of them, without gradients, hooks and logging. During
+    the training, validations and checkpoints have the weights in training, and the average is stored apart.
+    Afterwards `trainer.validate` scores the average and `trainer.save_checkpoint` saves it.
+
+    It works under every strategy, where each rank averages the pieces of the weights that it holds, and resumes bitwise.
+
+    Args:
+        swa_lrs: the learning rate to anneal to, or one for each parameter group.
+        swa_epoch_start: the first epoch to average, counted from 1; a float is a fraction of max_epochs, rounded down.
+        annealing_epochs: over how many epochs the learning rates change; 0 for at once.
+        annealing_strategy: "cos" or "linear".
+        avg_fn: called with an average, the weights and a 0-dim tensor, the number of updates before this one; returns the new
+            average. It has to be elementwise: a rank may hold a 1-D part of a tensor. None for the equal mean.
+        device: where the average is kept; None for where the weights are.
+
+    Raises:
+        TypeError, ValueError: an argument is not accepted; in fit, several optimizers or schedulers, manual optimization, or a
+            fraction of epochs without a limit.
+    """
+
+    _is_model = False
+
+    def __init__(
+        self,
+        swa_lrs: float | list[float],
+        swa_epoch_start: int | float = 0.8,
+        annealing_epochs: int = 10,
+        annealing_strategy: Literal["cos", "linear"] = "cos",
+        avg_fn: AverageFunction | None = None,
+        device: torch.device | str | None = "cpu",
+    ) -> None:
+        rates = swa_lrs if isinstance(swa_lrs, (list, tuple)) else [swa_lrs]
+        if not rates or not all(_is_number(rate) and rate > 0 and math.isfinite(rate) for rate in rates):
+            raise ValueError(f"swa_lrs={swa_lrs!r} is not accepted; pass a rate above 0, or a list of them.")
+        is_epoch = isinstance(swa_epoch_start, int) and not isinstance(swa_epoch_start, bool) and swa_epoch_start >= 1
+        if not is_epoch and not (isinstance(swa_epoch_start, float) and 0 <= swa_epoch_start <= 1):
+            raise ValueError(
+                f"swa_epoch_start={swa_epoch_start!r} is not accepted; pass the number of an epoch, from 1, or a fraction of "
+                "the epochs (a float from 0 to 1)."
+            )
+        if isinstance(annealing_epochs, bool) or not isinstance(annealing_epochs, int) or annealing_epochs < 0:
+            raise ValueError(f"annealing_epochs={annealing_epochs!r} is not accepted; pass a whole number from 0.")
+        if annealing_strategy not in ("cos", "linear"):
+            raise ValueError(f"annealing_strategy={annealing_strategy!r} is unknown; choose from cos, linear.")
+        if avg_fn is not None and not callable(avg_fn):
+            raise TypeError(f"avg_fn={avg_fn!r} cannot be called; pass a function of an average, weights and a number.")
+        super().__init__(device, use_buffers=False)
+        self._swa_lrs, self._swa_epoch_start, self._avg_fn = list(rates), swa_epoch_start, avg_fn
+        self._annealing_epochs, self._annealing_strategy = annealing_epochs, annealing_strategy
+        self._swa_scheduler: SWALR | None = None
+        self._latest_update_epoch = -1
+
+    def _fold(self) -> Fold:
+        return fold_of(self._avg_fn)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_swa_scheduler": None}  # it holds the optimizer
+
+    def setup(self, trainer: Trainer, module: Module, stage: str) -> None:
+        super().setup(trainer, module, stage)
+        if stage == "fit":
+            self._swa_scheduler, self._latest_update_epoch = None, -1
+            self._start = self._first_epoch(trainer)
+
+    def _first_epoch(self, trainer: Trainer) -> int:
+        """Return the number, from 0, of the first epoch to average."""
+        start = self._swa_epoch_start
+        if isinstance(start, float):
+            if trainer.max_epochs in (None, -1):
+                raise ValueError(
+                    f"swa_epoch_start={start} is a fraction of the epochs, but max_epochs sets no limit; pass the number of an "
+                    "epoch (int), or max_epochs."
+                )
+            start = int((trainer.max_epochs or 0) * start)
+        return max(start - 1, 0)
+
+    def on_fit_start(self, trainer: Trainer, module: Module) -> None:
+        super().on_fit_start(trainer, module)
+        name = type(self).__name__
+        if not module.automatic_optimization:
+            raise ValueError(
+                f"{name} steps a scheduler and runs training_step without gradients, but this module has "
+                "automatic_optimization = False; average with torch.optim.swa_utils in it, or use WeightAveraging."
+            )
+        if len(trainer.optimizers) != 1 or len(trainer.lr_scheduler_configs) > 1:
+            raise ValueError(
+                f"{name} needs one optimizer and at most one scheduler, but configure_optimizers returned "
+                f"{len(trainer.optimizers)} and {len(trainer.lr_scheduler_configs)}; leave the others out, or use "
+                "WeightAveraging."
+            )
+        groups = len(trainer.optimizers[0].param_groups)
+        if len(self._swa_lrs) not in (1, groups):
+            raise ValueError(
+                f"swa_lrs has {len(self._swa_lrs)} rates, but the optimizer has {groups} parameter groups; pass one rate, or "
+                "one for each group."
+            )
+
+    def _make_scheduler(self, optimizer: Optimizer) -> Any:
+        if self._swa_scheduler is None and self.n_averaged:
+            rates: Any = self._swa_lrs if len(self._swa_lrs) > 1 else self._swa_lrs[0]
+            self._swa_scheduler = SWALR(optimizer, rates, self._annealing_epochs, self._annealing_strategy)
+        return self._swa_scheduler
+
+    def on_train_epoch_start(self, trainer: Trainer, module: Module) -> None:
+        super().on_train_epoch_start(trainer, module)
+        epoch = trainer.current_epoch
+        if epoch < self._start or epoch <= self._latest_update_epoch:
+            return
+        self._update(trainer, module)
+        self._latest_update_epoch = epoch
+
+    def _after_training(self, trainer: Trainer, module: Module, pass_over: Callable[[], bool]) -> None:
+        layers = {
+            clean_name(name): layer
+            for name, layer in module.named_modules()
+            if isinstance(layer, _BatchNorm) and layer.num_batches_tracked is not None and layer.training
+        }
+        names = {f"{name}.{leaf}" if name else leaf for name in layers for leaf in STATISTICS}
+        if self._show(trainer, module, names) and layers:
+            _renew(layers, pass_over, trainer.engine.reduce)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "latest_update_epoch": self._latest_update_epoch}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        self._latest_update_epoch = int(state["latest_update_epoch"])
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+@torch.no_grad()
+def _renew(
+    layers: Mapping[str, _BatchNorm], pass_over: Callable[[], bool], reduce: Callable[[Tensor, str], Tensor]
+) -> None:
+    """Compute the statistics of batch norm again, as the mean over the batches of all ranks. Collective."""
+    before = {name: ([each.clone() for each in _statistics(layer)], layer.momentum) for name, layer in layers.items()}
+    try:
+        for layer in layers.values():
+            layer.reset_running_stats()
+            layer.momentum = None  # the mean of all batches
+        is_made = pass_over()
+    finally:
+        for name, layer in layers.items():
+            layer.momentum = before[name][1]
+    unused = []
+    for name, layer in layers.items():
+        *means, count = _statistics(layer)
+        total = reduce(count.float(), "sum")
+        for value in means:
+            wide = value.float() if value.dtype in LOW else value
+            value.copy_(reduce(wide * count, "sum") / total)
+        count.copy_(total)
+        if not total:
+            unused.append(name)
+            for value, kept in zip(_statistics(layer), before[name][0], strict=True):
+                value.copy_(kept)
+    if unused and is_made:
+        rank_zero_warn(
+            f"batch norm {', '.join(map(repr, unused))} keeps its statistics, since the pass over the training data for new "
+            "ones did not use it: training_step does not, or the loader can be read only once.",
+            stacklevel=2,
+        )
+
+
+def _statistics(layer: _BatchNorm) -> list[Tensor]:
+    return [getattr(layer, name) for name in STATISTICS]

@@ -1,0 +1,168 @@
+"""ThroughputMonitor: samples, tokens and FLOP a second, and the share of the time that training waits for data."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from trainwright.callbacks.base import Callback
+
+if TYPE_CHECKING:
+    from trainwright.module import Module
+    from trainwright.trainer.trainer import Trainer
+
+PEAK_FLOPS = {
+    "H200": 989e12, "H100 NVL": 835e12, "H100 PCIe": 756e12, "H100": 989e12, "A100": 312e12, "A10G": 70e12, "A10": 125e12,
+    "L40S": 362e12, "L40": 181e12, "L4": 121e12, "V100": 125e12, "T4": 65e12, "RTX 4090": 165e12, "RTX 3090": 71e12,
+}  # fmt: skip
+"""FLOP/s of dense 16-bit matrix products by a part of the device's name, from the vendors' data sheets."""
+
+
+class Moment(NamedTuple):
+    """What was done up to a time, in seconds."""
+
+    time: float
+    waited: float
+    batches: int
+    samples: int
+    length: int
+
+
+class ThroughputMonitor(Callback):
+    """Logs, with the step values, how fast training is over the last rows.
+
+    The names are `train/device/<rate>` for this process (rank 0's are logged) and `train/<rate>` for all, as if each were as
+    fast; the rates are batches_per_sec, samples_per_sec, items_per_sec (of length_fn, such as tokens) and flops_per_sec.
+    `train/device/mfu` is the fraction of the device's peak. `train/data_wait` is the fraction of the time in which training
+    waited for the next batch. Validation and checkpoints between batches do not count. A row waits for the device once.
+
+    Args:
+        batch_size_fn: returns the samples of a batch.
+        length_fn: returns the items of a batch, such as its tokens; None for none.
+        window_size: rows over which a rate is taken.
+        available_flops: the device's peak in FLOP/s; None for that of known GPUs in 16-bit precision, without which mfu is left
+            out.
+        flops_per_batch: FLOP of a training step; None for the module's `flops_per_batch`, else counted once, in the first step,
+            by torch's FLOP counter; 0 to leave FLOP out.
+    """
+
+    reads_outputs = False
+
+    def __init__(
+        self,
+        batch_size_fn: Callable[[Any], int],
+        length_fn: Callable[[Any], int] | None = None,
+        *,
+        window_size: int = 100,
+        available_flops: float | None = None,
+        flops_per_batch: float | None = None,
+    ) -> None:
+        if not callable(batch_size_fn) or not (length_fn is None or callable(length_fn)):
+            raise TypeError("batch_size_fn and length_fn are called with a batch and return a number; pass functions.")
+        if window_size < 2:
+            raise ValueError(f"window_size={window_size} is not accepted; a rate needs 2 rows or more.")
+        self.batch_size_fn, self.length_fn, self.window_size = batch_size_fn, length_fn, window_size
+        self.available_flops, self.flops_per_batch = available_flops, flops_per_batch
+        self._begin()
+
+    def _begin(self) -> None:
+        self._moments: deque[Moment] = deque(maxlen=self.window_size)
+        self._batches = self._samples = self._length = 0
+        self._waited = self._busy = 0.0
+        self._ended_at: float | None = None
+        """When the previous batch ended; None after anything but a batch."""
+        self._began_at = 0.0
+        self._counter: Any = None
+        self._flops: float | None = self.flops_per_batch
+
+    def setup(self, trainer: Trainer, module: Module, stage: str) -> None:
+        if stage != "fit":
+            return
+        if not trainer.loggers and not trainer.fast_dev_run:
+            raise ValueError(
+                "ThroughputMonitor writes to the trainer's loggers, but logger=False; give the Trainer a logger, or leave the "
+                "callback out."
+            )
+        self._begin()
+        if self._flops is None:
+            self._flops = getattr(module, "flops_per_batch", None)
+
+    def teardown(self, trainer: Trainer, module: Module, stage: str) -> None:
+        self._stop_counting()
+
+    def on_exception(self, trainer: Trainer, module: Module, exception: BaseException) -> None:
+        self._stop_counting()
+
+    def on_train_epoch_start(self, trainer: Trainer, module: Module) -> None:
+        self._ended_at = None
+
+    def on_validation_end(self, trainer: Trainer, module: Module) -> None:
+        self._ended_at = None
+
+    def on_train_batch_start(self, trainer: Trainer, module: Module, batch: Any, batch_idx: int) -> None:
+        self._began_at = time.perf_counter()
+        if self._ended_at is not None:
+            self._waited += self._began_at - self._ended_at
+            self._busy += self._began_at - self._ended_at
+        if self._flops is None and self._counter is None:
+            from torch.utils.flop_counter import FlopCounterMode
+
+            self._counter = FlopCounterMode(display=False)
+            self._counter.__enter__()
+
+    def on_train_batch_end(self, trainer: Trainer, module: Module, outputs: Any, batch: Any, batch_idx: int) -> None:
+        was_counting = self._counter is not None
+        self._stop_counting()
+        if not trainer.is_dummy_batch:
+            self._samples += int(self.batch_size_fn(batch))
+            self._length += int(self.length_fn(batch)) if self.length_fn is not None else 0
+        self._batches += 1
+        step, every = trainer.state.batches_that_stepped, trainer.log_every_n_steps
+        is_due = every > 0 and step % every == 0
+        if is_due and module.device.type != "cpu":
+            torch.accelerator.synchronize(module.device)
+        self._ended_at = time.perf_counter()
+        self._busy += self._ended_at - self._began_at
+        if was_counting:  # slower than the others
+            self._busy = self._waited = 0.0
+            self._batches = self._samples = self._length = 0
+        elif is_due:
+            self._moments.append(Moment(self._busy, self._waited, self._batches, self._samples, self._length))
+            values = self._rates(trainer.world_size, module.device) if len(self._moments) > 1 else {}
+            for logger in trainer.loggers if values and trainer.is_global_zero else ():
+                logger.log_metrics(values, step)
+
+    def _rates(self, world_size: int, device: torch.device) -> dict[str, float]:
+        first, last = self._moments[0], self._moments[-1]
+        seconds = max(last.time - first.time, 1e-9)
+        own = {
+            "batches_per_sec": (last.batches - first.batches) / seconds,
+            "samples_per_sec": (last.samples - first.samples) / seconds,
+        }
+        if self.length_fn is not None:
+            own["items_per_sec"] = (last.length - first.length) / seconds
+        if self._flops:
+            own["flops_per_sec"] = self._flops * own["batches_per_sec"]
+        values = {f"train/device/{name}": value for name, value in own.items()}
+        values |= {f"train/{name}": value * world_size for name, value in own.items()}
+        peak = self.available_flops or _peak(device)
+        if self._flops and peak:
+            values["train/device/mfu"] = own["flops_per_sec"] / peak
+        values["train/data_wait"] = (last.waited - first.waited) / seconds
+        return values
+
+    def _stop_counting(self) -> None:
+        counter, self._counter = self._counter, None
+        if counter is not None:
+            counter.__exit__(None, None, None)
+            self._flops = float(counter.get_total_flops())
+
+
+def _peak(device: torch.device) -> float | None:
+    name_of = getattr(torch.get_device_module(device), "get_device_name", None)
+    name = name_of(device) if name_of is not None else ""
+    return next((flops for part, flops in PEAK_FLOPS.items() if part in name), None)

@@ -1,0 +1,185 @@
+"""WeightAveraging and EMAWeightAveraging: averaged weights for validation, for what is saved, and at the end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.optim.swa_utils import get_ema_multi_avg_fn
+
+from trainwright.callbacks.averaging import AverageFunction, Averaging, Fold, fold_of
+
+if TYPE_CHECKING:
+    from trainwright.module import Module
+    from trainwright.trainer.trainer import Trainer
+
+
+class WeightAveraging(Averaging):
+    """Averages the weights during training, by default with equal weights, as torch's AveragedModel does.
+
+    The module holds the averages during each validation of fit, and once the training has ended. They are the model of a
+    checkpoint too, so that ModelCheckpoint's best weights are those that were scored; a resumed run continues from the weights
+    in training, bitwise. Before the first update, all of these are the weights in training.
+
+    It works under every strategy: each rank averages the pieces of the weights that it holds, and a run resumes under another
+    strategy or number of processes. Averages of float16 and bfloat16 weights are in float32. Parameters that are frozen
+    are left out until they train. Buffers of integers keep their latest value, and so do elements of a buffer
+    that have no finite mean (a mask of -inf).
+
+    Override `should_update` to choose the steps or epochs after which the average is updated.
+
+    Args:
+        device: where the averages are kept; None for where the weights are. "cpu" saves memory of a GPU, and each update
+            copies the weights there.
+        use_buffers: average the floating-point buffers of the state_dict too, such as running statistics. If False,
+            evaluations use the latest ones.
+        avg_fn: called with an average, the weights and a 0-dim tensor, the number of updates before this one; returns the new
+            average. It has to be elementwise: a rank may hold a 1-D part of a tensor.
+        multi_avg_fn: the same for lists of tensors on one device and of one dtype; changes the averages.
+
+    Raises:
+        ValueError: both functions are given; in fit, another callback averages too.
+        TypeError: a function cannot be called.
+    """
+
+    def __init__(
+        self,
+        device: torch.device | str | int | None = None,
+        use_buffers: bool = True,
+        *,
+        avg_fn: AverageFunction | None = None,
+        multi_avg_fn: Callable[[list[Tensor], list[Tensor], Tensor], None] | None = None,
+    ) -> None:
+        if avg_fn is not None and multi_avg_fn is not None:
+            raise ValueError("avg_fn and multi_avg_fn both say how to average; pass one of them.")
+        for name, function in (("avg_fn", avg_fn), ("multi_avg_fn", multi_avg_fn)):
+            if function is not None and not callable(function):
+                raise TypeError(f"{name}={function!r} cannot be called; pass a function of averages and weights.")
+        super().__init__(device, use_buffers)
+        self._avg_fn, self._multi_avg_fn = avg_fn, multi_avg_fn
+        self._latest_update_step, self._latest_update_epoch = 0, -1
+
+    def _fold(self) -> Fold:
+        return fold_of(self._avg_fn, self._multi_avg_fn)
+
+    @property
+    def state_key(self) -> str:
+        """Return one key for all subclasses, which differ in when they update: each continues the average of another."""
+        return "WeightAveraging"
+
+    def should_update(self, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
+        """Return whether to update the average now; by default after each optimizer step.
+
+        Args:
+            step_idx: the number of the optimizer step just made, from 0; None at an epoch's end.
+            epoch_idx: the number of the epoch that ends, from 0; None after a step.
+        """
+        return step_idx is not None
+
+    def setup(self, trainer: Trainer, module: Module, stage: str) -> None:
+        super().setup(trainer, module, stage)
+        if stage == "fit":
+            self._latest_update_step, self._latest_update_epoch = 0, -1
+
+    def on_train_batch_end(self, trainer: Trainer, module: Module, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self._follow_step(trainer, module)
+
+    def _follow_step(self, trainer: Trainer, module: Module) -> None:
+        step = trainer.global_step
+        if step > self._latest_update_step and self.should_update(step_idx=step - 1):
+            self._update(trainer, module)
+            self._latest_update_step = step
+
+    def on_train_epoch_end(self, trainer: Trainer, module: Module) -> None:
+        epoch = trainer.current_epoch
+        if trainer.state.progress.is_leaving:
+            return  # a run that resumes within the epoch ends it
+        if epoch > self._latest_update_epoch and self.should_update(epoch_idx=epoch):
+            self._update(trainer, module)
+            self._latest_update_epoch = epoch
+
+    def _make_up(self, trainer: Trainer) -> None:
+        """Make the update that was due when an earlier callback wrote the checkpoint that the run resumes from."""
+        self._follow_step(trainer, self._module())
+
+    def _on_restored(self, trainer: Trainer) -> None:
+        super()._on_restored(trainer)
+        if not self._is_loaded:
+            self._latest_update_step = trainer.global_step
+
+    def on_validation_start(self, trainer: Trainer, module: Module) -> None:
+        if self._is_training:
+            self._show(trainer, module)
+
+    def on_validation_end(self, trainer: Trainer, module: Module) -> None:
+        if self._is_training and self.n_averaged:
+            self.pieces.put_back(trainer.strategy, module)
+
+    def state_dict(self) -> dict[str, Any]:
+        steps = {"latest_update_step": self._latest_update_step, "latest_update_epoch": self._latest_update_epoch}
+        return {**super().state_dict(), **steps}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        self._latest_update_step = int(state["latest_update_step"])
+        self._latest_update_epoch = int(state["latest_update_epoch"])
+
+
+class EMAWeightAveraging(WeightAveraging):
+    """Keeps an exponential moving average of the weights: average = decay * average + (1 - decay) * weights.
+
+    It begins with the weights of the first update. For the rest see WeightAveraging.
+
+    Args:
+        device, use_buffers: those of WeightAveraging.
+        decay: from 0 to 1.
+        update_every_n_steps: update after each optimizer step whose number, from 0, this divides; 0 for none.
+        update_starting_at_step: the number of the first such step, from 0; None for the first of the run.
+        update_starting_at_epoch: update also at the end of each epoch from this number, from 0, on; None for none. To update
+            after epochs alone, pass update_every_n_steps=0.
+
+    Raises:
+        ValueError: decay, a step or an epoch is out of its range; no update would be made.
+    """
+
+    def __init__(
+        self,
+        device: torch.device | str | int | None = None,
+        use_buffers: bool = True,
+        decay: float = 0.999,
+        update_every_n_steps: int = 1,
+        update_starting_at_step: int | None = None,
+        update_starting_at_epoch: int | None = None,
+    ) -> None:
+        if not 0.0 <= decay <= 1.0:
+            raise ValueError(f"decay={decay!r} is not accepted; pass a number from 0 (the latest weights) to 1.")
+        starts = {
+            "update_every_n_steps": update_every_n_steps,
+            "update_starting_at_step": update_starting_at_step,
+            "update_starting_at_epoch": update_starting_at_epoch,
+        }
+        for name, value in starts.items():
+            if value is not None and value < 0:
+                raise ValueError(f"{name}={value!r} is negative; pass a whole number from 0.")
+        if update_every_n_steps == 0 and update_starting_at_epoch is None:
+            raise ValueError(
+                "update_every_n_steps=0 makes no update; pass 1 or more, or update_starting_at_epoch to update after epochs."
+            )
+        super().__init__(device, use_buffers)
+        self.decay = decay
+        self.update_every_n_steps = update_every_n_steps
+        self.update_starting_at_step = update_starting_at_step
+        self.update_starting_at_epoch = update_starting_at_epoch
+
+    def _fold(self) -> Fold:
+        fold: Fold = get_ema_multi_avg_fn(self.decay)  # type: ignore[no-untyped-call]
+        return fold
+
+    def should_update(self, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
+        if step_idx is not None:
+            every = self.update_every_n_steps
+            return every > 0 and step_idx >= (self.update_starting_at_step or 0) and step_idx % every == 0
+        start = self.update_starting_at_epoch
+        return start is not None and epoch_idx is not None and epoch_idx >= start

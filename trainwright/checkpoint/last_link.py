@@ -1,0 +1,76 @@
+"""The link to the newest checkpoint of a folder: a symbolic link, or where those do not exist a directory with a pointer."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import stat
+
+from trainwright.checkpoint.filesystem import Files, resolve, temporary_path
+
+POINTER_NAME = "pointer.json"
+
+
+def point_to(link: str, target: str) -> None:
+    """Let `link` lead to the checkpoint `target` in the same folder, in one step; OSError if it cannot be written."""
+    files, inside = resolve(link)
+    name = os.path.basename(target.rstrip("/"))
+    if not files.has_rename:
+        files.make_directories(inside)
+        files.put(f"{inside}/{POINTER_NAME}", _pointer(name))
+        return
+    temporary = temporary_path(inside)
+    try:
+        os.symlink(name, temporary)
+    except OSError:  # this file system has no symbolic links
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(inside)
+        temporary = temporary_path(f"{inside}/{POINTER_NAME}")
+        files.put(temporary, _pointer(name))
+        os.replace(temporary, f"{inside}/{POINTER_NAME}")
+    else:
+        os.replace(temporary, inside)
+    files.sync_directory(os.path.dirname(inside))
+
+
+def _pointer(name: str) -> bytes:
+    return json.dumps({"checkpoint": name}).encode()
+
+
+def pointed(path: str) -> str:
+    """Return the checkpoint that a path leads to; the path itself unless it is such a link.
+
+    A run resumes from that checkpoint, wherever the link leads afterwards.
+    """
+    name = _target(*resolve(path))
+    return f"{path.rstrip('/').rpartition('/')[0] or '.'}/{name}" if name else path
+
+
+def is_last_link(path: str) -> bool:
+    """Return whether a path is such a link, and not a checkpoint or anything else."""
+    return bool(_target(*resolve(path)))
+
+
+def remove_link(path: str) -> None:
+    """Remove such a link; anything else is left alone."""
+    files, inside = resolve(path)
+    if not _target(files, inside):
+        return
+    if files.has_rename and os.path.islink(inside):
+        files.remove_file(inside)
+    else:
+        files.remove_file(f"{inside}/{POINTER_NAME}")
+        files.remove_empty(inside)
+
+
+def _target(files: Files, inside: str) -> str:
+    """Return the name that a link leads to; "" if it is none, or leads to another folder."""
+    name = ""
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        if files.has_rename and stat.S_ISLNK(os.lstat(inside).st_mode):
+            name = os.readlink(inside)
+        elif files.exists(f"{inside}/{POINTER_NAME}"):
+            with files.open(f"{inside}/{POINTER_NAME}") as stream:
+                name = str(json.loads(stream.read(4096))["checkpoint"])
+    return "" if "/" in name or name in (".", "..") else name

@@ -1,0 +1,63 @@
+"""Open arguments: those that a script leaves out, and that a variable of the environment sets."""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import functools
+import inspect
+import sys
+from collections.abc import Callable, Iterable
+from typing import Any, ParamSpec
+
+from trainwright.distributed.environment import argument_variables
+from trainwright.rank_zero import rank_zero_only
+
+P = ParamSpec("P")
+
+
+def filled_by_environment(owner: str) -> Callable[[Callable[P, None]], Callable[P, None]]:
+    """Let TRAINWRIGHT_<OWNER>_<ARGUMENT> set an argument of a constructor that the script leaves out, and print that once.
+
+    The text is read as a Python literal, else taken as it is.
+    """
+
+    def decorate(construct: Callable[P, None]) -> Callable[P, None]:
+        known = list(inspect.signature(construct).parameters)[1:]
+
+        @functools.wraps(construct)
+        def filled(*args: P.args, **given: P.kwargs) -> None:
+            variables = argument_variables(owner)
+            for name, text in variables.items():
+                _check_known(owner, name, known)
+                if name not in given:
+                    given[name] = _value(text)
+                    _say(f"TRAINWRIGHT_{owner.upper()}_{name.upper()}={text} sets {owner}({name}={given[name]!r}).")
+            construct(*args, **given)
+
+        return filled
+
+    return decorate
+
+
+def _check_known(owner: str, name: str, known: Iterable[str]) -> None:
+    if name not in known:
+        close = difflib.get_close_matches(name, list(known), n=1)
+        hint = f" Did you mean TRAINWRIGHT_{owner.upper()}_{close[0].upper()}?" if close else ""
+        raise ValueError(
+            f"the environment has TRAINWRIGHT_{owner.upper()}_{name.upper()}, but {owner} has no argument {name}; unset it."
+            f"{hint}"
+        )
+
+
+def _value(text: str) -> Any:
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return text
+
+
+@functools.cache
+def _say(text: str) -> None:
+    if rank_zero_only.rank == 0:
+        print(f"trainwright: {text}", file=sys.stderr)

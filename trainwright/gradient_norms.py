@@ -1,0 +1,43 @@
+"""The norms of a module's gradients, to be logged."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+
+def grad_norm(module: nn.Module, norm_type: float | int | str, group_separator: str = "/") -> dict[str, float]:
+    """Return the norm of each parameter's gradient and of all together; call it in on_before_optimizer_step.
+
+    Collective where the strategy shards parameters (fsdp): call it on every rank.
+
+    Args:
+        module: its parameters without a gradient are left out.
+        norm_type: p of the p-norm, above 0; "inf" for the largest magnitude.
+        group_separator: joins `grad_2.0_norm` and the name of a parameter.
+
+    Returns:
+        `{"grad_2.0_norm/layer.weight": ..., "grad_2.0_norm_total": ...}`, empty without gradients.
+
+    Raises:
+        ValueError: norm_type is not above 0.
+    """
+    p = float(norm_type)
+    if not p > 0:
+        raise ValueError(f"norm_type={norm_type!r} is not accepted; pass a number above 0, or 'inf'.")
+    norms = {
+        name: _whole(torch.linalg.vector_norm(parameter.grad.detach(), p))
+        for name, parameter in module.named_parameters()
+        if parameter.grad is not None
+    }
+    if not norms:
+        return {}
+    total = torch.linalg.vector_norm(torch.stack([norm.float() for norm in norms.values()]), p)
+    values = torch.stack([*(norm.float() for norm in norms.values()), total]).tolist()  # one wait for the device
+    stem = "_".join(["grad", str(p), "norm"])
+    names = [f"{stem}{group_separator}{name}" for name in norms]
+    return dict(zip([*names, "_".join([stem, "total"])], values, strict=True))
+
+
+def _whole(norm: Tensor) -> Tensor:
+    return norm.full_tensor() if hasattr(norm, "full_tensor") else norm

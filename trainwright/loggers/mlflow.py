@@ -1,0 +1,193 @@
+"""The logger of MLflow, through its client."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import time
+from collections.abc import Mapping
+from typing import Any, Self
+
+from trainwright.loggers.base import RunResult
+from trainwright.loggers.remote import RemoteLogger, Row
+
+STATUS = {"success": "FINISHED", "failed": "FAILED", "interrupted": "KILLED"}
+LONGEST_PARAM = 6000
+"""Characters of a parameter's value that MLflow stores."""
+
+
+class MLFlowLogger(RemoteLogger):
+    """Writes to a run of MLflow (extra `mlflow`).
+
+    A run that resumes from a checkpoint continues the service's run of the same id.
+
+    Args:
+        experiment_name: the experiment, made if it does not exist.
+        run_name: the run's name; None for one that MLflow makes up.
+        tracking_uri: a server's address or a store, such as "sqlite:///mlruns.db"; None for MLFLOW_TRACKING_URI, else a SQLite
+            store in save_dir.
+        tags: tags of the run.
+        save_dir: the folder of a local store.
+        prefix: put before the name of every metric, with a dash.
+        artifact_location: where a new experiment keeps its files.
+        run_id: a run to continue.
+
+    Raises:
+        ModuleNotFoundError: mlflow is not installed.
+    """
+
+    def __init__(
+        self,
+        experiment_name: str = "trainwright_logs",
+        run_name: str | None = None,
+        tracking_uri: str | None = None,
+        tags: Mapping[str, Any] | None = None,
+        save_dir: str | os.PathLike[str] | None = "./mlruns",
+        prefix: str = "",
+        artifact_location: str | None = None,
+        run_id: str | None = None,
+    ) -> None:
+        if importlib.util.find_spec("mlflow") is None:
+            raise ModuleNotFoundError("MLFlowLogger needs mlflow: pip install mlflow, or use CSVLogger.")
+        super().__init__(prefix)
+        self.save_dir = os.path.abspath(os.fspath(save_dir if save_dir is not None else "./mlruns"))
+        self._uri = tracking_uri
+        self._experiment_name, self._run_name, self._tags = experiment_name, run_name, dict(tags or {})
+        self._artifacts, self._id = artifact_location, run_id
+        self._client: Any = None
+        self._experiment_id: str | None = None
+        self._written: dict[str, float] = {}
+        """The last step of each metric in a run that was resumed."""
+
+    @classmethod
+    def of_project(cls, project: str, save_dir: str | None, **options: Any) -> Self:
+        return cls(**{"experiment_name": project, "save_dir": save_dir, **options})
+
+    @property
+    def name(self) -> str | None:  # type: ignore[override]
+        """Return the experiment's id; None before the run is open."""
+        return self._experiment_id
+
+    @property
+    def version(self) -> str | None:  # type: ignore[override]
+        """Return the run's id; None before the run is open if none was given."""
+        return self._id
+
+    @property
+    def run_id(self) -> str | None:
+        """Return the run's id, opening the run on rank 0."""
+        self._begin()
+        return self._id
+
+    @property
+    def experiment_id(self) -> str | None:
+        """Return the experiment's id, opening the run on rank 0."""
+        self._begin()
+        return self._experiment_id
+
+    @property
+    def experiment(self) -> Any:
+        """Return the MlflowClient; on all ranks but 0 an object that does nothing. Before a fit it opens the run."""
+        return self._client if self._begin() else self._silent()
+
+    def _open(self, run_id: str | None) -> str:
+        from mlflow.entities import RunStatus
+        from mlflow.tracking import MlflowClient, get_tracking_uri, is_tracking_uri_set
+
+        if self._uri is None:
+            is_set = is_tracking_uri_set()  # type: ignore[no-untyped-call]
+            self._uri = get_tracking_uri() if is_set else f"sqlite:///{self.save_dir}/mlflow.db"
+        if self._uri.startswith("sqlite:///"):
+            os.makedirs(os.path.dirname(self._uri.removeprefix("sqlite:///")) or ".", exist_ok=True)
+        self._client = client = MlflowClient(self._uri)
+        if run_id is not None:
+            run = client.get_run(run_id)
+            self._experiment_id = run.info.experiment_id
+            client.update_run(run_id, status=RunStatus.to_string(RunStatus.RUNNING))
+            for key in run.data.metrics if self._is_resumed else ():
+                self._written[key] = max(each.step for each in client.get_metric_history(run_id, key))
+            return run_id
+        found = client.get_experiment_by_name(self._experiment_name)
+        if found is None:
+            artifacts = self._artifacts or (f"{self.save_dir}/artifacts" if self._uri.startswith("sqlite:") else None)
+            self._experiment_id = client.create_experiment(self._experiment_name, artifact_location=artifacts)
+        else:
+            self._experiment_id = found.experiment_id
+        run = client.create_run(self._experiment_id, run_name=self._run_name, tags=self._tags)
+        return str(run.info.run_id)
+
+    def _write(self, rows: list[Row]) -> None:
+        from mlflow.entities import Metric
+
+        now = int(time.time() * 1000)
+        metrics = [
+            Metric(_allowed(name), float(value), now, int(row["step"]))
+            for row in rows
+            for name, value in row.items()
+            if name != "step" and row["step"] > self._written.get(_allowed(name), -1)
+        ]
+        for start in range(0, len(metrics), 500):
+            self._client.log_batch(self._id, metrics=metrics[start : start + 500])
+
+    def _write_hyperparams(self, params: dict[str, Any]) -> None:
+        from mlflow.entities import Param
+
+        flat = dict(_flattened(params))
+        known = self._client.get_run(self._id).data.params
+        new = [Param(key, str(value)[:LONGEST_PARAM]) for key, value in flat.items() if key not in known]
+        for start in range(0, len(new), 100):
+            self._client.log_batch(self._id, params=new[start : start + 100])
+
+    def _close(self, status: RunResult) -> None:
+        self._client.set_terminated(self._id, STATUS[status])
+
+    # -- beyond numbers ----------------------------------------------------------------------------------------------------
+
+    def log_images(self, values: Mapping[str, Any], step: int | None = None, **options: Any) -> None:
+        """Write images by name: each an array or a tensor (channels last, or first), or a list of images."""
+        for key, images in values.items():
+            several = list(images) if isinstance(images, (list, tuple)) else [images]
+            for index, image in enumerate(several):
+                self.log_image(f"{key}/{index}" if len(several) > 1 else key, image, step)
+
+    def log_image(self, key: str, image: Any, step: int | None = None) -> None:
+        """Write an image: an array, a tensor or a PIL image."""
+        if self._begin():
+            value = image.detach().cpu().numpy() if hasattr(image, "detach") else image
+            if getattr(value, "ndim", 0) == 3 and value.shape[0] in (1, 3, 4) and value.shape[2] not in (1, 3, 4):
+                value = value.transpose(1, 2, 0)
+            self._client.log_image(self._id, value, key=key, step=self._step if step is None else step)
+
+    def log_text(self, text: str, artifact_file: str) -> None:
+        """Write a text as a file of the run."""
+        if self._begin():
+            self._client.log_text(self._id, text, artifact_file)
+
+    def log_table(self, data: Any, artifact_file: str) -> None:
+        """Write a table, a dict of columns or a data frame, as a JSON file of the run."""
+        if self._begin():
+            self._client.log_table(self._id, data, artifact_file)
+
+    def log_model(self, path: str | os.PathLike[str], name: str | None = None) -> None:
+        """Upload a checkpoint, or another folder or file, as an artifact of the run."""
+        if self._begin():
+            target = name or f"model/checkpoints/{os.path.basename(os.fspath(path).rstrip('/'))}"
+            (self._client.log_artifacts if os.path.isdir(path) else self._client.log_artifact)(
+                self._id, os.fspath(path), target
+            )
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_client": None}
+
+
+def _allowed(name: str) -> str:
+    """Return a metric's name without what MLflow refuses in one."""
+    return "".join(each if each.isalnum() or each in "_-./ :" else "_" for each in name)
+
+
+def _flattened(params: Mapping[str, Any], prefix: str = "") -> Any:
+    for key, value in params.items():
+        if isinstance(value, Mapping) and value:
+            yield from _flattened(value, f"{prefix}{key}/")
+        else:
+            yield _allowed(f"{prefix}{key}"), value

@@ -1,0 +1,206 @@
+"""The logger of Weights & Biases, through its client."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import warnings
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Self
+
+from trainwright.loggers.base import RunResult
+from trainwright.loggers.remote import RemoteLogger, Row
+
+STEP = "trainer/global_step"
+"""The x axis of all curves."""
+
+
+class WandbLogger(RemoteLogger):
+    """Writes to a run of Weights & Biases (extra `wandb`).
+
+    Without an API key the run is offline, and a warning says how to upload it. A run that resumes from a checkpoint continues
+    the service's run of the same id.
+
+    Args:
+        name: the run's name; None for one that the service makes up.
+        save_dir: the folder of the client's files, a local path.
+        version: the run's id; None for a new one.
+        offline: write files only; `wandb sync` uploads them.
+        dir: the same as save_dir.
+        id: the same as version.
+        project: the project; None for WANDB_PROJECT, or the client's default.
+        experiment: a run that `wandb.init` has made, to be used instead of a new one.
+        prefix: put before the name of every metric, with a dash.
+        kwargs: further arguments of wandb.init, such as entity=, group= and tags=.
+
+    Raises:
+        ModuleNotFoundError: wandb is not installed.
+    """
+
+    def __init__(
+        self,
+        name: str | None = None,
+        save_dir: str | os.PathLike[str] = ".",
+        version: str | None = None,
+        offline: bool = False,
+        dir: str | os.PathLike[str] | None = None,
+        id: str | None = None,
+        project: str | None = None,
+        experiment: Any = None,
+        prefix: str = "",
+        **kwargs: Any,
+    ) -> None:
+        if importlib.util.find_spec("wandb") is None:
+            raise ModuleNotFoundError("WandbLogger needs wandb: pip install wandb, or use CSVLogger.")
+        super().__init__(prefix)
+        self._name, self._project, self._offline, self._options = name, project, offline, kwargs
+        self.save_dir: str = os.path.abspath(os.fspath(dir if dir is not None else save_dir))
+        self._id = version or id or (experiment.id if experiment is not None else None)
+        self._run: Any = experiment
+
+    @classmethod
+    def of_project(cls, project: str, save_dir: str | None, **options: Any) -> Self:
+        return cls(**{"project": project, "save_dir": save_dir or ".", **options})
+
+    @property
+    def name(self) -> str | None:  # type: ignore[override]
+        """Return the project."""
+        return self._run.project if self._run is not None else self._project
+
+    @property
+    def version(self) -> str | None:  # type: ignore[override]
+        """Return the run's id; None before the run if none was given."""
+        return self._id
+
+    @property
+    def experiment(self) -> Any:
+        """Return the run of wandb; on all ranks but 0 an object that does nothing. Before a fit it opens the run."""
+        return self._run if self._begin() else self._silent()
+
+    def _open(self, run_id: str | None) -> str:
+        wandb = _client()
+        if self._run is None:
+            os.makedirs(self.save_dir, exist_ok=True)
+            options = {
+                "name": self._name,
+                "project": self._project,
+                "dir": self.save_dir,
+                "id": run_id,
+                "resume": "allow",
+            }
+            options |= self._options
+            try:
+                self._run = wandb.init(**options, mode="offline" if self._offline else None)
+            except wandb.errors.UsageError as error:
+                warnings.warn(
+                    f"wandb: {error} The run is kept in {self.save_dir}/wandb; upload it with `wandb sync` once you are logged "
+                    "in. Set WANDB_MODE=offline to leave out this warning.",
+                    stacklevel=2,
+                )
+                self._run = wandb.init(**options, mode="offline")
+        self._run.define_metric(STEP)
+        self._run.define_metric("*", step_metric=STEP, step_sync=True)
+        if self._is_resumed and self._steps.exists():
+            self._arrived = len(self._steps.read_text().split())
+        return str(self._run.id)
+
+    @property
+    def _steps(self) -> Path:
+        """Return the file of the steps that were written, for a run that is killed and resumed."""
+        return Path(self.save_dir, "wandb", f"trainwright-{self._run.id}.steps")
+
+    def _write(self, rows: list[Row]) -> None:
+        with open(self._steps, "a") as file:
+            for row in rows:
+                values = {name: value for name, value in row.items() if name != "step"}
+                self._run.log({**values, STEP: row["step"]})
+                file.write(f"{row['step']}\n")
+                file.flush()
+
+    def _write_hyperparams(self, params: dict[str, Any]) -> None:
+        self._run.config.update(params, allow_val_change=True)
+
+    def _close(self, status: RunResult) -> None:
+        self._run.finish(exit_code=0 if status == "success" else 1)
+        self._run = None
+
+    # -- beyond numbers ----------------------------------------------------------------------------------------------------
+
+    def watch(self, model: Any, log: str = "gradients", log_freq: int = 100, log_graph: bool = True) -> None:
+        """Record the gradients of a model, as `wandb.watch` does."""
+        if self._begin():
+            self._run.watch(model, log=log, log_freq=log_freq, log_graph=log_graph)
+
+    def log_images(self, values: Mapping[str, Any], step: int | None = None, **options: Any) -> None:
+        """Write images by name: each an array, a tensor or a list of images."""
+        for key, images in values.items():
+            self.log_image(key, list(images) if isinstance(images, (list, tuple)) else [images], step, **options)
+
+    def log_image(self, key: str, images: list[Any], step: int | None = None, **kwargs: Sequence[Any]) -> None:
+        """Write a list of images; a list in kwargs, such as caption=, has an entry for each of them."""
+        self._log_media("Image", key, images, step, kwargs)
+
+    def log_audio(self, key: str, audios: list[Any], step: int | None = None, **kwargs: Sequence[Any]) -> None:
+        """Write a list of sounds; a list in kwargs, such as sample_rate=, has an entry for each of them."""
+        self._log_media("Audio", key, audios, step, kwargs)
+
+    def log_video(self, key: str, videos: list[Any], step: int | None = None, **kwargs: Sequence[Any]) -> None:
+        """Write a list of videos; a list in kwargs, such as fps=, has an entry for each of them."""
+        self._log_media("Video", key, videos, step, kwargs)
+
+    def _log_media(self, kind: str, key: str, items: list[Any], step: int | None, options: Mapping[str, Any]) -> None:
+        if not isinstance(items, list):
+            raise TypeError(f"log_{kind.lower()}({key!r}) was given a {type(items).__name__}; accepted is a list.")
+        for name, values in options.items():
+            if len(values) != len(items):
+                raise ValueError(
+                    f"log_{kind.lower()}({key!r}): {len(items)} items, but {name} has {len(values)} entries."
+                )
+        if not self._begin():
+            return
+        make = getattr(_client(), kind)
+        made = [make(each, **{name: values[at] for name, values in options.items()}) for at, each in enumerate(items)]
+        self._log_value(key, made, step)
+
+    def log_table(
+        self,
+        key: str,
+        columns: list[str] | None = None,
+        data: list[list[Any]] | None = None,
+        dataframe: Any = None,
+        step: int | None = None,
+    ) -> None:
+        """Write a table: columns and rows, or a data frame."""
+        if self._begin():
+            self._log_value(key, _client().Table(columns=columns, data=data, dataframe=dataframe), step)
+
+    def log_text(
+        self,
+        key: str,
+        columns: list[str] | None = None,
+        data: list[list[str]] | None = None,
+        dataframe: Any = None,
+        step: int | None = None,
+    ) -> None:
+        """Write texts as a table."""
+        self.log_table(key, columns, data, dataframe, step)
+
+    def _log_value(self, key: str, value: Any, step: int | None) -> None:
+        name = f"{self.prefix}-{key}" if self.prefix else key
+        self._run.log({name: value, STEP: self._step if step is None else step})
+
+    def log_model(self, path: str | os.PathLike[str], name: str | None = None, aliases: Sequence[str] = ()) -> None:
+        """Upload a checkpoint, or another folder or file, as an artifact of type "model"."""
+        if self._begin():
+            artifact = _client().Artifact(name or f"model-{self._run.id}", type="model")
+            (artifact.add_dir if os.path.isdir(path) else artifact.add_file)(os.fspath(path))
+            self._run.log_artifact(artifact, aliases=list(aliases) or None)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_run": None}
+
+
+def _client() -> Any:
+    return importlib.import_module("wandb")

@@ -1,0 +1,117 @@
+"""The job as a strategy's user sees it: the device, the module and calls of all ranks, under the names that they have in
+Lightning (`trainer.strategy.barrier()`). The Engine does the work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from trainwright.distributed import collectives
+
+
+class Job(Protocol):
+    """What the Engine does of this."""
+
+    def barrier(self, call: str = ...) -> None: ...
+    def broadcast(self, obj: Any, src: int = 0) -> Any: ...
+    def reduce(self, tensor: Tensor, op: str = "mean") -> Tensor: ...
+
+
+class JobView:
+    """The part of a Strategy that modules and callbacks use; before the Engine has connected it, that of one process."""
+
+    rank: int
+    world_size: int
+    device: torch.device
+    wrapped: Mapping[nn.Module, Any]
+    _job: Job | None = None
+    _module: nn.Module | None = None
+
+    def join_job(self, job: Job) -> None:
+        """Take the Engine of the job, once this process is connected."""
+        self._job = job
+
+    def note_module(self, module: nn.Module | None) -> None:
+        """Note the module that is prepared; None once it is released."""
+        self._module = module
+
+    @property
+    def root_device(self) -> torch.device:
+        """Return the device of this process."""
+        return self.device
+
+    @property
+    def global_rank(self) -> int:
+        """Return the number of this process in the job, from 0."""
+        return self.rank
+
+    @property
+    def is_global_zero(self) -> bool:
+        """Return whether this is rank 0."""
+        return self.rank == 0
+
+    @property
+    def lightning_module(self) -> nn.Module | None:
+        """Return the module that is prepared, as the user made it."""
+        return self._module
+
+    @property
+    def model(self) -> Any:
+        """Return the module that is prepared, or the wrapper that its steps run through; None before."""
+        return None if self._module is None else self.wrapped.get(self._module, self._module)
+
+    def barrier(self, name: str | None = None) -> None:
+        """Wait until every rank has made this call. Collective: call on every rank."""
+        if self._job is not None:
+            self._job.barrier(name or "strategy.barrier")
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        """Return rank `src`'s object on every rank: plain data, tensors and nests of them. Collective: call on every rank."""
+        return obj if self._job is None else self._job.broadcast(obj, src)
+
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: str | None = "mean") -> Any:
+        """Return the mean, sum, min or max of a tensor over the ranks, anything else unchanged. Collective.
+
+        Raises:
+            ValueError: a group: all ranks of the job take part.
+        """
+        _refuse_group(group, "reduce")
+        if self._job is None or self.world_size == 1 or not isinstance(tensor, Tensor):
+            return tensor
+        name = str(reduce_op or "sum").rpartition(".")[2].lower()
+        return self._job.reduce(tensor, {"avg": "mean"}.get(name, name))
+
+    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
+        """Return the tensors of all ranks, stacked along a new first dimension; one process returns its own. Collective.
+
+        `sync_grads` lets gradients flow back to the rank of each tensor.
+
+        Raises:
+            ValueError: a group, or shapes that differ across the ranks.
+        """
+        _refuse_group(group, "all_gather")
+        if self.world_size == 1:
+            return tensor
+        collectives.refuse_unequal(tensor)
+        gather = collectives.all_gather_with_gradients if sync_grads else collectives.all_gather
+        return torch.stack(gather(tensor))
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        """Return whether the decision of all ranks, or with all=False of any rank, is True. Collective."""
+        kind = "min" if all else "max"
+        return bool(self.reduce(torch.tensor(int(decision), device=self.device), reduce_op=kind))
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy or a pickle holds the settings, not the job or what is trained.
+        return {**vars(self), "_job": None, "_module": None}
+
+
+def _refuse_group(group: Any, call: str) -> None:
+    if group is not None:
+        raise ValueError(
+            f"strategy.{call} was given the group {group!r}; accepted is None: all ranks of the job take part."
+        )

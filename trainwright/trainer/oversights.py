@@ -1,0 +1,111 @@
+"""Oversights: settings and loaders that let a run go well and yet cost its user time, each named in a warning."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from itertools import chain, islice
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, RandomSampler, SubsetRandomSampler
+
+from trainwright.callbacks.base import Callback
+from trainwright.callbacks.early_stopping import EarlyStopping
+from trainwright.callbacks.timer import Timer
+from trainwright.data.combined_loader import CombinedLoader, is_collection
+from trainwright.devices.accelerator import wait_for
+from trainwright.rank_zero import rank_zero_warn
+from trainwright.trainer.settings import DEFAULT_MAX_EPOCHS, Settings
+
+LONG_EPOCH = 100
+"""Batches of an epoch in which waiting for data is worth measuring."""
+WATCHED = 32
+"""Batches of a run during which it is measured how long training waits for data."""
+LONG_WAIT_SECONDS = 0.01
+LARGE_WAIT = 0.3
+"""A wait is worth a warning if a batch takes longer than this, and all of them this fraction of the time."""
+
+
+def loaders_of(loaders: Any) -> list[DataLoader[Any]]:
+    """Return the DataLoaders among a stage's loaders."""
+    parts = CombinedLoader(loaders).flattened if is_collection(loaders) else getattr(loaders, "flattened", [loaders])
+    return [each for each in parts if isinstance(each, DataLoader)]
+
+
+def warn_of_open_end(settings: Settings, callbacks: list[Callback]) -> None:
+    """Warn of a fit that ends after a number of epochs that its user has not chosen."""
+    is_open = settings.max_epochs is None and settings.max_steps == -1 and settings.max_time is None
+    if is_open and not any(isinstance(each, (EarlyStopping, Timer)) for each in callbacks):
+        rank_zero_warn(
+            f"max_epochs was not given, so fit trains {DEFAULT_MAX_EPOCHS} epochs; pass max_epochs= (-1 for no limit), "
+            "max_steps= or max_time=.",
+            stacklevel=2,
+        )
+
+
+def warn_of_shuffling(loaders: Any, stage: str) -> None:
+    """Warn of evaluation loaders that shuffle."""
+    if any(isinstance(each.sampler, (RandomSampler, SubsetRandomSampler)) for each in loaders_of(loaders)):
+        rank_zero_warn(
+            f"the {stage} loader shuffles, so with a limit of batches each evaluation scores other samples; pass "
+            "shuffle=False.",
+            stacklevel=2,
+        )
+
+
+def warn_of_dropped_samples(loaders: Any) -> None:
+    """Warn of a training loader with a single batch that leaves out samples."""
+    for each in loaders_of(loaders):
+        with suppress(TypeError, NotImplementedError):  # a dataset without a length
+            size = each.batch_size or 0
+            left_out = len(each.sampler) - size  # type: ignore[arg-type]
+            if each.drop_last and len(each) == 1 and left_out > 0:
+                rank_zero_warn(
+                    f"the training loader has a single batch of {size} samples, since drop_last=True leaves out the other "
+                    f"{left_out}; pass a smaller batch_size, or drop_last=False.",
+                    stacklevel=2,
+                )
+
+
+def watching(
+    pairs: Iterator[Any],
+    loaders: Any,
+    device: torch.device,
+    processes: int,
+    clock: Callable[[], float] = time.perf_counter,
+) -> Iterator[Any]:
+    """Return the same batches; a warning comes after the first ones if training waits for them while cores are idle.
+
+    `processes` are those of this node, which divide its cores.
+    """
+    cores = (len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1) // processes
+    fewest = min((each.num_workers for each in loaders_of(loaders)), default=cores)
+    if fewest + 1 >= cores:
+        return pairs
+    return chain(_watched(pairs, fewest, cores, device, clock), pairs)
+
+
+def _watched(
+    pairs: Iterator[Any], workers: int, cores: int, device: torch.device, clock: Callable[[], float]
+) -> Iterator[Any]:
+    yield from islice(pairs, 1)  # the first batch starts the workers
+    begun, waited, count = clock(), 0.0, 0
+    while count < WATCHED:
+        asked = clock()
+        pair = next(pairs, None)
+        waited += clock() - asked
+        if pair is None:
+            return
+        count += 1
+        yield pair
+    wait_for(device)  # what it still computes hides waits for data
+    total = clock() - begun
+    if waited > LARGE_WAIT * total and waited > LONG_WAIT_SECONDS * count:
+        rank_zero_warn(
+            f"training waits for data during {waited / total:.0%} of its time ({waited / count * 1000:.0f} ms for a batch): "
+            f"the loader has num_workers={workers}, and this process {cores} cores; pass a larger num_workers.",
+            stacklevel=2,
+        )
