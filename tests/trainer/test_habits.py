@@ -257,7 +257,16 @@ def job(folder: Path) -> Any:
     with pytest.raises(TypeError, match="return_predictions='own' to keep each rank's own"):
         trainer.predict(module, make_loader(16))
     own = trainer.predict(module, make_loader(16), return_predictions="own")
-    return module.got, copy.deepcopy(trainer).global_step, [each.number for each in own]
+    copied = copy.deepcopy(trainer).global_step
+    strategy = tw.FSDPStrategy(min_parameters=7)
+    for _ in range(2):  # the second Trainer gets a strategy that holds the shards of the first one's module
+        trainer = trainer_of(devices=2, strategy=strategy)
+        trainer.fit(Classifier(), make_loader(8))
+    other = trainer.trial().engine.strategy
+    assert other is not strategy
+    assert isinstance(other, tw.FSDPStrategy)
+    assert (other.min_parameters, other.model) == (7, None)
+    return module.got, copied, [each.number for each in own]
 
 
 class Odd:

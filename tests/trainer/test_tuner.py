@@ -93,8 +93,8 @@ def test_accumulation_and_schedulers() -> None:
 def test_the_largest_batch_size() -> None:
     module = Rated()
     tuner = tw.Tuner(tw.Trainer(**QUIET, max_epochs=1))
-    assert tuner.scale_batch_size(module, init_val=2, max_trials=3) == module.batch_size == 8
-    assert tuner.scale_batch_size(module, init_val=16) == 64  # one batch is all 40 samples
+    assert tuner.scale_batch_size(module, init_val=2, max_trials=2) == module.batch_size == 4
+    assert tuner.scale_batch_size(module, init_val=32) == 64  # one batch is all 40 samples
 
     class Limited(Rated):
         def training_step(self, batch: Any, batch_idx: int) -> Tensor:
@@ -103,10 +103,10 @@ def test_the_largest_batch_size() -> None:
             return super().training_step(batch, batch_idx)
 
     module = Limited()
-    assert tuner.scale_batch_size(module) == 8
-    assert tuner.scale_batch_size(module, mode="binsearch", margin=0.0) == module.batch_size == 11
-    assert tuner.scale_batch_size(module, mode="binsearch", margin=0.1) == 9
-    finder = tw.BatchSizeFinder(init_val=32)
+    assert tuner.scale_batch_size(module, init_val=4) == 8
+    assert tuner.scale_batch_size(module, init_val=10, mode="binsearch", margin=0.0) == module.batch_size == 11
+    assert tuner.scale_batch_size(module, init_val=11, max_trials=1, mode="binsearch", margin=0.1) == 9
+    finder = tw.BatchSizeFinder(init_val=16)
     fit(module, callbacks=finder)
     assert finder.optimal_batch_size == module.batch_size == 8
 
@@ -124,7 +124,7 @@ def test_a_data_modules_batch_size() -> None:
     data = Data()
     tuner = tw.Tuner(tw.Trainer(**QUIET, max_epochs=1))
     assert tuner.scale_batch_size(Classifier(), datamodule=data, max_trials=2) == data.batch_size == 4
-    assert tuner.scale_batch_size(Classifier(), data, max_trials=3) == data.batch_size == 8
+    assert tuner.scale_batch_size(Classifier(), data, init_val=8, max_trials=1) == data.batch_size == 8
 
 
 def test_what_is_refused() -> None:

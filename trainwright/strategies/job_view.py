@@ -5,7 +5,7 @@ Lightning (`trainer.strategy.barrier()`). The Engine does the work.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +28,7 @@ class JobView:
     world_size: int
     device: torch.device
     wrapped: Mapping[nn.Module, Any]
+    _arguments: tuple[tuple[Any, ...], dict[str, Any]]
     _job: Job | None = None
     _module: nn.Module | None = None
 
@@ -105,9 +106,19 @@ class JobView:
         kind = "min" if all else "max"
         return bool(self.reduce(torch.tensor(int(decision), device=self.device), reduce_op=kind))
 
-    def __getstate__(self) -> dict[str, Any]:
-        # A copy or a pickle holds the settings, not the job or what is trained.
-        return {**vars(self), "_job": None, "_module": None}
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        made = super().__new__(cls)
+        made._arguments = args, kwargs
+        return made
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A copy or a pickle is a new strategy of the same arguments: without the job, and without what is set up, such as
+        # wrappers of modules and shards, which are this process's.
+        return _construct, (type(self), *self._arguments)
+
+
+def _construct(kind: type[JobView], args: tuple[Any, ...], kwargs: dict[str, Any]) -> JobView:
+    return kind(*args, **kwargs)
 
 
 def _refuse_group(group: Any, call: str) -> None:
