@@ -32,9 +32,11 @@ class Trained(Classifier):
         return super().training_step(batch, batch_idx)  # logs loss_step
 
 
-def fit(logger: tw.Logger, folder: Path, dies_at: int = -1, ckpt_path: str | None = None) -> tw.Trainer:
+def fit(
+    logger: tw.Logger, folder: Path, dies_at: int = -1, ckpt_path: str | None = None, save_top_k: int = -1
+) -> tw.Trainer:
     torch.manual_seed(1)
-    saves = tw.ModelCheckpoint(folder, "{step}", every_n_train_steps=5, save_top_k=-1)
+    saves = tw.ModelCheckpoint(folder, "{step}", every_n_train_steps=5, save_top_k=save_top_k)
     settings = {**QUIET, "logger": logger, "enable_checkpointing": True, "devices": "auto", "callbacks": [saves]}
     trainer = tw.Trainer(**settings, max_epochs=2, log_every_n_steps=1)
     try:
@@ -50,8 +52,9 @@ def fit(logger: tw.Logger, folder: Path, dies_at: int = -1, ckpt_path: str | Non
 class Service(RemoteLogger):
     """A service whose network is gone from one row to another."""
 
-    def __init__(self, fails: range = range(0)) -> None:
-        super().__init__("p")
+    def __init__(self, fails: range = range(0), log_model: bool | str = False) -> None:
+        super().__init__("p", log_model)
+        self.uploads: list[tuple[str, bool]] = []
         self.fails, self.calls, self.rows, self.ends = fails, 0, [], []  # type: ignore[var-annotated]
         self.params: dict[str, Any] = {}
 
@@ -67,8 +70,38 @@ class Service(RemoteLogger):
     def _write_hyperparams(self, params: dict[str, Any]) -> None:
         self.params |= params
 
+    def _upload(self, path: str, is_best: bool) -> None:
+        if not (Path(path) / "manifest.json").exists():
+            raise FileNotFoundError(path)
+        self.uploads.append((Path(path).name, is_best))
+
     def _close(self, status: str) -> None:
         self.ends.append(status)
+
+
+def test_checkpoints_are_uploaded_once_they_are_complete(tmp_path: Path) -> None:
+    at_end, each, resumed = Service(log_model=True), Service(log_model="all"), Service(log_model="all")
+    fit(at_end, tmp_path / "a", save_top_k=1)
+    assert at_end.uploads == [("step=20.ckpt", True)]
+    fit(each, tmp_path / "b", save_top_k=1, dies_at=17)
+    assert each.uploads == [("step=5.ckpt", True), ("step=10.ckpt", True), ("step=15.ckpt", True)]
+    fit(resumed, tmp_path / "b", save_top_k=1, ckpt_path=f"{tmp_path}/b/step=15.ckpt")
+    assert resumed.uploads == [("step=20.ckpt", True)]
+    with pytest.raises(ValueError, match="log_model='some' is not accepted; choose from True, False and 'all'"):
+        Service(log_model="some")
+
+
+class Full(Service):
+    def _upload(self, path: str, is_best: bool) -> None:
+        raise OSError("no space left")
+
+
+def test_a_failed_upload_is_a_warning(tmp_path: Path) -> None:
+    with pytest.warns(
+        UserWarning, match=r"Full could not upload .*step=20\.ckpt: OSError: no space left\. The checkpoint"
+    ):
+        trainer = fit(Full(log_model=True), tmp_path, save_top_k=1)
+    assert trainer.global_step == 22
 
 
 def test_rows_wait_for_the_network(tmp_path: Path) -> None:
@@ -223,6 +256,11 @@ def test_mlflow(tmp_path: Path) -> None:
     assert found.info.status == "FAILED"
     names = {each.path for each in client.list_artifacts(other.version)}
     assert {"images", "model", "notes.txt", "table.json"} <= names
+    assert not [each for each in client.list_artifacts(run_id) if each.path == "model"]
+    uploading = make(log_model=True)
+    fit(uploading, tmp_path / "uploaded", save_top_k=1)
+    names = {each.path for each in client.list_artifacts(uploading.version, "model/checkpoints/step=20.ckpt")}
+    assert "model/checkpoints/step=20.ckpt/manifest.json" in names
 
 
 def test_packages_that_are_missing(monkeypatch: pytest.MonkeyPatch) -> None:

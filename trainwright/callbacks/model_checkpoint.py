@@ -380,6 +380,11 @@ class ModelCheckpoint(Checkpoint):
         pending, self._pending = self._pending, None
         if pending is not None:
             pending.conclude(trainer)
+            self._tell_loggers(trainer)
+
+    def _tell_loggers(self, trainer: Trainer) -> None:
+        for logger in trainer.loggers if trainer.is_global_zero else ():
+            logger.after_save_checkpoint(self)
 
     def _keep_replaced(self, paths: list[str]) -> None:
         self._kept["replaced"] = paths
@@ -435,6 +440,7 @@ class ModelCheckpoint(Checkpoint):
         self._write(trainer, before)
         link_newest((before["link"], ""), path, trainer)
         self._keep_replaced(remove_replaced(replaced, path, trainer))
+        self._tell_loggers(trainer)
         return str(path)
 
     def on_exception(self, trainer: Trainer, module: Module, exception: BaseException) -> None:

@@ -5,11 +5,19 @@ from __future__ import annotations
 import argparse
 import functools
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Literal, Self
+from typing import Any, Literal, Protocol, Self
 
 from trainwright.distributed.environment import Environment
 
 RunResult = Literal["success", "failed", "interrupted"]
+
+
+class KeptCheckpoints(Protocol):
+    """What a logger may read of a ModelCheckpoint: the paths that it keeps."""
+
+    best_model_path: str
+    last_model_path: str
+    best_k_models: dict[str, Any]
 
 
 class Logger:
@@ -77,6 +85,9 @@ class Logger:
     def flush(self) -> None:
         """Make what was logged durable; called at the end of each epoch."""
         self.save()
+
+    def after_save_checkpoint(self, checkpoint_callback: KeptCheckpoints) -> None:
+        """Called on rank 0 once a checkpoint of a ModelCheckpoint is complete; with async_save, at the next save or the end."""
 
     def finalize(self, status: RunResult) -> None:
         """Called at the end of a run, before `close`, with the run's result."""

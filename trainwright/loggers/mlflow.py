@@ -28,6 +28,8 @@ class MLFlowLogger(RemoteLogger):
             store in save_dir.
         tags: tags of the run.
         save_dir: the folder of a local store.
+        log_model: True uploads the checkpoints of each ModelCheckpoint as artifacts at the end of the run, "all" each one
+            once it is complete.
         prefix: put before the name of every metric, with a dash.
         artifact_location: where a new experiment keeps its files.
         run_id: a run to continue.
@@ -43,13 +45,14 @@ class MLFlowLogger(RemoteLogger):
         tracking_uri: str | None = None,
         tags: Mapping[str, Any] | None = None,
         save_dir: str | os.PathLike[str] | None = "./mlruns",
+        log_model: bool | str = False,
         prefix: str = "",
         artifact_location: str | None = None,
         run_id: str | None = None,
     ) -> None:
         if importlib.util.find_spec("mlflow") is None:
             raise ModuleNotFoundError("MLFlowLogger needs mlflow: pip install mlflow, or use CSVLogger.")
-        super().__init__(prefix)
+        super().__init__(prefix, log_model)
         self.save_dir = os.path.abspath(os.fspath(save_dir if save_dir is not None else "./mlruns"))
         self._uri = tracking_uri
         self._experiment_name, self._run_name, self._tags = experiment_name, run_name, dict(tags or {})
@@ -137,6 +140,9 @@ class MLFlowLogger(RemoteLogger):
         new = [Param(key, str(value)[:LONGEST_PARAM]) for key, value in flat.items() if key not in known]
         for start in range(0, len(new), 100):
             self._client.log_batch(self._id, params=new[start : start + 100])
+
+    def _upload(self, path: str, is_best: bool) -> None:
+        self.log_model(path)
 
     def _close(self, status: RunResult) -> None:
         self._client.set_terminated(self._id, STATUS[status])

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from trainwright.distributed.environment import Environment
 from trainwright.loggers.background import BackgroundWriter
-from trainwright.loggers.base import Logger, RunResult, SilentExperiment, to_dict, to_numbers
+from trainwright.loggers.base import KeptCheckpoints, Logger, RunResult, SilentExperiment, to_dict, to_numbers
 
 Row = dict[str, Any]
 
@@ -18,14 +19,20 @@ Row = dict[str, Any]
 class RemoteLogger(Logger):
     """Base of the loggers of a service; rank 0 alone has a run there.
 
-    A subclass opens the run (`_open`, which returns its id), writes rows to it (`_write`), and closes it (`_close`). If a write
-    fails, it warns once, training continues, and the rows are kept and tried again with the next ones.
+    A subclass opens the run (`_open`, which returns its id), writes rows to it (`_write`), uploads checkpoints (`_upload`) and
+    closes it (`_close`). If a write fails, it warns once, training continues, and the rows are kept and tried again with the
+    next ones. A checkpoint that cannot be uploaded is a warning, too.
 
     A resumed run continues the service's run: rows that arrived there before the kill are left out when they come again.
     """
 
-    def __init__(self, prefix: str = "") -> None:
-        self.prefix = prefix
+    def __init__(self, prefix: str = "", log_model: bool | str = False) -> None:
+        if log_model not in (True, False, "all"):
+            raise ValueError(f"log_model={log_model!r} is not accepted; choose from True, False and 'all'.")
+        self.prefix, self._log_model = prefix, log_model
+        self._checkpoints: list[KeptCheckpoints] = []
+        """The callbacks whose checkpoints the end of the run uploads."""
+        self._uploaded: list[str] = []
         self._id: str | None = None
         self._is_writer = True
         self._is_open = self._has_warned = False
@@ -49,6 +56,10 @@ class RemoteLogger(Logger):
         raise NotImplementedError
 
     def _write_hyperparams(self, params: dict[str, Any]) -> None:
+        raise NotImplementedError
+
+    def _upload(self, path: str, is_best: bool) -> None:
+        """Upload a checkpoint."""
         raise NotImplementedError
 
     def _close(self, status: RunResult) -> None:
@@ -114,12 +125,38 @@ class RemoteLogger(Logger):
         if self._begin():
             self._write_hyperparams(to_dict(params))
 
+    def after_save_checkpoint(self, checkpoint_callback: KeptCheckpoints) -> None:
+        """Upload the checkpoint if all are to be uploaded; otherwise note whose checkpoints to upload at the end."""
+        if self._log_model == "all":
+            self._upload_new(checkpoint_callback)
+        elif self._log_model and all(each is not checkpoint_callback for each in self._checkpoints):
+            self._checkpoints.append(checkpoint_callback)
+
+    def _upload_new(self, kept: KeptCheckpoints) -> None:
+        for path in dict.fromkeys([*kept.best_k_models, kept.last_model_path]):
+            if not path or path in self._uploaded or not self._begin():
+                continue
+            try:
+                if not os.path.isdir(path):
+                    raise FileNotFoundError(f"{path} is not a local folder")
+                self._upload(path, path == kept.best_model_path)
+            except Exception as error:  # clients raise errors of any type
+                warnings.warn(
+                    f"{type(self).__name__} could not upload {path}: {type(error).__name__}: {error}. The checkpoint itself is "
+                    "complete, and training continues.",
+                    stacklevel=2,
+                )
+            else:
+                self._uploaded.append(path)
+
     def state_dict(self) -> dict[str, Any]:
         self.flush()
-        return {"id": self._id, "step": self._step, "rows": self._count} if self._id is not None else {}
+        state = {"id": self._id, "step": self._step, "rows": self._count, "uploaded": self._uploaded}
+        return state if self._id is not None else {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if self._id is None:
+            self._uploaded = list(state.get("uploaded", ()))
             self._id, self._step, self._count = str(state["id"]), int(state["step"]), int(state["rows"])
             self._is_resumed = True
 
@@ -141,6 +178,9 @@ class RemoteLogger(Logger):
                 f"{type(self).__name__} could not write its last {len(self._rows)} rows; they are lost.", stacklevel=2
             )
             self._rows = []
+        for each in self._checkpoints:
+            self._upload_new(each)
+        self._checkpoints = []
         self._close(status)
         self._is_open = False
 
@@ -151,4 +191,4 @@ class RemoteLogger(Logger):
         return SilentExperiment()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_is_open": False}
+        return {**self.__dict__, "_is_open": False, "_checkpoints": []}

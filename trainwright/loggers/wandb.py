@@ -32,6 +32,8 @@ class WandbLogger(RemoteLogger):
         id: the same as version.
         project: the project; None for WANDB_PROJECT, or the client's default.
         experiment: a run that `wandb.init` has made, to be used instead of a new one.
+        log_model: True uploads the checkpoints of each ModelCheckpoint as artifacts at the end of the run, "all" each one
+            once it is complete.
         prefix: put before the name of every metric, with a dash.
         kwargs: further arguments of wandb.init, such as entity=, group= and tags=.
 
@@ -48,13 +50,14 @@ class WandbLogger(RemoteLogger):
         dir: str | os.PathLike[str] | None = None,
         id: str | None = None,
         project: str | None = None,
+        log_model: bool | str = False,
         experiment: Any = None,
         prefix: str = "",
         **kwargs: Any,
     ) -> None:
         if importlib.util.find_spec("wandb") is None:
             raise ModuleNotFoundError("WandbLogger needs wandb: pip install wandb, or use CSVLogger.")
-        super().__init__(prefix)
+        super().__init__(prefix, log_model)
         self._name, self._project, self._offline, self._options = name, project, offline, kwargs
         self.save_dir: str = os.path.abspath(os.fspath(dir if dir is not None else save_dir))
         self._id = version or id or (experiment.id if experiment is not None else None)
@@ -121,6 +124,9 @@ class WandbLogger(RemoteLogger):
 
     def _write_hyperparams(self, params: dict[str, Any]) -> None:
         self._run.config.update(params, allow_val_change=True)
+
+    def _upload(self, path: str, is_best: bool) -> None:
+        self.log_model(path, aliases=["latest", "best"] if is_best else ["latest"])
 
     def _close(self, status: RunResult) -> None:
         self._run.finish(exit_code=0 if status == "success" else 1)
