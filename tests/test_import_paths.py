@@ -36,6 +36,36 @@ def test_names_that_are_found_there_alone() -> None:
     assert found("utilities.types", "STEP_OUTPUT") is STEP_OUTPUT
 
 
+@pytest.mark.parametrize(
+    ("path", "name"),
+    [
+        ("local_sgd", "LocalSGD"),
+        ("state", "PartialState"),
+        ("data_loader", "skip_first_batches"),
+        ("launchers", "notebook_launcher"),
+        ("utils.memory", "find_executable_batch_size"),
+        ("utils.dataclasses", "DistributedType"),
+        ("utils.operations", "gather"),
+        ("utils.random", "set_seed"),
+    ],
+)
+def test_paths_of_accelerate(path: str, name: str) -> None:
+    assert getattr(importlib.import_module(f"trainwright.{path}"), name) is getattr(tw, name)
+
+
+def test_hooks_of_ddp_by_their_enum() -> None:
+    kind = importlib.import_module("trainwright.utils").DDPCommunicationHookType
+    options = tw.DistributedDataParallelKwargs(comm_hook=kind.BF16)
+    assert options.strategy("ddp").comm_hook == "bf16"  # type: ignore[union-attr]
+
+
+def test_what_to_use_instead_of_names_of_accelerate() -> None:
+    with pytest.raises(ImportError, match=r"no 'get_logger', as in trainwright\.logging\.get_logger: use logging"):
+        from trainwright.logging import get_logger  # type: ignore[import-not-found]  # noqa: F401
+    with pytest.raises(ImportError, match=r"'GeneralTracker'.*: subclass tw\.Logger"):
+        from trainwright.tracking import GeneralTracker  # type: ignore[import-not-found]  # noqa: F401
+
+
 def test_a_name_that_is_missing() -> None:
     message = r"no 'Nonsense', as in trainwright\.utilities\.Nonsense; docs/migrating\.md lists"
     with pytest.raises(ImportError, match=message):
@@ -64,3 +94,12 @@ def test_norms_are_logged() -> None:
     trainer = tw.Trainer(**QUIET, max_epochs=1)
     trainer.fit(Logs(), make_loader())
     assert {f"grad_2.0_norm/{name}" for name, _ in Classifier().named_parameters()} < set(trainer.callback_metrics)
+
+
+def test_a_module_answers_as_any_other() -> None:
+    import trainwright.utilities
+
+    assert not hasattr(trainwright.utilities, "foo")
+    from trainwright.callbacks.progress import tqdm_progress
+
+    assert tqdm_progress.TQDMProgressBar is tw.TQDMProgressBar

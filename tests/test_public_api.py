@@ -53,14 +53,15 @@ METHODS = {
     tw.DataModule: """load_state_dict on_after_batch_transfer on_before_batch_transfer on_exception predict_dataloader
         prepare_data save_hyperparameters setup state_dict teardown test_dataloader train_dataloader transfer_batch_to_device
         val_dataloader""",
-    tw.Logger: """close finalize flush load_state_dict log_graph log_hyperparams log_images log_metrics save start
-        state_dict""",
+    tw.Logger: """after_save_checkpoint close finalize flush load_state_dict log_graph log_hyperparams log_images log_metrics
+        save start state_dict""",
 }
-CALLBACKS_MAY_USE = """accumulate_grad_batches batch_indices callback_metrics callbacks current_epoch default_root_dir
-    enable_validation engine fast_dev_run global_rank global_step is_dummy_batch is_global_zero log_dir log_every_n_steps
-    loggers lr_scheduler_configs max_epochs metrics num_predict_batches num_sanity_val_batches num_test_batches
-    num_training_batches num_val_batches optimizers print progress_bar_metrics resume_source sanity_checking
-    save_checkpoint should_stop state stop_soon strategy world_size"""
+CALLBACKS_MAY_USE = """accumulate_grad_batches batch_indices callback_metrics callbacks current_epoch datamodule
+    default_root_dir enable_validation engine fast_dev_run global_rank global_step is_dummy_batch is_global_zero log_dir
+    log_every_n_steps loggers lr_scheduler_configs max_epochs metrics num_predict_batches
+    num_sanity_val_batches num_test_batches num_training_batches num_val_batches optimizers print
+    progress_bar_metrics resume_source sanity_checking save_checkpoint should_stop state stop_soon strategy
+    world_size"""
 COUNTERS = "batch batches_that_stepped epoch_ended is_where progress total_batches validated_at validations"
 SAVING = "connection finish_save finiteness ranks reduce writer"
 METRICS = "is_outdated monitored record"
@@ -120,7 +121,7 @@ def test_the_arguments_of_log() -> None:
 def test_the_arguments_of_saves() -> None:
     saves = {
         tw.Trainer.save_checkpoint: "filepath weights_only storage_options blocking overwrite",
-        tw.Accelerator.save_state: "output_dir safe_serialization blocking overwrite",
+        tw.Accelerator.save_state: "output_dir safe_serialization blocking overwrite unknown",
         tw.Engine.save: "path step epoch state rank_state weights_only edit blocking number overwrite directory parts",
     }
     for method, names in saves.items():

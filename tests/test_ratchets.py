@@ -271,6 +271,22 @@ PACKAGE_LINES = [
     (70, "folders, versions and experiments of loggers before a run; what is logged by hand; hparams.yaml"),
     (560, "WandbLogger and MLFlowLogger, for the Trainer and for log_with="),
     (190, "Lightning's module paths, the types of steps under its names, norms of gradients"),
+    (50, "checkpoints as artifacts of W&B and MLflow runs"),
+    (185, "rows of remote runs that come again on a resume are left out one by one; a service that fails or refuses"),
+    (
+        310,
+        "fine-tuning beside schedulers, searches of odd losses and data, labels and spikes that are not numbers, the speed of "
+        "windows of batches",
+    ),
+    (
+        270,
+        "each loss of a raw loop is checked, reduced shapes are compared; Accelerate's further types of jobs, paths and "
+        "arguments",
+    ),
+    (
+        105,
+        "trials with loggers and overfit_batches, loggers that are set, links into folders, an earlier run's checkpoints",
+    ),
 ]
 """Lines of the package: what is added to it, or taken off, with the reason. The sum is the limit."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import io
+import os
 import sys
 from collections.abc import Sequence
 from functools import partial
@@ -29,6 +30,8 @@ COMMANDS = {
     "checkpoint": ("trainwright.checkpoint.commands:checkpoint_command", "show, verify, export or import a checkpoint"),
 }
 """The subcommands beside launch: "module:function", imported when chosen, and a line of help."""
+LOST_READER = 141
+"""The exit code if the output's reader has gone, which shells give to a process that SIGPIPE ends."""
 
 
 def _run(where: str, arguments: Sequence[str], check: Any) -> int:
@@ -46,7 +49,31 @@ def main() -> int:
             errors="backslashreplace"
         )  # as stderr: a terminal's encoding may lack a letter of a path
     others = {name: (partial(_run, where), about) for name, (where, about) in COMMANDS.items()}
-    return run(sys.argv[1:], check_names, others)
+    try:
+        try:
+            return run(sys.argv[1:], check_names, others)
+        finally:
+            _flush()
+    except BrokenPipeError:
+        if not _has_lost_reader():
+            raise
+        return LOST_READER
+
+
+def _flush() -> None:
+    if sys.stdout is not None and not sys.stdout.closed:
+        sys.stdout.flush()
+
+
+def _has_lost_reader() -> bool:
+    """Return whether this command's output has lost its reader, as after `| head`; if so, drop the rest of it."""
+    try:
+        _flush()
+    except BrokenPipeError:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())  # the interpreter flushes it once more when it ends
+        return True
+    return False
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ def grad_norm(module: nn.Module, norm_type: float | int | str, group_separator: 
     if not p > 0:
         raise ValueError(f"norm_type={norm_type!r} is not accepted; pass a number above 0, or 'inf'.")
     norms = {
-        name: _whole(torch.linalg.vector_norm(parameter.grad.detach(), p))
+        name: _whole(_norm(parameter.grad.detach(), p))
         for name, parameter in module.named_parameters()
         if parameter.grad is not None
     }
@@ -37,6 +37,14 @@ def grad_norm(module: nn.Module, norm_type: float | int | str, group_separator: 
     stem = "_".join(["grad", str(p), "norm"])
     names = [f"{stem}{group_separator}{name}" for name in norms]
     return dict(zip([*names, "_".join([stem, "total"])], values, strict=True))
+
+
+def _norm(gradient: Tensor, p: float) -> Tensor:
+    values = gradient.coalesce().values() if gradient.is_sparse else gradient
+    # A sum of squares soon exceeds float16's largest number.
+    wide = torch.float32 if values.dtype in (torch.float16, torch.bfloat16) else None
+    norm: Tensor = torch.linalg.vector_norm(values, p, dtype=wide)
+    return norm
 
 
 def _whole(norm: Tensor) -> Tensor:

@@ -270,7 +270,12 @@ def read_hyper_parameters(path: str) -> dict[str, Any]:
     with fsspec.open(str(path), "r", encoding="utf-8") as file:
         text = file.read()
     if kind == "csv":
-        return {row["key"]: _literal(row["value"]) for row in csv.DictReader(text.splitlines())}
+        rows = csv.DictReader(text.splitlines())
+        if not {"key", "value"} <= set(rows.fieldnames or ()):
+            raise ValueError(
+                f"hparams_file={str(path)!r} has the columns {rows.fieldnames}; it must have key and value."
+            )
+        return {row["key"]: _literal(row["value"]) for row in rows}
     try:
         loads = json.loads if kind == "json" else importlib.import_module("yaml").safe_load
     except ImportError as error:

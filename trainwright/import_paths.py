@@ -6,12 +6,13 @@ and exist once they are imported; type checkers do not see them.
 
 from __future__ import annotations
 
+import dis
 import importlib
 import importlib.abc
 import importlib.machinery
 import sys
 from collections.abc import Sequence
-from types import ModuleType
+from types import FrameType, ModuleType
 from typing import Any
 
 PATHS = """
@@ -24,6 +25,8 @@ PATHS = """
     callbacks.stochastic_weight_avg loggers.csv_logs loggers.logger plugins
     plugins.environments plugins.precision profilers.profiler strategies.parallel strategies.single_device
     strategies.strategy trainer.states tuner tuner.batch_size_scaling tuner.lr_finder tuner.tuning
+    accelerator big_modeling data_loader launchers local_sgd logging state tracking
+    utils.dataclasses utils.memory utils.operations utils.other utils.random
 """
 """Paths below the package; a real module of the same name comes first."""
 _PATHS = frozenset(PATHS.split())
@@ -32,6 +35,7 @@ _OTHER_HOMES = {
     "trainwright.data.transfer": "to_device",
     "trainwright.engine.prepared": "PreparedOptimizer",
     "trainwright.gradient_norms": "grad_norm",
+    "trainwright.raw_loop.options": "DDPCommunicationHookType",
     "trainwright.hyperparameters": "AttributeDict HyperParameters",
     "trainwright.rank_zero": "rank_zero_debug rank_zero_deprecation",
     "trainwright.step_types": "EVAL_DATALOADERS LRSchedulerPLType LRSchedulerTypeUnion OptimizerLRScheduler "
@@ -58,6 +62,18 @@ ELSEWHERE = {
     "cpu_offload": "inference of models larger than a device is missing",
     "load_checkpoint_and_dispatch": "inference of models larger than a device is missing",
     "infer_auto_device_map": "inference of models larger than a device is missing",
+    "disk_offload": "inference of models larger than a device is missing",
+    "load_checkpoint_in_model": "load the tensors of safetensors.torch.load_file into the model before prepare",
+    "prepare_pippy": "inference in a pipeline is missing",
+    "send_to_device": "tensors have .to(device), and a prepared loader moves its batches",
+    "get_logger": "use logging.getLogger, or tw.rank_zero_info",
+    "LoggerType": "log_with takes names, such as 'tensorboard'",
+    "GeneralTracker": "subclass tw.Logger, and pass an instance to log_with",
+    "TorchDynamoPlugin": "Accelerator(dynamo_backend='inductor'), or model.compile(...) before prepare",
+    "DynamoBackend": "dynamo_backend takes torch's names, such as 'inductor'",
+    "PrecisionType": "mixed_precision takes 'no', 'fp16' and 'bf16'",
+    "RNGType": "rng_types takes names, such as 'torch'",
+    "FP8RecipeKwargs": "fp8 is missing",
     "MegatronLMPlugin": "tensor parallelism is missing; FullyShardedDataParallelPlugin and DeepSpeedPlugin shard a model",
     "ParallelismConfig": "tensor parallelism is missing; FullyShardedDataParallelPlugin and DeepSpeedPlugin shard a model",
 }
@@ -109,9 +125,21 @@ class PathFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         def look_up(name: str) -> Any:
             if name.startswith("__"):
                 raise AttributeError(name)
-            return find(name, module.__name__)
+            if f"{module.__name__}.{name}".partition(".")[2] in _PATHS:
+                return importlib.import_module(f"{module.__name__}.{name}")
+            try:
+                return find(name, module.__name__)
+            except ImportError as error:
+                if _imports(sys._getframe(1)):
+                    raise
+                raise AttributeError(str(error), name=name) from None  # pickle and hasattr ask any module for any name
 
         module.__getattr__ = look_up  # type: ignore[method-assign]
+
+
+def _imports(frame: FrameType) -> bool:
+    """Return whether a frame is at `from ... import name`, which would show an AttributeError without its text."""
+    return dis.opname[frame.f_code.co_code[frame.f_lasti]] == "IMPORT_FROM"
 
 
 def install() -> None:

@@ -144,3 +144,74 @@ def test_what_is_refused() -> None:
         tw.ClassificationReport(["a", "a"])
     with pytest.raises(ValueError, match="num_classes=3, but class_names has 2"):
         tw.ClassificationReport(["a", "b"], 3)
+
+
+class Given(Classifier):
+    """Its steps return what they are given."""
+
+    def __init__(self, predictions: Any = None, targets: Any = None) -> None:
+        super().__init__()
+        self.output = {"preds": predictions, "target": targets}
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.output
+
+    def test_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.output
+
+
+def report_of(predictions: Any, targets: Any, **options: Any) -> tw.ClassificationReport:
+    report = tw.ClassificationReport(**{"picture": False, **options})
+    tw.Trainer(**QUIET, callbacks=report).test(Given(predictions, targets), make_loader(4), verbose=False)
+    return report
+
+
+def test_labels_of_narrow_types() -> None:
+    labels = torch.arange(20, dtype=torch.uint8)
+    scores = report_of(labels, labels, num_classes=20).scores["test"]
+    assert (scores.accuracy, scores.confusion.tolist()) == (1.0, torch.eye(20, dtype=torch.long).tolist())
+    assert report_of(labels.short(), labels.int()).scores["test"].accuracy == 1.0
+    assert report_of(labels > 9, labels > 9).scores["test"].support.tolist() == [10, 10]
+
+
+@pytest.mark.parametrize(
+    ("predictions", "targets", "given"),
+    [
+        (torch.zeros(4, 1), torch.zeros(4).long(), r"float32 of shape \(4, 1\)"),
+        (torch.zeros(4), torch.zeros(4).long(), r"float32 of shape \(4,\)"),
+        (torch.zeros(4).long(), torch.zeros(4), r"targets \('target'\) of float32 of shape \(4,\)"),
+        (torch.zeros(4, 3), torch.zeros(4, 3).long(), r"targets \('target'\) of int64 of shape \(4, 3\)"),
+        (torch.zeros(4, 3, 3, 3), torch.zeros(4, 3, 3).long(), r"float32 of shape \(4, 3, 3, 3\)"),
+    ],
+    ids=["one column", "probabilities", "float targets", "one-hot", "pictures"],
+)
+def test_other_kinds_are_refused(predictions: Any, targets: Any, given: str) -> None:
+    with pytest.raises(TypeError, match=given + r".*accepted are class numbers .* Turn one probability"):
+        report_of(predictions, targets)
+
+
+def test_scores_that_are_nan_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"test_step returned scores \('preds'\) that are NaN"):
+        report_of(torch.tensor([[0.0, torch.nan]]), torch.tensor([0]))
+
+
+def test_a_test_without_samples(capsys: pytest.CaptureFixture[str]) -> None:
+    nothing = torch.zeros(0).long()
+    assert report_of(nothing, nothing).scores == {}
+    assert "test: no samples" in capsys.readouterr().out
+
+
+def test_scores_of_an_earlier_call_are_not_shown_again(capsys: pytest.CaptureFixture[str]) -> None:
+    report = tw.ClassificationReport(picture=False)
+    trainer, module = tw.Trainer(**QUIET, max_epochs=1, callbacks=report), Reports()
+    trainer.validate(module, make_loader(8), verbose=False)
+    assert "validation" in report.scores
+    trainer.fit(module, make_loader(8))
+    assert "validation" not in report.scores
+    assert "validation" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["accuracy", "macro avg", "weighted avg"])
+def test_names_of_rows(name: str) -> None:
+    with pytest.raises(ValueError, match=f"class_names has '{name}', the name of another row"):
+        tw.ClassificationReport(["cat", name])

@@ -10,6 +10,8 @@ import torch
 from jobs import run_job
 from small import QUIET, Classifier, make_data, make_loader
 from torch import Tensor, nn
+from torch.optim import lr_scheduler as schedulers
+from torch.optim.swa_utils import SWALR
 from torch.utils.data import DataLoader
 
 import trainwright as tw
@@ -141,3 +143,154 @@ def test_two_ranks(tmp_path: Path) -> None:
     for name in ("ddp_sharded", "deepspeed"):
         assert f"which strategy '{name}" in first[name]
         assert first[name] == second[name]
+
+
+def scheduled(make: Any) -> Any:
+    """Return a module whose optimizer has a scheduler."""
+
+    class Scheduled(Pretrained):
+        def configure_optimizers(self) -> Any:
+            optimizer = super().configure_optimizers()[0][0]
+            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": make(optimizer), "monitor": "loss"}}
+
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            loss = super().training_step(batch, batch_idx)
+            self.log("loss", loss, on_epoch=True)
+            return loss
+
+    torch.manual_seed(0)
+    return Scheduled()
+
+
+class Adds(BaseFinetuning):
+    def freeze_before_training(self, pl_module: Any) -> None:
+        self.freeze(pl_module.backbone)
+
+    def finetune_function(self, pl_module: Any, epoch: int, optimizer: Any) -> None:
+        if epoch == 1:
+            self.unfreeze_and_add_param_group(pl_module.backbone, optimizer, lr=0.01)
+
+
+class Halves:
+    """A function of epochs that a scheduler saves the state of."""
+
+    def __call__(self, epoch: int) -> float:
+        return 0.5**epoch
+
+
+@pytest.mark.parametrize(
+    ("make", "rates"),
+    [
+        (lambda each: schedulers.LambdaLR(each, lambda epoch: 0.5**epoch), [(0.0125, 6), (0.00125, 4)]),
+        (lambda each: schedulers.LambdaLR(each, Halves()), [(0.0125, 6), (0.00125, 4)]),
+        (lambda each: schedulers.MultiplicativeLR(each, lambda epoch: 0.5), [(0.0125, 6), (0.0025, 4)]),
+        (lambda each: schedulers.StepLR(each, 1, 0.5), [(0.0125, 6), (0.0025, 4)]),
+        (
+            lambda each: schedulers.SequentialLR(
+                each, [schedulers.ConstantLR(each, 1.0), schedulers.LambdaLR(each, lambda epoch: 0.5**epoch)], [2]
+            ),
+            [(0.05, 6), (0.005, 4)],
+        ),
+        (
+            lambda each: schedulers.ChainedScheduler([schedulers.MultiplicativeLR(each, lambda epoch: 0.5)], each),
+            [(0.0125, 6), (0.0025, 4)],
+        ),
+    ],
+    ids=["lambda", "callable", "multiplicative", "step", "sequential", "chained"],
+)
+def test_schedulers_set_the_rates_of_new_groups(tmp_path: Path, make: Any, rates: Any) -> None:
+    def run(ckpt_path: str | None = None) -> tw.Trainer:
+        saving = tw.ModelCheckpoint(tmp_path, "{epoch}", save_top_k=-1)
+        settings: dict[str, Any] = {**QUIET, "enable_checkpointing": True, "max_epochs": 3}
+        trainer = tw.Trainer(**settings, callbacks=[Adds(), saving])
+        trainer.fit(scheduled(make), DataLoader(make_data(8), 4), ckpt_path=ckpt_path)
+        return trainer
+
+    assert groups(run()) == [(round(rate, 6), count) for rate, count in rates]
+    assert groups(run(f"{tmp_path}/epoch=1.ckpt")) == [(round(rate, 6), count) for rate, count in rates]
+
+
+@pytest.mark.parametrize(
+    ("make", "name"),
+    [
+        (lambda each: schedulers.OneCycleLR(each, 0.1, total_steps=9), "OneCycleLR"),
+        (lambda each: SWALR(each, 0.01), "SWALR"),
+        (
+            lambda each: schedulers.SequentialLR(
+                each, [schedulers.ConstantLR(each), schedulers.CyclicLR(each, 0.01, 0.1, cycle_momentum=False)], [2]
+            ),
+            "CyclicLR",
+        ),
+        (lambda each: schedulers.ReduceLROnPlateau(each, min_lr=[0.0]), "ReduceLROnPlateau with a list as min_lr"),
+    ],
+)
+def test_schedulers_with_plans_for_each_group_are_refused(make: Any, name: str) -> None:
+    with pytest.raises(ValueError, match=f"Adds adds parameter groups during training, and {name} has settings"):
+        tw.Trainer(**QUIET, max_epochs=1, callbacks=Adds()).fit(scheduled(make), make_loader())
+
+
+def fit_backbone(module: Any, *callbacks: tw.Callback, epochs: int = 4) -> list[Any]:
+    trainer = tw.Trainer(**QUIET, max_epochs=epochs, callbacks=list(callbacks))
+    trainer.fit(module, DataLoader(make_data(8), 4))
+    return [[round(group["lr"], 6) for group in each.param_groups] for each in trainer.optimizers]
+
+
+def test_only_groups_that_were_added_get_the_backbones_rate() -> None:
+    class All(Pretrained):
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD([{"params": self.backbone.parameters()}, {"params": self.net.parameters()}], lr=0.1)
+
+    with pytest.warns(UserWarning, match="4 of the 4 parameters to unfreeze are in the optimizer already"):
+        assert fit_backbone(All(), BackboneFinetuning(1)) == [[0.1, 0.1]]
+
+    class AddsMore(Adds):
+        def freeze_before_training(self, pl_module: Any) -> None:
+            self.freeze(pl_module.extra)
+
+        def finetune_function(self, pl_module: Any, epoch: int, optimizer: Any) -> None:
+            if epoch == 1:
+                self.unfreeze_and_add_param_group(pl_module.extra, optimizer, lr=0.5)
+
+    module = Pretrained()
+    module.extra = nn.Linear(2, 2)
+    rates = fit_backbone(module, BackboneFinetuning(1, backbone_initial_lr=0.01, should_align=False), AddsMore())
+    assert rates == [[0.1, 0.04, 0.5]]
+
+
+def test_the_backbones_first_rate_is_aligned() -> None:
+    assert fit_backbone(Pretrained(), BackboneFinetuning(1, backbone_initial_lr=1.0), epochs=2) == [[0.1, 0.1]]
+    free = BackboneFinetuning(1, backbone_initial_lr=1.0, should_align=False)
+    assert fit_backbone(Pretrained(), free, epochs=2) == [[0.1, 1.0]]
+
+
+def test_batch_norms_stay_frozen() -> None:
+    module = Pretrained()
+    fit_backbone(module, BackboneFinetuning(1, train_bn=False), epochs=2)
+    assert not any(each.requires_grad for each in module.backbone[1].parameters())
+    assert module.backbone[0].weight.requires_grad
+
+
+def test_two_optimizers_have_their_own_backbone_rates(tmp_path: Path) -> None:
+    class Two(Pretrained):
+        def __init__(self) -> None:
+            super().__init__()
+            self.automatic_optimization = False
+            self.backbone = nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8)])
+
+        def configure_optimizers(self) -> Any:
+            heads = self.net[0].parameters(), self.net[3].parameters()
+            return [torch.optim.SGD(head, lr) for head, lr in zip(heads, (0.8, 0.08), strict=True)]
+
+        def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
+            for optimizer in self.optimizers():
+                optimizer.step()
+
+    def run(epochs: int, ckpt_path: str | None = None) -> Any:
+        saving = tw.ModelCheckpoint(tmp_path, "{epoch}", save_top_k=-1)
+        settings: dict[str, Any] = {**QUIET, "enable_checkpointing": True, "max_epochs": epochs}
+        trainer = tw.Trainer(**settings, callbacks=[BackboneFinetuning(1), saving])
+        trainer.fit(Two(), DataLoader(make_data(8), 4), ckpt_path=ckpt_path)
+        return [[round(group["lr"], 6) for group in each.param_groups] for each in trainer.optimizers]
+
+    assert run(3) == [[0.8, 0.16], [0.08, 0.016]]
+    assert run(4, f"{tmp_path}/epoch=2.ckpt") == [[0.8, 0.32], [0.08, 0.032]]

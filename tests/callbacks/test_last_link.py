@@ -114,3 +114,34 @@ def test_a_stop_moves_the_link(tmp_path: Path) -> None:
     trainer = tw.Trainer(max_epochs=3, callbacks=[callback, Stops()], **{**QUIET, "enable_checkpointing": True})
     trainer.fit(Classifier(), make_loader())
     assert open_checkpoint(f"{tmp_path}/last.ckpt").step == BATCHES + 2
+
+
+def test_a_link_leads_into_a_folder_of_the_name(tmp_path: Path) -> None:
+    fit(tw.ModelCheckpoint(tmp_path, filename="sub/{epoch}", save_last=True))
+    assert pointed(str(tmp_path / "last.ckpt")) == f"{tmp_path}/sub/epoch=1.ckpt"
+    assert isinstance(Classifier.load_from_checkpoint(tmp_path / "last.ckpt"), Classifier)
+    os.symlink("../elsewhere", tmp_path / "away.ckpt")
+    assert not is_last_link(str(tmp_path / "away.ckpt"))
+
+
+def test_a_checkpoint_with_the_name_of_the_link(tmp_path: Path) -> None:
+    fit(tw.ModelCheckpoint(tmp_path, filename="last", save_last=True))
+    links = {name for name in os.listdir(tmp_path) if is_last_link(str(tmp_path / name))}
+    assert len(links) == 1
+    assert len(os.listdir(tmp_path)) == 2
+    assert open_checkpoint(str(tmp_path / links.pop())).step == 2 * BATCHES
+
+
+def test_a_link_follows_a_background_save_at_once(tmp_path: Path) -> None:
+    class Waits(Classifier):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            if self.trainer.global_step == 4:  # the save has begun; the link follows at the end of this batch
+                self.trainer.engine.finish_save()
+            elif self.trainer.global_step == 5:
+                self.led_to = pointed(str(tmp_path / "last.ckpt"))
+            return super().training_step(batch, batch_idx)
+
+    options = {"every_n_train_steps": 4, "save_top_k": -1, "save_last": True, "async_save": True}
+    module, callback = Waits(), tw.ModelCheckpoint(tmp_path, "{step}", **options)
+    tw.Trainer(max_steps=6, callbacks=[callback], **{**QUIET, "enable_checkpointing": True}).fit(module, make_loader())
+    assert module.led_to == f"{tmp_path}/step=4.ckpt"

@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -76,6 +77,104 @@ def test_throughput_of_what_is_wrong() -> None:
         fit(tw.ThroughputMonitor(len), logger=False)
 
 
+def test_rows_of_windows_of_batches() -> None:
+    both = [tw.ThroughputMonitor(len), tw.DeviceStatsMonitor(cpu_stats=True)]
+    memory = Memory()
+    settings = {**QUIET, "logger": memory, "max_epochs": 1, "log_every_n_steps": 1}
+    tw.Trainer(**settings, callbacks=both, accumulate_grad_batches=4).fit(Classifier(), make_loader())  # 3 windows
+    assert [step for step, _ in memory.with_name("train/device")] == [2, 3]
+    for hook in ("start", "end"):
+        assert [step for step, _ in memory.with_name(f"on_train_batch_{hook}")] == [1, 2, 3]
+
+
+def test_saving_is_no_wait_for_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Clock:
+        now = 0.0
+
+        def perf_counter(self) -> float:
+            return self.now
+
+    clock = Clock()
+
+    class Takes(Classifier):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            clock.now += 1.0
+            return super().training_step(batch, batch_idx)
+
+        def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+            clock.now += 50.0
+
+    monkeypatch.setattr("trainwright.callbacks.throughput_monitor.time", clock)
+    saving = tw.ModelCheckpoint(tmp_path, every_n_train_steps=1)
+    memory = Memory()
+    settings = {**QUIET, "logger": memory, "enable_checkpointing": True, "max_epochs": 1, "log_every_n_steps": 2}
+    tw.Trainer(**settings, callbacks=[tw.ThroughputMonitor(len), saving]).fit(Takes(), make_loader())
+    row = memory.with_name("train/device")[-1][1]
+    assert (row["train/data_wait"], row["train/batches_per_sec"]) == (0.0, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("name", "peak"),
+    [
+        ("NVIDIA A100-SXM4-80GB", 312e12),
+        ("NVIDIA H100 NVL", 835e12),
+        ("NVIDIA A10G", 70e12),
+        ("Tesla T4", 65e12),
+        ("NVIDIA RTX A1000", None),
+        ("NVIDIA T400 4GB", None),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
+    ],
+)
+def test_peaks_of_devices(monkeypatch: pytest.MonkeyPatch, name: str, peak: float | None) -> None:
+    device = SimpleNamespace(get_device_name=lambda device: name)
+    monkeypatch.setattr(torch, "get_device_module", lambda device: device_module)
+    device_module = device
+    rows = fit(tw.ThroughputMonitor(len, flops_per_batch=1.0)).with_name("train/device")
+    rate = rows[0][1]["train/device/flops_per_sec"]
+    assert rows[0][1].get("train/device/mfu") == (None if peak is None else pytest.approx(rate / peak))
+
+
+def test_flops_are_those_of_a_whole_batch() -> None:
+    class EndsAtOnce(tw.Callback):
+        def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> int | None:
+            return -1 if trainer.current_epoch == 0 else None
+
+    memory = Memory()
+    settings = {**QUIET, "logger": memory, "max_epochs": 2, "log_every_n_steps": 1}
+    callbacks = [tw.ThroughputMonitor(len), EndsAtOnce()]
+    tw.Trainer(**settings, callbacks=callbacks).fit(Classifier(), make_loader(), make_loader(32))
+    row = memory.with_name("train/device")[-1][1]
+    wanted = 2 * 4 * (2 * 8 * 13 + 3 * 13 * 3) * row["train/device/batches_per_sec"]
+    assert row["train/device/flops_per_sec"] == pytest.approx(wanted)
+
+
+def test_flops_of_a_method_and_a_step_that_empties_its_batch() -> None:
+    class Pops(Classifier):
+        def flops_per_batch(self) -> float:
+            return 10.0
+
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            return torch.nn.functional.cross_entropy(self.net(batch.pop("x")), batch.pop("y"))
+
+    data = [{"x": x, "y": y} for x, y in make_loader()]
+    memory = Memory()
+    settings = {**QUIET, "logger": memory, "max_epochs": 1, "log_every_n_steps": 2}
+    monitor = tw.ThroughputMonitor(lambda batch: len(batch["x"]))
+    tw.Trainer(**settings, callbacks=monitor).fit(Pops(), data)
+    row = memory.with_name("train/device")[0][1]
+    assert row["train/device/flops_per_sec"] == 10.0 * row["train/device/batches_per_sec"]
+    assert row["train/samples_per_sec"] == pytest.approx(4 * row["train/device/batches_per_sec"])
+
+
+def test_samples_of_a_step_that_pulls_its_batches() -> None:
+    class Pulls(Classifier):
+        def training_step(self, dataloader_iter: Any) -> Tensor:  # type: ignore[override]
+            return super().training_step(next(dataloader_iter)[0], 0)
+
+    row = fit(tw.ThroughputMonitor(lambda batch: len(batch[0])), Pulls()).with_name("train/device")[0][1]
+    assert row["train/samples_per_sec"] == pytest.approx(4 * row["train/device/batches_per_sec"])
+
+
 # -- DeviceStatsMonitor ----------------------------------------------------------------------------------------------
 
 
@@ -88,6 +187,33 @@ def test_statistics_of_the_processor() -> None:
     assert not [name for _, row in fit(tw.DeviceStatsMonitor(False)).rows for name in row if "cpu" in name]
     with pytest.raises(ValueError, match="DeviceStatsMonitor writes to the trainer's loggers, but logger=False"):
         fit(tw.DeviceStatsMonitor(), logger=False)
+
+
+def test_statistics_are_the_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = []
+
+    def memory_stats(device: torch.device) -> dict[str, int]:
+        given.append(device.type)
+        return {"allocated": 7}
+
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "memory_stats", memory_stats)
+    monitor = tw.DeviceStatsMonitor()
+    trainer = tw.Trainer(**{**QUIET, "logger": Memory()}, callbacks=monitor)
+    strategy = SimpleNamespace(device=torch.device("cuda"))
+    rows = Memory()
+    run = SimpleNamespace(
+        strategy=strategy,
+        loggers=[rows],
+        fast_dev_run=False,
+        log_every_n_steps=1,
+        is_global_zero=True,
+        state=trainer.state,
+    )
+    monitor.setup(run, Classifier(), "fit")  # type: ignore[arg-type]  # the module is on the CPU
+    monitor.on_train_batch_start(run, Classifier(), None, 0)  # type: ignore[arg-type]
+    assert given == ["cuda"]
+    assert rows.rows == [(1, {"DeviceStatsMonitor.on_train_batch_start/allocated": 7.0})]
 
 
 # -- SpikeDetection --------------------------------------------------------------------------------------------------
@@ -111,11 +237,11 @@ class Jumps(Classifier):
 )
 def test_a_spike_ends_the_run(tmp_path: Path, options: dict[str, Any], value: float) -> None:
     path = tmp_path / "new" / "skipped.json"
-    for count in (1, 2):
+    for _ in range(2):
         with pytest.raises(TrainingSpikeException, match="The loss of batch 7 in epoch 0 is") as error:
             fit(SpikeDetection(**options, exclude_batches_path=path), Jumps(value))
         assert error.value.batch_idx == 7
-        assert json.loads(path.read_text()) == [7] * count
+        assert json.loads(path.read_text()) == [7]  # each index once
 
 
 @pytest.mark.parametrize(
@@ -133,6 +259,31 @@ def test_what_is_no_spike(tmp_path: Path, options: dict[str, Any], value: float,
     assert os.listdir(tmp_path) == []
 
 
+def test_losses_that_are_nan_from_the_first_on(tmp_path: Path) -> None:
+    path = tmp_path / "skipped.json"
+    with pytest.raises(TrainingSpikeException, match="batch 3 in epoch 0 is nan, and no batch had a finite one"):
+        fit(SpikeDetection(warmup=3, exclude_batches_path=path), NeverFinite())
+    assert os.listdir(tmp_path) == ["skipped.json"]
+    assert json.loads(path.read_text()) == [3]
+    fit(SpikeDetection(finite_only=False, exclude_batches_path=path), NeverFinite())
+
+
+@pytest.mark.parametrize(
+    ("text", "said", "kept"),
+    [
+        ("", "", "[7]"),
+        ("[3", "It was not noted in .*delimiter", "[3"),
+        ('{"a": 1}', "it holds a dict, not a list", '{"a": 1}'),
+    ],
+)
+def test_a_damaged_file_hides_no_spike(tmp_path: Path, text: str, said: str, kept: str) -> None:
+    path = tmp_path / "skipped.json"
+    path.write_text(text)
+    with pytest.raises(TrainingSpikeException, match=f"The loss of batch 7.*{said}"):
+        fit(SpikeDetection(exclude_batches_path=path), Jumps(9.0))
+    assert path.read_text() == kept
+
+
 def test_arguments_of_spikes() -> None:
     for options, message in (
         ({"mode": "mean"}, "choose from min, max"),
@@ -141,6 +292,14 @@ def test_arguments_of_spikes() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             SpikeDetection(**options)  # type: ignore[arg-type]
+
+
+class NeverFinite(Jumps):
+    def __init__(self) -> None:
+        super().__init__(1.0)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return super().training_step(batch, batch_idx) * torch.nan
 
 
 class JumpsOnOneRank(Jumps):

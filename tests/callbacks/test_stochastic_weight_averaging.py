@@ -151,7 +151,10 @@ def test_other_ways_of_a_run() -> None:
     fit(average, max_epochs=1, limit_train_batches=3)
     _, module = fit(average, fast_dev_run=2)
     assert int(module.net[1].num_batches_tracked) == 2
-    _, module = fit(swa(swa_epoch_start=2), max_epochs=1)  # it never begins
+    with pytest.warns(
+        UserWarning, match="averaged nothing: it begins after 1 epochs, and the run had 1; pass a smaller"
+    ):
+        _, module = fit(swa(swa_epoch_start=2), max_epochs=1)
     assert int(module.net[1].num_batches_tracked) == 4
     module = Normed()
     module.unused = torch.nn.BatchNorm1d(2)
@@ -187,3 +190,9 @@ def test_refusals() -> None:
         fit(swa(swa_epoch_start=0.5), max_epochs=-1, max_steps=4)
     with pytest.raises(ValueError, match="automatic_optimization = False"):
         fit(swa(), module=Manual())
+
+
+def test_a_fraction_of_the_epochs() -> None:
+    average = tw.StochasticWeightAveraging(0.01, swa_epoch_start=0.29)  # 100 * 0.29 is 28.999999999999996
+    with pytest.warns(UserWarning, match="it begins after 28 epochs, and the run had"):
+        fit(average, max_epochs=100, max_steps=1)

@@ -423,3 +423,49 @@ def test_refusals() -> None:
         ema(update_every_n_steps=0)
     with pytest.raises(ValueError, match="EMAWeightAveraging and StochasticWeightAveraging average the same weights"):
         fit(tw.StochasticWeightAveraging(0.1), ema())
+
+
+def test_an_epochs_update_comes_before_its_validation(tmp_path: Path) -> None:
+    def options() -> dict[str, Any]:
+        return {"update_every_n_steps": 0, "update_starting_at_epoch": 0}
+
+    seen: list[dict[str, Tensor]] = []
+
+    class Scores(tw.Callback):
+        def on_validation_epoch_end(self, trainer: Any, module: Any) -> None:
+            if not trainer.sanity_checking:
+                seen.append(weights(module))
+
+    saving = tw.ModelCheckpoint(tmp_path, "{epoch}", monitor="val_loss", save_top_k=-1)
+    average = ema(**options())
+    settings: dict[str, Any] = {"kind": Classifier, "enable_checkpointing": True}
+    trainer, whole = fit(average, Scores(), saving, **settings)
+    assert average.n_averaged == 3
+    trainer.validate(whole, make_loader(20), verbose=False)
+    assert_equal(seen.pop(), seen[2])
+    for epoch in range(3):
+        path = f"{tmp_path}/epoch={epoch}.ckpt"
+        assert_equal(weights(Classifier.load_from_checkpoint(path)), seen[epoch])
+    _, resumed = fit(ema(**options()), kind=Classifier, ckpt_path=f"{tmp_path}/epoch=0.ckpt")
+    assert_equal(weights(resumed), weights(whole))
+
+
+def test_a_batch_with_two_steps() -> None:
+    class Two(Classifier):
+        automatic_optimization = False
+
+        def configure_optimizers(self) -> Any:
+            return [torch.optim.SGD(self.net[each].parameters(), 0.1) for each in (0, 3)]
+
+        def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
+            for optimizer in self.optimizers():
+                optimizer.zero_grad()
+                self.manual_backward(torch.nn.functional.cross_entropy(self.net(batch[0]), batch[1]))
+                optimizer.step()
+
+    counts = []
+    for every in (1, 2, 4):
+        average = ema(update_every_n_steps=every)
+        fit(average, kind=Two, max_epochs=1)
+        counts.append(average.n_averaged)
+    assert counts == [11, 11, 6]

@@ -68,7 +68,7 @@ def test_digits_for_an_epoch(tmp_path: Path) -> None:
 )
 def test_digits(tmp_path: Path, options: str) -> None:
     output = run(str(ROOT / "examples/digits.py"), *options.split(), folder=tmp_path)
-    assert float(said(output, "test_acc")) >= 0.97
+    assert float(said(output, "test_acc")) >= 0.95  # kernels of 16 bits round as the CPU does: 0.967 to 0.993
     check_files(output, tmp_path)
     assert sorted(path.name for path in (tmp_path / "runs/trainwright_logs").iterdir()) == ["version_0"]
 

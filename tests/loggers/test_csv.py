@@ -9,12 +9,15 @@ import pickle
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
+from enum import Enum, IntEnum
 from pathlib import Path
 from typing import Any
 
 import fsspec
+import numpy
 import pytest
 import torch
+import yaml
 from deadlines import wait_until
 from small import QUIET, Classifier, make_loader
 
@@ -174,6 +177,27 @@ def test_hyper_parameters_become_json(place: str) -> None:
     assert hyper_parameters(logger) == {**expected, "lr": 0.2}
     with pytest.raises(TypeError, match="log_hyperparams got 3, a int"):
         logger.log_hyperparams(3)  # type: ignore[arg-type]
+
+
+class Mode(str, Enum):  # noqa: UP042  # as scripts for Python 3.10 write it
+    FAST = "fast"
+
+
+class Size(IntEnum):
+    SMALL = 3
+
+
+def test_hyper_parameters_of_derived_types_become_plain(place: str) -> None:
+    logger = started(place)
+    given = {"lr": numpy.float64(0.5), "name": numpy.str_("a"), "mode": Mode.FAST, "in": [Size.SMALL, numpy.int64(2)]}
+    logger.log_hyperparams({**given, "on": True})
+    logger.log_metrics({"a": 1.0}, 1)
+    logger.close()
+    expected = {"lr": 0.5, "name": "a", "mode": "fast", "in": [3, 2], "on": True}
+    assert hyper_parameters(logger) == expected
+    with fsspec.open(f"{logger.log_dir}/hparams.yaml", "r") as file:
+        assert yaml.safe_load(file) == expected
+    assert len(rows(logger)) == 1
 
 
 def resumed(place: Any, state: dict[str, Any], **kwargs: Any) -> tw.CSVLogger:

@@ -5,17 +5,21 @@ from __future__ import annotations
 import importlib.util
 import json
 import struct
-from collections.abc import Iterator
+import threading
+from collections import deque
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from deadlines import wait_until
 from jobs import run_job
 from small import QUIET, Classifier, make_loader
 
 import trainwright as tw
-from trainwright.loggers.remote import RemoteLogger
+from trainwright.loggers import remote
+from trainwright.loggers.remote import RemoteLogger, Row, names_of
 
 
 class Trained(Classifier):
@@ -50,22 +54,30 @@ def fit(
 
 
 class Service(RemoteLogger):
-    """A service whose network is gone from one row to another."""
+    """A service whose network is gone from one write to another."""
 
-    def __init__(self, fails: range = range(0), log_model: bool | str = False) -> None:
-        super().__init__("p", log_model)
+    def __init__(
+        self, fails: range = range(0), log_model: bool | str = False, run_id: str | None = None, new_id: str = "first"
+    ) -> None:
+        super().__init__("p", log_model, run_id)
+        self.new_id = new_id
         self.uploads: list[tuple[str, bool]] = []
-        self.fails, self.calls, self.rows, self.ends = fails, 0, [], []  # type: ignore[var-annotated]
+        self.fails, self.calls, self.ends = fails, 0, []  # type: ignore[var-annotated]
+        self.rows: list[Row] = []
         self.params: dict[str, Any] = {}
 
     def _open(self, run_id: str | None) -> str:
-        return run_id or "first"
+        self._group = "project"
+        return run_id or self.new_id
 
-    def _write(self, rows: list[dict[str, Any]]) -> None:
+    def _write(self, rows: deque[Row]) -> None:
         self.calls += 1
         if self.calls in self.fails:
             raise ConnectionError("no network")
         self.rows += rows
+
+    def _rows_there(self) -> Iterable[tuple[int, int, str]]:
+        return [(row.step, row.time, names_of(row.values)) for row in self.rows]
 
     def _write_hyperparams(self, params: dict[str, Any]) -> None:
         self.params |= params
@@ -104,14 +116,18 @@ def test_a_failed_upload_is_a_warning(tmp_path: Path) -> None:
     assert trainer.global_step == 22
 
 
+def steps(service: Service, name: str = "p-loss_step") -> list[int]:
+    return [row.step for row in service.rows if name in row.values]
+
+
 def test_rows_wait_for_the_network(tmp_path: Path) -> None:
-    plain, service = Service(), Service(range(3, 9))
+    plain, service = Service(), Service(range(3, 6))
     fit(plain, tmp_path / "a")
     with pytest.warns(UserWarning, match="Service could not write: ConnectionError: no network") as caught:
         fit(service, tmp_path / "b")
     assert len(caught) == 1
-    assert service.rows == plain.rows
-    assert [row["step"] for row in plain.rows if "p-loss_step" in row] == list(range(1, 23))
+    assert [(row.step, row.values) for row in service.rows] == [(row.step, row.values) for row in plain.rows]
+    assert steps(plain) == list(range(1, 23))
     assert service.ends == ["success"]
     assert service.params == {"dies_at": -1}
 
@@ -123,6 +139,166 @@ def test_rows_that_never_arrive_are_counted(tmp_path: Path) -> None:
         pytest.warns(UserWarning, match=r"write its last \d+ rows"),
     ):
         fit(service, tmp_path)
+
+
+def began(service: Service, state: dict[str, Any] | None = None) -> Service:
+    if state is not None:
+        service.load_state_dict(state)
+    service.start(lambda text: text, is_writer=True)
+    return service
+
+
+def log_steps(service: Service, *numbers: int) -> None:
+    for step in numbers:
+        service.log_metrics({"a": float(step)}, step)
+    service.flush()
+
+
+class Slow(Service):
+    """A service whose first write waits until it is let go."""
+
+    def __init__(self, fails: range = range(0)) -> None:
+        super().__init__(fails)
+        self.goes = threading.Event()
+
+    def _write(self, rows: deque[Row]) -> None:
+        assert self.goes.wait(60)
+        super()._write(rows)
+
+
+@pytest.mark.filterwarnings("ignore:.*could not write")
+def test_a_failure_is_not_tried_again_at_each_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote, "RETRY_SECONDS", 1e9)
+    service = began(Service(range(1, 3)))
+    log_steps(service, 0)  # the row, and the flush, or both at once
+    tried = service.calls
+    for step in range(1, 100):
+        service.log_metrics({"a": 1.0}, step)
+    service._writer.wait()
+    assert service.calls == tried
+    service.flush()
+    service.flush()
+    assert steps(service, "p-a") == list(range(100))
+    assert service.calls == 3
+
+
+def test_rows_that_come_during_a_write_are_written_at_once() -> None:
+    service = began(Slow())
+    for step in range(100):
+        service.log_metrics({"a": 1.0}, step)
+    assert isinstance(service, Slow)
+    service.goes.set()
+    service.flush()
+    assert steps(service, "p-a") == list(range(100))
+    assert service.calls <= 2
+
+
+class Unclosable(Service):
+    def _close(self, status: str) -> None:
+        raise ConnectionError("no network")
+
+
+def test_a_run_that_cannot_be_closed_is_a_warning(tmp_path: Path) -> None:
+    service = Unclosable()
+    with pytest.warns(UserWarning, match="Unclosable could not close its run first: ConnectionError: no network"):
+        trainer = fit(service, tmp_path)
+    assert trainer.global_step == 22
+    assert not service._is_open
+
+
+# -- resuming ----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("new", [False, True])
+def test_rows_that_had_arrived_are_left_out(new: bool) -> None:
+    service = began(Service())
+    log_steps(service, 1, 2)
+    state = json.loads(json.dumps(service.state_dict()))
+    log_steps(service, 3, 4)
+    service.finalize("failed")
+    if new:  # by an id that was given, and with its run open before the fit
+        service, earlier = Service(run_id="first"), service
+        service.rows = earlier.rows
+        service.log_hyperparams({"lr": 1})
+    began(service, state)
+    log_steps(service, 3, 4, 5)
+    assert steps(service, "p-a") == [1, 2, 3, 4, 5]
+    service.finalize("success")
+    began(service)
+    log_steps(service, 4)  # of another run
+    assert steps(service, "p-a") == [1, 2, 3, 4, 5, 4]
+
+
+def test_only_what_came_after_the_checkpoint_comes_again() -> None:
+    service = began(Service())
+    log_steps(service, 1, 2)
+    state = service.state_dict()
+    service.log_metrics({"validated": 1.0}, 2)
+    service.finalize("failed")
+    began(service, state)
+    service.log_metrics({"validated": 1.0}, 2)
+    service.log_metrics({"a": 1.0}, 2)
+    service.log_metrics({"validated": 1.0}, 2)
+    service.flush()
+    assert steps(service, "p-validated") == [2, 2]
+    assert steps(service, "p-a") == [1, 2, 2]
+
+
+def test_a_run_resumed_twice() -> None:
+    service = began(Service())
+    log_steps(service, 1)
+    state = service.state_dict()
+    log_steps(service, 2, 3)
+    service.finalize("failed")
+    began(service, state)
+    log_steps(service, 2)
+    state = service.state_dict()
+    service.finalize("failed")
+    began(service, state)
+    log_steps(service, 3, 4)
+    assert steps(service, "p-a") == [1, 2, 3, 4]
+
+
+def test_a_logger_used_before_the_fit_continues_the_checkpoints_run() -> None:
+    first = began(Service())
+    log_steps(first, 1)
+    state = first.state_dict()
+    service = Service(new_id="second")
+    service.log_hyperparams({"lr": 1})
+    with pytest.warns(
+        UserWarning, match="which began the run second. The resumed fit continues the checkpoint's run first"
+    ):
+        began(service, state)
+    assert (service._id, service.ends, service._step) == ("first", ["success"], 1)
+    chosen = began(Service(run_id="mine"), state)
+    assert (chosen._id, chosen._step) == ("mine", 0)
+
+
+def test_a_state_tells_nothing_of_rows_that_have_not_arrived() -> None:
+    service = began(Service(range(1, 100)))
+    with pytest.warns(UserWarning, match="could not write"):
+        log_steps(service, 1, 2)
+    assert set(service.state_dict()) == {"id", "step", "time", "uploaded"}
+    with pytest.warns(UserWarning, match="its last 2 rows"):
+        service.finalize("failed")
+    began(service, {"id": "first", "step": 0, "time": 0})
+    service.fails = range(0)
+    log_steps(service, 1, 2)
+    assert steps(service, "p-a") == [1, 2]
+
+
+def test_other_ranks_know_the_run() -> None:
+    texts: list[str] = []
+
+    def told(text: str) -> str:
+        texts.append(text)
+        return texts[0]
+
+    first, second = Service(), Service()
+    first.start(told, is_writer=True)
+    second.start(told, is_writer=False)
+    assert (second._id, second._group) == (first._id, first._group) == ("first", "project")
+    assert not second._is_open
 
 
 class Unreachable(Service):
@@ -205,8 +381,12 @@ def test_wandb(tmp_path: Path) -> None:
     with pytest.raises(TypeError, match="accepted is a list"):
         other.log_image("seen", torch.rand(4, 4))  # type: ignore[arg-type]
     other.finalize("success")
-    keys = {key for row in history(tmp_path / "other") for key in row}
-    assert {"seen", "texts"} <= keys | {key.partition("/")[0] for key in keys} | {key.partition(".")[0] for key in keys}
+
+    def has_media() -> bool:
+        keys = {key for row in history(tmp_path / "other") for key in row}
+        return {"seen", "texts"} <= {key.partition("/")[0].partition(".")[0] for key in keys}
+
+    wait_until(has_media)  # the client's own process may write the file a moment later
 
 
 @pytest.mark.slow

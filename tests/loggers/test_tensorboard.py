@@ -90,6 +90,13 @@ class Drawn(tw.Module):
         return self.frozen(self.first(inputs)) * scale + torch.randn(3)
 
 
+def test_hyper_parameters_in_a_sub_folder(tmp_path: Path) -> None:
+    logger = started(tmp_path, sub_dir="s")
+    logger.log_hyperparams({"lr": 0.1})
+    logger.close()
+    assert json.loads((tmp_path / "trainwright_logs/version_0/s/hparams.json").read_text()) == {"lr": 0.1}
+
+
 def test_the_graph_leaves_the_model_as_it_was(tmp_path: Path) -> None:
     logger, module = started(tmp_path, log_graph=True), Drawn((torch.ones(2, 4),))
     before = torch.get_rng_state()

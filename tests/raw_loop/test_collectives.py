@@ -50,6 +50,12 @@ def collect(folder: Path) -> dict[str, Any]:
             tw.broadcast({"rank": rank}),
         ],
         "shapes": refused(ValueError, accelerator.gather, wide),
+        "reduced": [
+            refused(ValueError, accelerator.reduce, {"a": torch.ones(2), "b": wide}),
+            refused(ValueError, tw.reduce, torch.ones([2] * (1 + rank))),
+            refused(ValueError, tw.reduce, [torch.ones(2)] * (1 + rank)),
+            refused(TypeError, tw.reduce, torch.ones(2, dtype=[torch.float32, torch.int64][rank])),
+        ],
         "dims": refused(ValueError, tw.gather, torch.ones([2] * (1 + rank))),
         "structure": refused(ValueError, accelerator.gather, {"a": wide, "ab"[rank]: wide, "c": wide}),
         "object": refused(
@@ -148,6 +154,10 @@ def test_on_two_ranks(tmp_path: Path) -> None:
         )
         assert "rank 0: (2,), rank 1: (2, 2)); reshape them to the same number of dimensions" in found["dims"]
         assert "other tensors on rank(s) [1] than on rank 0" in found["structure"]
+        assert "the value['b']: rank 0: (1, 2), rank 1: (2, 5)); pad_across" in found["reduced"][0]
+        assert "rank 0: (2,), rank 1: (2, 2))" in found["reduced"][1]
+        assert "other tensors on rank(s) [1] than on rank 0" in found["reduced"][2]
+        assert "another dtype on rank(s) [1]" in found["reduced"][3]
         assert found["object"].startswith("gather of objects, rank 1: the list[0] is a builtins.object; accepted are")
         assert found["padded"] == [[1.0, 1.0, -1.0, -1.0, -1.0], [1.0] * 5, [1.0] * 5]
         assert found["first"] == ([[0.0, 0.0], [1.0, 1.0]] if rank == 0 else [[1.0] * 5] * 2)
@@ -178,6 +188,8 @@ def test_alone(tmp_path: Path) -> None:
         [1.0, 1.0],
     )
     accelerator = tw.Accelerator(cpu=True)
+    scaled = accelerator.reduce({"a": torch.ones(2), "b": 3, "c": None}, "mean", scale=0.5)
+    assert (scaled["a"].tolist(), scaled["b"], scaled["c"], tw.reduce(2, scale=2.0)) == ([0.5, 0.5], 1.5, None, 4.0)
     assert accelerator.gather_for_metrics([random, 1][1:], use_gather_object=True) == [1]
     assert accelerator.gather_for_metrics({"id": 1}, use_gather_object=True) == [{"id": 1}]
     accelerator.set_trigger()

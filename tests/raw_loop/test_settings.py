@@ -127,6 +127,56 @@ def test_unknown_options_have_the_nearest_name() -> None:
     assert copy.deepcopy(tw.DataLoaderConfiguration(data_seed=3)).data_seed == 3
 
 
+def test_misspelt_and_positional_arguments_of_methods() -> None:
+    accelerator, model, _, _ = make_loop()
+    with pytest.raises(TypeError, match=r"init_trackers has no argument confg= .* Did you mean config="):
+        accelerator.init_trackers("run", confg={})  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match=r"set_seed has no argument device_spcific= .* Did you mean device_specific="):
+        tw.set_seed(1, device_spcific=True)  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match=r"PartialState has no argument timeout= .* Its arguments are cpu"):
+        tw.PartialState(timeout=3)  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match=r"reduce has no argument reducton= .* Did you mean reduction="):
+        accelerator.reduce(1, reducton="sum")  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match=r"given True, 'bf16' by position; it takes its arguments by name, such as Acc"):
+        tw.Accelerator(True, "bf16")
+    with pytest.raises(TypeError, match=r"save_state has no max_shard_size= .*: a checkpoint has one layout"):
+        accelerator.save_state("a", max_shard_size="1GB")
+    with pytest.raises(ValueError, match="norm_type=1 is not accepted"):
+        accelerator.clip_grad_norm_(model.parameters(), 1.0, norm_type=1)
+
+
+def test_objects_of_the_wrong_kind() -> None:
+    accelerator, model, optimizer, loader = make_loop()
+    with pytest.raises(TypeError, match="prepare was given nothing"):
+        accelerator.prepare()
+    cases: list[tuple[Any, Any, str]] = [
+        (accelerator.prepare_model, optimizer, "PreparedOptimizer, which is not a module; it is for prepare_optimizer"),
+        (
+            accelerator.prepare_optimizer,
+            nn.Linear(1, 1),
+            "given a Linear, which is not an optimizer; it is for prepare_m",
+        ),
+        (accelerator.prepare_scheduler, model, "which is not a scheduler; it is for prepare_model"),
+        (accelerator.prepare_scheduler, "text", r"given a str, which is not a scheduler\."),
+        (accelerator.prepare_scheduler, loader, "it is for prepare_data_loader"),
+    ]
+    for method, given, match in cases:
+        with pytest.raises(TypeError, match=match):
+            method(given)
+    assert accelerator.engine.modules == [accelerator.unwrap_model(model)]
+
+
+def test_what_another_accelerator_prepared_is_unwrapped() -> None:
+    _, *given = make_loop(mixed_precision="bf16")
+    other = tw.Accelerator(cpu=True)
+    model, optimizer, loader = other.prepare(*given)
+    assert model is given[0].module
+    for batch in loader:
+        other.backward(model(batch).mean())
+        optimizer.step()
+    assert other.step_count == 5
+
+
 def make_loop(**chosen: Any) -> tuple[tw.Accelerator, Any, Any, Any]:
     torch.manual_seed(0)
     model = nn.Linear(4, 1)
@@ -209,6 +259,7 @@ def test_what_compiles_and_what_is_refused() -> None:
 def test_processes_of_one() -> None:
     state = tw.PartialState(cpu=True)
     assert (state.num_processes, state.is_last_process, state.distributed_type) == (1, True, "NO")
+    assert state.distributed_type not in (tw.DistributedType.XLA, tw.DistributedType.MULTI_XPU, tw.DistributedType.TP)
     assert state.on_main_process(lambda: 3)() == 3
     assert state.on_process(process_index=0)(lambda: 4)() == 4
     with pytest.raises(ValueError, match="process_index=2 is not accepted; pass a number from 0 to 0"):

@@ -10,6 +10,7 @@ from typing import Any
 import numpy
 import pytest
 import torch
+from jobs import run_job
 from small import ON_HOST, make_net
 
 import trainwright as tw
@@ -193,6 +194,30 @@ def test_wrong_uses(tmp_path: Path) -> None:
     without.init_trackers("run")
     without.log({"loss": 1.0})
     assert without.trackers == []
+
+
+def log_too_early(folder: Path) -> list[str]:
+    """Log three times before init_trackers, which rank 0 alone calls, and then once more."""
+    accelerator = make(log_with="csv", project_dir=folder)
+    refused = []
+    for _ in range(3):
+        with pytest.raises(RuntimeError, match="before init_trackers") as caught:
+            accelerator.log({"loss": 1.0})
+        refused.append(str(caught.value))
+    if accelerator.is_main_process:
+        accelerator.init_trackers("run")
+    accelerator.log({"loss": 1.0})
+    accelerator.end_training()
+    with pytest.raises(RuntimeError, match="before init_trackers"):
+        accelerator.log({"loss": 1.0})
+    return refused
+
+
+@pytest.mark.skipif(not ON_HOST, reason="starts ranks on the CPU")
+def test_each_early_call_is_refused_on_each_rank(tmp_path: Path) -> None:
+    first, second = run_job(log_too_early, 2, tmp_path)
+    assert first == second
+    assert rows(tmp_path / "run" / "version_0") == [{"step": "0", "loss": "1.0"}]
 
 
 def test_images(tmp_path: Path) -> None:

@@ -402,3 +402,18 @@ def test_the_folder_of_the_checkpoints_may_hold_the_logs_too(tmp_path: Path) -> 
         trainer.fit(Classifier(), make_loader(), ckpt_path="auto")
         assert trainer.global_step == 11 * epochs
     assert (tmp_path / "trainwright_logs").is_dir()
+
+
+def test_auto_finds_an_earlier_run_if_something_was_logged_before(tmp_path: Path) -> None:
+    def start(max_steps: int) -> tw.Trainer:
+        logger = tw.CSVLogger(tmp_path)
+        logger.log_hyperparams({"width": 8})  # begins a folder
+        trainer = tw.Trainer(max_epochs=1, max_steps=max_steps, logger=logger, **QUIET_BAR)
+        trainer.fit(Classifier(), make_loader(), ckpt_path="auto")
+        return trainer
+
+    assert start(3).resume_source is None
+    resumed = start(6)
+    assert resumed.resume_source == f"{tmp_path}/trainwright_logs/version_0/checkpoints/epoch=0-step=3.ckpt"
+    assert resumed.global_step == 6
+    assert start(7).resume_source == f"{tmp_path}/trainwright_logs/version_0/checkpoints/epoch=0-step=6.ckpt"

@@ -15,6 +15,8 @@ from jobs import run_job
 from small import QUIET, Classifier, assert_equal, make_loader, weights
 
 import trainwright as tw
+from trainwright.gradient_norms import grad_norm
+from trainwright.hyperparameters import read_hyper_parameters
 from trainwright.trainer.oversights import watching
 
 
@@ -403,3 +405,74 @@ def test_what_is_of_lightnings_own_is_pointed_on() -> None:
             use()
     with pytest.raises(AttributeError, match="'Fabric': for your own loop use"):
         tw.Fabric
+
+
+def test_a_property_shows_the_error_of_the_users_code() -> None:
+    class Misspelt(Classifier):
+        def train_dataloader(self) -> Any:
+            return make_loader(self.datset)
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), 0.1 / self.trainer.estimated_stepping_batches)
+
+    with pytest.raises(AttributeError, match="'Misspelt' object has no attribute 'datset'"):
+        trainer_of().fit(Misspelt())
+
+
+def test_loggers_that_are_set_are_arranged(tmp_path: Path) -> None:
+    trainer = trainer_of(default_root_dir=tmp_path, log_every_n_steps=1)
+    trainer.logger = tw.CSVLogger()
+    trainer.fit(Classifier(), make_loader(8))
+    assert (tmp_path / "trainwright_logs" / "version_0" / "metrics.csv").exists()
+    trainer.logger = True
+    assert trainer.log_dir == f"{tmp_path}/trainwright_logs/version_1"
+    trainer.logger = None
+    assert trainer.loggers == []
+    with pytest.raises(TypeError, match="logger='csv' is a str"):
+        trainer.logger = "csv"  # type: ignore[assignment]
+
+
+class Writes(Classifier):
+    lr = 0.1
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.logger.log_metrics({"mine": 1.0}, self.global_step)
+        return super().training_step(batch, batch_idx)
+
+
+def test_a_trial_has_a_logger_and_takes_overfit_batches(tmp_path: Path) -> None:
+    finder = tw.LearningRateFinder(num_training_steps=15)
+    trainer = trainer_of(logger=tw.CSVLogger(tmp_path), overfit_batches=2, callbacks=[finder])
+    trainer.fit(Writes(), make_loader(16))
+    assert finder.optimal_lr is not None
+    assert len((Path(trainer.log_dir or "") / "metrics.csv").read_text().splitlines()) == 4
+    assert trainer.trial().strategy is not trainer.trial().strategy
+
+
+def test_norms_of_sparse_and_low_precision_gradients() -> None:
+    embedding = torch.nn.Embedding(10, 3, sparse=True)
+    embedding(torch.tensor([1, 1, 2])).sum().backward()
+    assert grad_norm(embedding, 2)["grad_2.0_norm_total"] == pytest.approx((3 * 4 + 3) ** 0.5)
+    linear = torch.nn.Linear(1000, 100, bias=False, dtype=torch.float16)
+    linear.weight.grad = torch.full_like(linear.weight, 300.0)
+    norms = grad_norm(linear, 2)
+    assert norms["grad_2.0_norm_total"] == norms["grad_2.0_norm/weight"] == pytest.approx(300.0 * 1e5**0.5, rel=1e-3)
+
+
+def test_variables_are_read_as_their_argument(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TRAINWRIGHT_TRAINER_LOGGER", "false")
+    monkeypatch.setenv("TRAINWRIGHT_TRAINER_DEFAULT_ROOT_DIR", "2024")
+    monkeypatch.setenv("TRAINWRIGHT_TRAINER_NUM_SANITY_VAL_STEPS", "-1")
+    trainer = tw.Trainer(max_epochs=1)
+    assert trainer.loggers == []
+    assert Path(trainer.default_root_dir) == tmp_path / "2024"
+    trainer.num_sanity_val_steps = trainer.num_sanity_val_steps
+    assert trainer.num_sanity_val_steps == float("inf")
+
+
+def test_a_csv_file_of_other_columns_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "hparams.csv"
+    path.write_text("name,value\nlr,0.1\n")
+    with pytest.raises(ValueError, match=r"has the columns .*; it must have key and value"):
+        read_hyper_parameters(str(path))

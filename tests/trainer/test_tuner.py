@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -165,6 +166,165 @@ def test_what_is_refused() -> None:
         tw.BatchSizeFinder("cubic")
     with pytest.warns(UserWarning, match="No learning rate is searched with fast_dev_run"):
         assert tw.Tuner(tw.Trainer(**QUIET, fast_dev_run=True)).lr_find(Rated()) is None
+
+
+def with_plateau(optimizer: Any) -> Any:
+    return torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+
+
+FORMS: dict[str, Any] = {
+    "a config": lambda each: {
+        "optimizer": each,
+        "lr_scheduler": {"scheduler": with_plateau(each), "monitor": "val_loss"},
+    },
+    "a monitor outside": lambda each: {"optimizer": each, "lr_scheduler": with_plateau(each), "monitor": "val_loss"},
+    "lists": lambda each: ([each], [{"scheduler": with_plateau(each), "monitor": "val_loss"}]),
+    "a list of configs": lambda each: [
+        {"optimizer": each, "lr_scheduler": {"scheduler": with_plateau(each), "monitor": "val_loss"}}
+    ],
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_schedulers_that_follow_a_validation(form: str) -> None:
+    class Follows(Rated):
+        def configure_optimizers(self) -> Any:
+            return FORMS[form](super().configure_optimizers())
+
+        def on_train_batch_end(self, *args: Any) -> None:
+            assert self.lr_schedulers() is not None  # hooks still see it
+
+    tuner = tw.Tuner(tw.Trainer(**QUIET, max_epochs=1))
+    search = tuner.lr_find(Follows(), num_training=14, early_stop_threshold=None)  # 10 steps an epoch
+    assert search is not None
+    assert len(search.results["lr"]) == 14
+    assert tuner.scale_batch_size(Follows(), init_val=32, max_trials=1) == 32
+
+
+def test_negative_losses_do_not_end_a_search() -> None:
+    class Negative(Rated):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            return super().training_step(batch, batch_idx) - 10.0
+
+    search = tw.Tuner(tw.Trainer(**QUIET, max_epochs=1)).lr_find(Negative(), num_training=30, max_lr=0.1)
+    assert search is not None
+    assert len(search.results["loss"]) == 30
+
+
+def test_losses_that_are_not_finite() -> None:
+    class Spoils(Rated):
+        first, last = 3, 3
+
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            loss = super().training_step(batch, batch_idx)
+            return loss * torch.nan if self.first <= self.trainer.global_step <= self.last else loss
+
+    tuner = tw.Tuner(tw.Trainer(**QUIET, max_epochs=1))
+    module = Spoils()
+    search = tuner.lr_find(module, num_training=30, early_stop_threshold=None, update_attr=False)
+    assert search is not None
+    losses = search.results["loss"]
+    assert [index for index, loss in enumerate(losses) if math.isnan(loss)] == list(range(3, 30))  # of the weights too
+    with pytest.warns(UserWarning, match=r"27 have a loss that is not finite \(first at a rate of 1.17e-07\), and"):
+        assert search.suggestion() is None
+
+    class Recovers(Rated):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            loss = super().training_step(batch, batch_idx)
+            return loss + (torch.inf if self.trainer.global_step == 0 else 0.0)
+
+    search = tuner.lr_find(Recovers(), num_training=30, early_stop_threshold=None, max_lr=1e-3)
+    assert search is not None
+    assert [math.isfinite(loss) for loss in search.results["loss"]] == [False] + [True] * 29
+
+
+def test_what_a_search_cannot_read() -> None:
+    tuner = tw.Tuner(tw.Trainer(**QUIET, max_epochs=1))
+    for loaders in (iter(make_loader()), [make_loader(), (each for each in make_loader())]):
+        with pytest.raises(ValueError, match="this one is an iterator: the fit would train without them"):
+            tuner.lr_find(Rated(), loaders)
+
+    class Manual(Rated):
+        returned: Any = None
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.automatic_optimization = False
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            optimizer, loss = self.optimizers(), super().training_step(batch, batch_idx)
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            optimizer.step()
+            return loss if self.returned else None
+
+    with pytest.raises(ValueError, match="training_step of Manual returned none for its step"):
+        tuner.lr_find(Manual())
+    module = Manual()
+    module.returned = True
+    assert tuner.lr_find(module, num_training=20) is not None
+
+
+def test_a_setting_that_cannot_be_set() -> None:
+    class ReadOnly(tw.Module):
+        batch_size = property(lambda self: 4)
+        learning_rate = property(lambda self: 0.1)
+
+    tuner = tw.Tuner(tw.Trainer(**QUIET, max_epochs=1))
+    with pytest.raises(AttributeError, match=r"sets learning_rate, which cannot be set \(.*give the property a setter"):
+        tuner.lr_find(ReadOnly(), make_loader())
+    with pytest.raises(AttributeError, match="sets batch_size, which cannot be set"):
+        tuner.scale_batch_size(ReadOnly())
+
+
+def test_a_failed_search_restores_each_holder() -> None:
+    class Fails(Rated):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            raise RuntimeError("broken")
+
+    module, data = Fails(), Data()
+    with pytest.raises(RuntimeError, match="broken"):
+        tw.Tuner(tw.Trainer(**QUIET, max_epochs=1)).scale_batch_size(module, datamodule=data, init_val=16)
+    assert (module.batch_size, data.batch_size) == (4, 2)
+
+
+def test_batches_of_a_trial() -> None:
+    class Counts(Rated):
+        seen = 0
+
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            type(self).__mro__[1].seen += 1  # type: ignore[attr-defined]
+            return super().training_step(batch, batch_idx)
+
+    for accumulated, wanted in ((1, 5), (2, 5), (8, 8)):
+        Counts.seen = 0
+        trainer = tw.Trainer(**QUIET, max_epochs=1, accumulate_grad_batches=accumulated)
+        tw.Tuner(trainer).scale_batch_size(Counts(), max_trials=1, steps_per_trial=5)
+        assert Counts.seen == wanted, accumulated
+    with pytest.raises(ValueError, match="max_val=0 is not accepted"):
+        tw.BatchSizeFinder(max_val=0)
+
+
+@pytest.mark.parametrize("holder", ["module", "data module"])
+def test_a_resumed_run_keeps_the_size(tmp_path: Path, holder: str) -> None:
+    def run(epochs: int, ckpt_path: str | None = None) -> tuple[int, int]:
+        torch.manual_seed(3)
+        module, data = (Rated(), None) if holder == "module" else (Classifier(), Data())
+        saving = tw.ModelCheckpoint(tmp_path, "{epoch}", save_top_k=-1)
+        finder = tw.BatchSizeFinder(init_val=8, max_trials=2)
+        settings: dict[str, Any] = {**QUIET, "enable_checkpointing": True, "max_epochs": epochs}
+        trainer = tw.Trainer(**settings, callbacks=[finder, saving])
+        trainer.fit(module, datamodule=data, ckpt_path=ckpt_path)
+        return (module if data is None else data).batch_size, trainer.global_step
+
+    assert run(1) == (16, 3)
+    assert run(2, f"{tmp_path}/epoch=0.ckpt") == (16, 6)
+    if holder == "data module":
+        trainer = tw.Trainer(**QUIET, max_epochs=1, callbacks=tw.BatchSizeFinder())
+        with pytest.warns(
+            UserWarning, match="found the batch size 16, which this one does not use: .* no such attribute"
+        ):
+            trainer.fit(Classifier(), make_loader(40, 16), ckpt_path=f"{tmp_path}/epoch=0.ckpt")
 
 
 def two_ranks(folder: Path) -> Any:

@@ -12,7 +12,7 @@ from trainwright.callbacks.tuned_setting import TunedSetting
 from trainwright.data.datamodule import DataModule
 from trainwright.data.seeding import isolate_rng
 from trainwright.devices.out_of_memory import give_back, is_out_of_memory
-from trainwright.rank_zero import rank_zero_info
+from trainwright.rank_zero import rank_zero_info, rank_zero_warn
 
 if TYPE_CHECKING:
     from trainwright.module import Module
@@ -25,11 +25,12 @@ class BatchSizeFinder(Callback):
     """Before a fit, trains copies of the module with growing batch sizes, and sets the module's or data module's `batch_size`.
 
     The loader hook reads the attribute: `DataLoader(dataset, batch_size=self.batch_size)`. A fit with ckpt_path= does not
-    search, and a fit on several processes is refused: memory that runs out on one of them ends the others too.
+    search: it sets the size that the saved run has found. A fit on several processes is refused: memory that runs out on one
+    of them ends the others too.
 
     Args:
         mode: "power" doubles the size until memory runs out; "binsearch" then tries sizes in between.
-        steps_per_trial: training batches of each trial.
+        steps_per_trial: training batches of each trial; with accumulate_grad_batches at least those of one step.
         init_val: the first size.
         max_trials: trials at most.
         batch_arg_name: the attribute, such as "hparams.batch_size".
@@ -58,12 +59,42 @@ class BatchSizeFinder(Callback):
             raise ValueError(f"mode={mode!r} is unknown; choose from {', '.join(MODES)}.")
         if not 0.0 <= margin < 1.0:
             raise ValueError(f"margin={margin} is not accepted; pass a fraction from 0 and below 1.")
-        for name, value in (("steps_per_trial", steps_per_trial), ("init_val", init_val), ("max_trials", max_trials)):
+        least_one = {
+            "steps_per_trial": steps_per_trial,
+            "init_val": init_val,
+            "max_trials": max_trials,
+            "max_val": max_val,
+        }
+        for name, value in least_one.items():
             if value < 1:
                 raise ValueError(f"{name}={value} is not accepted; pass a number from 1.")
         self.mode, self.steps_per_trial, self.init_val, self.max_trials = mode, steps_per_trial, init_val, max_trials
         self.batch_arg_name, self.margin, self.max_val = batch_arg_name, margin, max_val
         self.optimal_batch_size: int | None = None
+
+    def state_dict(self) -> dict[str, Any]:
+        return {} if self.optimal_batch_size is None else {"optimal_batch_size": self.optimal_batch_size}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.optimal_batch_size = int(state["optimal_batch_size"])
+
+    def on_fit_start(self, trainer: Trainer, module: Module) -> None:
+        """Set the size that the search of the saved run has found, before the loaders are made."""
+        size = self.optimal_batch_size
+        if size is None:
+            return
+        try:
+            setting = self._setting(module, trainer.datamodule)
+        except AttributeError as error:
+            rank_zero_warn(f"The saved run has found the batch size {size}, which this one does not use: {error}")
+            return
+        if setting.value != size:
+            setting.set(size)
+            rank_zero_info(f"The batch size {setting.name} is set to {size}, which the saved run has found.")
+
+    def _setting(self, module: Module, datamodule: DataModule | None) -> TunedSetting:
+        owners = [module] if datamodule is None else [module, datamodule]
+        return TunedSetting((self.batch_arg_name,), owners, "The search for a batch size")
 
     def _tune(self, make_trial: MakeTrial, module: Module, data: Mapping[str, Any]) -> None:
         self.search(make_trial, module, data)
@@ -78,13 +109,11 @@ class BatchSizeFinder(Callback):
                 "The search for a batch size makes loaders of other sizes, and fit was given loaders; let the module's or the "
                 "data module's train_dataloader make them from an attribute."
             )
-        owners = [module] if datamodule is None else [module, datamodule]
-        setting = TunedSetting((self.batch_arg_name,), owners, "The search for a batch size")
-        before = setting.value
+        setting = self._setting(module, datamodule)
         try:
             size = self._largest(setting, make_trial, module, data)
         except BaseException:
-            setting.set(before)
+            setting.restore()
             raise
         if self.mode == "binsearch":
             size = max(1, int(size * (1 - self.margin)))
@@ -119,7 +148,7 @@ class BatchSizeFinder(Callback):
 
     def _fits(self, make_trial: MakeTrial, module: Module, data: Mapping[str, Any]) -> int | None:
         """Return how many batches an epoch has; None if memory ran out."""
-        look = Look()
+        look = Look(self.steps_per_trial)
         try:
             with isolate_rng():
                 trial = make_trial(callbacks=[look], max_steps=self.steps_per_trial, limit_train_batches=None)
@@ -137,10 +166,17 @@ class BatchSizeFinder(Callback):
 
 
 class Look(Callback):
-    """Notes how many batches an epoch of a trial has."""
+    """Notes how many batches an epoch of a trial has, and ends the trial after `most` of them, or those of one step if more."""
 
-    batches = 0
+    def __init__(self, most: int) -> None:
+        self.most, self.batches = most, 0
 
     def on_train_start(self, trainer: Trainer, module: Module) -> None:
         batches = trainer.num_training_batches
         self.batches = 2**62 if math.isinf(batches) else int(batches)
+
+    def on_train_batch_start(self, trainer: Trainer, module: Module, batch: Any, batch_idx: int) -> int | None:
+        if trainer.state.total_batches < max(self.most, trainer.accumulate_grad_batches):
+            return None
+        trainer.should_stop = True
+        return -1

@@ -23,6 +23,7 @@ from trainwright.checkpoint.last_link import is_last_link, point_to, remove_link
 from trainwright.checkpoint.reader import open_checkpoint
 from trainwright.data.seeding import isolate_rng, set_rng_state
 from trainwright.errors import CheckpointError
+from trainwright.loggers.base import KeptCheckpoints
 
 if TYPE_CHECKING:
     from trainwright.callbacks.trainer_protocol import TrainerProtocol
@@ -68,9 +69,13 @@ def free_path(stem: str, extension: str) -> str:
     return next(path for path in chain([f"{stem}{extension}"], versions) if not is_taken(path))
 
 
-def free_link(name: Callable[[int | None], str]) -> str:
-    """Return the first path of those `name` returns that is free, or is a link to a checkpoint, which is replaced."""
-    return next(path for path in map(name, chain([None], count(1))) if is_last_link(path) or not is_taken(path))
+def free_link(name: Callable[[int | None], str], saved: tuple[str, str]) -> str:
+    """Return the first path of those `name` returns that is free, or is a link to a checkpoint, which is replaced.
+
+    The paths of what is being `saved` are not free.
+    """
+    paths = (path for path in map(name, chain([None], count(1))) if path not in saved)
+    return next(path for path in paths if is_last_link(path) or not is_taken(path))
 
 
 def save_failed(
@@ -137,6 +142,12 @@ def link_newest(links: tuple[str, str], path: str, trainer: TrainerProtocol) -> 
         warnings.warn(f"{link} could not be made to lead to {path}: {error}.", stacklevel=2)
 
 
+def tell_loggers(kept: KeptCheckpoints, trainer: TrainerProtocol) -> None:
+    """Tell the loggers, on rank 0, that a checkpoint is complete."""
+    for logger in trainer.loggers if trainer.is_global_zero else ():
+        logger.after_save_checkpoint(kept)
+
+
 def loaded(state: Mapping[str, Any], folder: str) -> Kept:
     """Return what a saved state keeps, as far as it still exists in this folder."""
 
@@ -200,10 +211,17 @@ class PendingSave:
     """Called with those of `dropped` that have to stay for now."""
     report: str
     """Printed once it has committed, unless empty."""
+    is_linked: bool = False
+    """Whether the link leads to it."""
 
     @property
     def is_committed(self) -> bool:
         return self.save is None or self.save.is_committed
+
+    @property
+    def waits(self) -> bool:
+        """Return whether it has committed, and a link or replaced checkpoints still have to follow."""
+        return self.is_committed and bool(self.dropped or (self.links[0] and not self.is_linked))
 
     def conclude(self, trainer: TrainerProtocol) -> None:
         """Wait for the commit, rename the checkpoint to its path and remove those it replaces. Collective.
@@ -241,6 +259,7 @@ class PendingSave:
 
     def remove_dropped(self, trainer: TrainerProtocol) -> None:
         """Remove the replaced checkpoints, once and on rank 0; the resume source stays."""
-        link_newest(self.links, self.path, trainer)
+        link_newest(self.links, self.written_to, trainer)
+        self.is_linked = True
         dropped, self.dropped = self.dropped, []
         self.keep(remove_replaced(dropped, self.written_to, trainer))

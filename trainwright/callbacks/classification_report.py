@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from trainwright.callbacks.base import Callback
-from trainwright.callbacks.classification_scores import ClassificationScores
+from trainwright.callbacks.classification_scores import ROWS, ClassificationScores
 from trainwright.loggers.base import Logger
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ class ClassificationReport(Callback):
         num_classes: how many classes there are; by default those of class_names, of the scores' last dimension, or up to the
             highest number seen.
         predictions: the key of the predictions in the step's output: class numbers of shape (samples,), or scores (logits or
-            probabilities) of shape (samples, classes), of which the highest counts.
+            probabilities) of shape (samples, classes), of which the highest counts; two columns for two classes.
         targets: the key of the targets: class numbers of shape (samples,).
         stages: the loops to report: "validation", "test" or both.
         digits: digits of the printed table.
@@ -51,7 +51,7 @@ class ClassificationReport(Callback):
 
     Raises:
         TypeError: at the first batch, if the step returns something else.
-        ValueError: labels that are not of the classes.
+        ValueError: labels that are not of the classes, scores that are NaN, or a class with the name of a row of the table.
     """
 
     counts_rounds = False
@@ -77,6 +77,10 @@ class ClassificationReport(Callback):
             raise ValueError(f"num_classes={num_classes}, but class_names has {len(class_names)} names; leave one out.")
         if class_names is not None and len(set(map(str, class_names))) < len(class_names):
             raise ValueError(f"class_names={list(class_names)!r} has a name twice; give each class its own.")
+        if rows := [str(each) for each in class_names or () if str(each) in ROWS]:
+            raise ValueError(
+                f"class_names has {rows[0]!r}, the name of another row of the table; give the class another."
+            )
         self.class_names = None if class_names is None else [str(each) for each in class_names]
         self.num_classes = num_classes if class_names is None else len(class_names)
         self.predictions, self.targets, self.digits = predictions, targets, digits
@@ -84,6 +88,10 @@ class ClassificationReport(Callback):
         self.zero_division = zero_division
         self.scores: dict[str, ClassificationScores] = {}
         self._confusion: Tensor | None = None
+
+    def setup(self, trainer: Trainer, module: Module, stage: str) -> None:
+        if stage != "predict":
+            self.scores.pop("test" if stage == "test" else "validation", None)
 
     def on_validation_epoch_start(self, trainer: Trainer, module: Module) -> None:
         self._confusion = None
@@ -120,9 +128,15 @@ class ClassificationReport(Callback):
         """Add a batch to the confusion matrix, on the device."""
         predicted, actual = (_labels_of(step, outputs, key) for key in (self.predictions, self.targets))
         highest = 0
+        self._check_kinds(step, predicted, actual)
         if predicted.dim() == actual.dim() + 1:
+            if predicted.isnan().any():
+                raise ValueError(
+                    f"ClassificationReport: {step} returned scores ({self.predictions!r}) that are NaN, so no class is the "
+                    "highest; has the training diverged?"
+                )
             highest, predicted = predicted.shape[-1], predicted.argmax(-1)
-        predicted, actual = predicted.flatten(), actual.flatten()
+        predicted, actual = predicted.flatten().long(), actual.flatten().long()
         if predicted.shape != actual.shape:
             raise ValueError(
                 f"ClassificationReport: {step} returned {len(predicted)} predictions ({self.predictions!r}) and {len(actual)} "
@@ -140,6 +154,26 @@ class ClassificationReport(Callback):
         matrix = torch.bincount(actual * count + predicted, minlength=count * count).view(count, count)
         self._confusion = matrix if self._confusion is None else _sum(self._confusion, matrix)
 
+    def _check_kinds(self, step: str, predicted: Tensor, actual: Tensor) -> None:
+        """Refuse tensors of other kinds and shapes than scores or class numbers (TypeError)."""
+        are_scores = predicted.dim() == actual.dim() + 1
+        if are_scores:
+            is_accepted = predicted.dim() == 2 and predicted.shape[1] > 1 and not predicted.is_complex()
+        else:
+            is_accepted = _holds_numbers(predicted)
+        if is_accepted and _holds_numbers(actual):
+            return
+        kinds = [
+            f"{str(each.dtype).removeprefix('torch.')} of shape {tuple(each.shape)}" for each in (predicted, actual)
+        ]
+        raise TypeError(
+            f"ClassificationReport: {step} returned predictions ({self.predictions!r}) of {kinds[0]} and targets "
+            f"({self.targets!r}) of {kinds[1]}; accepted are class numbers (integers) of shape (samples,), and as predictions "
+            "also scores of shape (samples, classes) with two classes or more. Turn one probability or logit for each sample "
+            "into (scores > threshold).long(), one-hot targets into target.argmax(1), float targets into target.long(), and "
+            "scores of further dimensions into scores.argmax(1)."
+        )
+
     def _report(self, trainer: Trainer, stage: str, prefix: str) -> None:
         """Sum over the ranks, and log. Collective."""
         own = torch.zeros(0, 0, dtype=torch.long) if self._confusion is None else self._confusion.cpu()
@@ -152,6 +186,7 @@ class ClassificationReport(Callback):
             for actual, predicted, number in part:
                 confusion[actual, predicted] += number
         if not count:
+            self.scores.pop(stage, None)
             return
         scores = self.scores[stage] = ClassificationScores(confusion, self.class_names, self.zero_division)
         if self.log_values:
@@ -169,7 +204,12 @@ class ClassificationReport(Callback):
 
     def _show(self, trainer: Trainer, stage: str) -> None:
         if self.verbose:
-            trainer.print(f"{stage}:\n{self.scores[stage].text(self.digits)}")
+            scores = self.scores.get(stage)
+            trainer.print(f"{stage}: no samples" if scores is None else f"{stage}:\n{scores.text(self.digits)}")
+
+
+def _holds_numbers(tensor: Tensor) -> bool:
+    return not tensor.is_floating_point() and not tensor.is_complex()
 
 
 def _labels_of(step: str, outputs: Any, key: str) -> Tensor:

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 COLUMNS = ("precision", "recall", "f1-score", "support")
+ROWS = ("accuracy", "macro avg", "weighted avg")
+"""The rows of the table below those of the classes."""
 
 
 class ClassificationScores:
@@ -69,7 +71,7 @@ class ClassificationScores:
         return "\n".join(lines) + "\n"
 
     def plot(self, ax: Any = None) -> Any:
-        """Draw the confusion matrix with matplotlib and return the figure; a cell's shade is its share of its class.
+        """Draw the confusion matrix with matplotlib and return the figure; a cell's shade is its fraction of its class.
 
         Args:
             ax: the matplotlib Axes to draw on; None for a new figure.

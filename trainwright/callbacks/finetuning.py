@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import CyclicLR, LRScheduler, OneCycleLR, ReduceLROnPlateau
+from torch.optim.swa_utils import SWALR
 
 from trainwright.callbacks.base import Callback
 
@@ -16,6 +18,8 @@ if TYPE_CHECKING:
     from trainwright.module import Module
     from trainwright.trainer.trainer import Trainer
 
+PLANNED = (CyclicLR, OneCycleLR, SWALR)
+"""Schedulers that keep the goal of each group's rate."""
 Modules = nn.Module | Iterable["Modules"]
 
 
@@ -31,8 +35,12 @@ class BaseFinetuning(Callback):
     batch norms that collect statistics as the run that was saved. configure_optimizers passes the parameters that train then:
     `torch.optim.SGD(filter(lambda each: each.requires_grad, self.parameters()), lr=0.1)`.
 
+    A scheduler treats a new group as if it had begun with the group's rate; LambdaLR and MultiplicativeLR use their last
+    function for it.
+
     Raises:
-        ValueError: before training, under a strategy whose optimizers take no further groups (ddp_sharded, deepspeed).
+        ValueError: before training, under a strategy whose optimizers take no further groups (ddp_sharded, deepspeed), or with
+            a scheduler that plans each group from the beginning (OneCycleLR, CyclicLR, SWALR).
 
     >>> class Unfreeze(tw.callbacks.BaseFinetuning):
     ...     def freeze_before_training(self, module):
@@ -58,6 +66,8 @@ class BaseFinetuning(Callback):
         """The batch norms that collect statistics."""
         self._epoch = -1
         """The latest epoch that finetune_function was called for."""
+        self._optimizer_index = 0
+        """The number of the optimizer that finetune_function is called with."""
 
     def freeze_before_training(self, pl_module: Module) -> None:
         """Freeze what does not train from the first epoch on; called in setup."""
@@ -140,10 +150,14 @@ class BaseFinetuning(Callback):
             optimizer: the optimizer that finetune_function was given.
             lr: the group's learning rate; None for the first group's, divided by `initial_denom_lr`.
             initial_denom_lr: divides the first group's rate if lr is None.
-            train_bn: False leaves batch norms' parameters out.
+            train_bn: False leaves batch norms' parameters as they are.
         """
         trained = {id(each) for each in BaseFinetuning.filter_params(modules)}
         BaseFinetuning.make_trainable(modules)
+        if not train_bn:
+            norms = (each for each in BaseFinetuning.flatten_modules(modules) if isinstance(each, _BatchNorm))
+            for parameter in (each for norm in norms for each in norm.parameters(recurse=False)):
+                parameter.requires_grad = id(parameter) in trained
         rate = optimizer.param_groups[0]["lr"] / initial_denom_lr if lr is None else float(lr)
         present = {id(each) for group in optimizer.param_groups for each in group["params"]}
         wanted = BaseFinetuning.filter_params(modules, train_bn=train_bn)
@@ -178,6 +192,9 @@ class BaseFinetuning(Callback):
 
     def on_fit_start(self, trainer: Trainer, module: Module) -> None:
         """Bring a resumed run's groups back, before its optimizers' state is loaded."""
+        if self.adds_param_groups:
+            for config in trainer.lr_scheduler_configs:
+                _refuse_planned(type(self).__name__, config.scheduler)
         if self._epoch < 0:
             return
         named, trainable, tracking = dict(module.named_parameters()), set(self._trainable), set(self._tracking)
@@ -189,6 +206,7 @@ class BaseFinetuning(Callback):
         for index, optimizer in enumerate(trainer.optimizers):
             for group in self._groups.get(index, []):
                 optimizer.add_param_group({**group["options"], "params": [named[name] for name in group["names"]]})
+                self._tell_schedulers(trainer, optimizer, [optimizer.param_groups[-1]])
 
     def on_train_epoch_start(self, trainer: Trainer, module: Module) -> None:
         epoch = trainer.current_epoch
@@ -197,7 +215,9 @@ class BaseFinetuning(Callback):
         names = {parameter: name for name, parameter in module.named_parameters()}
         for index, optimizer in enumerate(trainer.optimizers):
             before = len(optimizer.param_groups)
+            self._optimizer_index = index
             self.finetune_function(module, epoch, optimizer)
+            self._tell_schedulers(trainer, optimizer, optimizer.param_groups[before:])
             for group in optimizer.param_groups[before:]:
                 options = {key: value for key, value in group.items() if isinstance(value, (int, float, str, bool))}
                 added = {"names": [names[each] for each in group["params"]], "options": options}
@@ -206,6 +226,45 @@ class BaseFinetuning(Callback):
         self._trainable = [name for parameter, name in names.items() if parameter.requires_grad]
         norms = ((name, each) for name, each in module.named_modules() if isinstance(each, _BatchNorm))
         self._tracking = [name for name, each in norms if each.track_running_stats]
+
+    def _tell_schedulers(self, trainer: Trainer, optimizer: Optimizer, groups: list[dict[str, Any]]) -> None:
+        """Let the schedulers of an optimizer set the rates of new groups too."""
+        for config in trainer.lr_scheduler_configs if groups else ():
+            if config.is_of(optimizer):
+                _refuse_planned(type(self).__name__, config.scheduler)
+                for scheduler in _parts_of(config.scheduler):
+                    for values, value in _lists_by_group(scheduler):
+                        values += [group["lr"] if value is None else value for group in groups]
+
+
+def _parts_of(scheduler: Any) -> Iterator[Any]:
+    """Yield a scheduler and those that it chains."""
+    yield scheduler
+    for value in getattr(scheduler, "__dict__", {}).values():  # a scheduler of your own may have none
+        for part in value if isinstance(value, (list, tuple)) else (value,):
+            if isinstance(part, LRScheduler):
+                yield from _parts_of(part)
+
+
+def _lists_by_group(scheduler: Any) -> Iterator[tuple[list[Any], Any]]:
+    """Yield the lists of a scheduler that have an entry for each group, and what a new group gets; None for its rate."""
+    if isinstance(rates := getattr(scheduler, "base_lrs", None), list):
+        yield rates, None
+    if isinstance(functions := getattr(scheduler, "lr_lambdas", None), list):
+        yield functions, functions[-1]
+
+
+def _refuse_planned(callback: str, scheduler: Any) -> None:
+    """Refuse a scheduler that says for each group of the beginning where its rate goes (ValueError)."""
+    for part in _parts_of(scheduler):
+        has_floors = isinstance(part, ReduceLROnPlateau) and getattr(part, "default_min_lr", 0) is None
+        if isinstance(part, PLANNED) or has_floors:
+            name = "ReduceLROnPlateau with a list as min_lr" if has_floors else type(part).__name__
+            raise ValueError(
+                f"{callback} adds parameter groups during training, and {name} has settings for each group of the beginning "
+                "alone. Use another scheduler, such as LambdaLR or CosineAnnealingLR; or put all parameters into groups in "
+                "configure_optimizers, let finetune_function only call make_trainable, and set adds_param_groups = False."
+            )
 
 
 class BackboneFinetuning(BaseFinetuning):
@@ -218,9 +277,10 @@ class BackboneFinetuning(BaseFinetuning):
         lambda_func: returns the factor of the backbone's rate for an epoch.
         backbone_initial_ratio_lr: the backbone's first rate as a fraction of the head's, without `backbone_initial_lr`.
         backbone_initial_lr: the backbone's first rate.
-        should_align: the backbone's rate never exceeds the head's.
+        should_align: the backbone's rate never exceeds the head's. It is the rate of the groups that this callback adds: what
+            the optimizer holds already keeps its own.
         initial_denom_lr: divides the head's rate, where the backbone's is not known.
-        train_bn: train the backbone's batch norms, also while it is frozen.
+        train_bn: train the backbone's batch norms, also while it is frozen; False never trains them.
         verbose: print both rates at each epoch.
         rounding: digits of the printed rates.
     """
@@ -242,14 +302,16 @@ class BackboneFinetuning(BaseFinetuning):
         self.backbone_initial_ratio_lr, self.backbone_initial_lr = backbone_initial_ratio_lr, backbone_initial_lr
         self.should_align, self.initial_denom_lr, self.train_bn = should_align, initial_denom_lr, train_bn
         self.verbose, self.rounding = verbose, rounding
-        self.previous_backbone_lr: float | None = None
+        self.previous_backbone_lr: dict[int, float] = {}
+        """By optimizer to which the backbone was added, its rate in the latest epoch."""
 
     def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), "previous_backbone_lr": self.previous_backbone_lr}
+        rates = {str(index): rate for index, rate in self.previous_backbone_lr.items()}
+        return {**super().state_dict(), "previous_backbone_lr": rates}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
-        self.previous_backbone_lr = state["previous_backbone_lr"]
+        self.previous_backbone_lr = {int(index): rate for index, rate in state["previous_backbone_lr"].items()}
 
     def setup(self, trainer: Trainer, module: Module, stage: str) -> None:
         if stage == "fit" and not isinstance(getattr(module, "backbone", None), nn.Module):
@@ -257,26 +319,39 @@ class BackboneFinetuning(BaseFinetuning):
                 f"BackboneFinetuning freezes module.backbone, and {type(module).__name__} has no module of that name; assign "
                 "the pretrained part to self.backbone, or subclass BaseFinetuning."
             )
-        self.previous_backbone_lr = None
+        self.previous_backbone_lr = {}
         super().setup(trainer, module, stage)
 
     def freeze_before_training(self, pl_module: Module) -> None:
         self.freeze(pl_module.backbone, train_bn=self.train_bn)
 
     def finetune_function(self, pl_module: Module, epoch: int, optimizer: Optimizer) -> None:
-        head = float(optimizer.param_groups[0]["lr"])
+        head, index = float(optimizer.param_groups[0]["lr"]), self._optimizer_index
         if epoch == self.unfreeze_backbone_at_epoch:
             given = self.backbone_initial_lr
-            rate = head * self.backbone_initial_ratio_lr if given is None else given
+            rate = self._aligned(head * self.backbone_initial_ratio_lr if given is None else given, head)
+            before = len(optimizer.param_groups)
             self.unfreeze_and_add_param_group(
                 pl_module.backbone, optimizer, rate, initial_denom_lr=self.initial_denom_lr, train_bn=self.train_bn
             )
-        elif epoch > self.unfreeze_backbone_at_epoch and self.previous_backbone_lr is not None:
-            rate = self.lambda_func(epoch + 1) * self.previous_backbone_lr
-            rate = min(rate, head) if self.should_align else rate
-            optimizer.param_groups[-1]["lr"] = rate
+            if len(optimizer.param_groups) == before:  # it holds the backbone already
+                return
+        elif index in self.previous_backbone_lr:
+            rate = self._aligned(self.lambda_func(epoch + 1) * self.previous_backbone_lr[index], head)
+            self._set_rate(pl_module, optimizer, rate)
         else:
             return
-        self.previous_backbone_lr = rate
+        self.previous_backbone_lr[index] = rate
         if self.verbose:
             pl_module.print(f"learning rates: head {round(head, self.rounding)}, backbone {round(rate, self.rounding)}")
+
+    def _aligned(self, rate: float, head: float) -> float:
+        return min(rate, head) if self.should_align else rate
+
+    def _set_rate(self, module: Module, optimizer: Optimizer, rate: float) -> None:
+        """Set the rate of the groups that this callback added."""
+        names = {name for group in self._groups[self._optimizer_index] for name in group["names"]}
+        own = {parameter for name, parameter in module.named_parameters() if name in names}
+        for group in optimizer.param_groups:
+            if not own.isdisjoint(group["params"]):
+                group["lr"] = rate

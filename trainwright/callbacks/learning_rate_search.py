@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 MODES = ("exponential", "linear")
 SMOOTHING = 0.98
+NEVER = 2**62
+"""A frequency at which no scheduler steps."""
 
 
 class TrialTrainer(Protocol):
@@ -44,7 +46,7 @@ class LearningRateSearch:
     """The losses of a trial run by learning rate.
 
     `results["lr"]` and `results["loss"]` are lists with an entry for each optimizer step; the losses are smoothed, and the mean
-    over all ranks.
+    over all ranks. One that is NaN or infinite is left out of the smoothing.
     """
 
     def __init__(self, mode: str, lr_min: float, lr_max: float, num_training: int) -> None:
@@ -75,10 +77,20 @@ class LearningRateSearch:
         """
         index = self._steepest(skip_begin, skip_end)
         if index is None:
+            bad = [i for i, loss in enumerate(self.results["loss"]) if not math.isfinite(loss)]
+            first = (
+                f"{len(bad)} have a loss that is not finite (first at a rate of {self.results['lr'][bad[0]]:.3g}), and "
+                if bad
+                else ""
+            )
             rank_zero_warn(
-                f"The search for a learning rate has {len(self.results['loss'])} points, of which {skip_begin} at the "
-                f"beginning and {skip_end} at the end are left out: too few to suggest one. Raise num_training, or pass "
-                "smaller skip_begin and skip_end."
+                f"The search for a learning rate has {len(self.results['loss'])} points, of which {first}{skip_begin} at the "
+                f"beginning and {skip_end} at the end are left out: too few to suggest one. "
+                + (
+                    "Look for the cause, or pass smaller rates."
+                    if bad
+                    else "Raise num_training, or pass smaller skip_begin and skip_end."
+                )
             )
             return None
         return self.results["lr"][index]
@@ -115,23 +127,52 @@ class LearningRateSearch:
 
     def run(self, make_trial: MakeTrial, module: Module, data: Mapping[str, Any], threshold: float | None) -> None:
         """Train a copy of the module at growing rates; the module and the generators stay as they are. Collective."""
+        if _is_read_once(data.get("train_dataloaders")):
+            raise ValueError(
+                "The search for a learning rate reads batches of the training loader, and this one is an iterator: the fit "
+                "would train without them. Pass a DataLoader or another iterable that can begin again."
+            )
         with isolate_rng():
             make_trial(callbacks=[Sweep(self, threshold)], max_steps=self.num_training).fit(trial_copy(module), **data)
 
 
+def _is_read_once(loaders: Any) -> bool:
+    parts = loaders.values() if isinstance(loaders, Mapping) else loaders if isinstance(loaders, (list, tuple)) else ()
+    return isinstance(loaders, Iterator) or any(map(_is_read_once, parts))
+
+
 def trial_copy(module: Module) -> Module:
-    """Return a copy of a module for a trial run: without the callbacks it configures, and whose schedulers do not step."""
+    """Return a copy of a module for a trial run: without the callbacks it configures, and whose schedulers do not step.
+
+    They stay there for hooks that look at them, and are never due, so that none asks for a metric of a validation.
+    """
 
     class Trial(type(module)):  # type: ignore[misc]
         def configure_callbacks(self) -> list[Callback]:
             return []
 
-        def lr_scheduler_step(self, *args: Any) -> None:
-            pass
+        def configure_optimizers(self) -> Any:
+            return _without_steps(super().configure_optimizers())
 
+    Trial.__name__ = type(module).__name__  # messages name it
     copied = copy.deepcopy(module)
     copied.__class__ = Trial
     return copied
+
+
+def _without_steps(returned: Any) -> Any:
+    """Return what configure_optimizers returned, with schedulers that are never due."""
+    if isinstance(returned, Mapping):
+        scheduler = returned.get("lr_scheduler")
+        return returned if scheduler is None else {**returned, "lr_scheduler": _never_due(scheduler)}
+    if isinstance(returned, (list, tuple)) and len(returned) == 2 and isinstance(returned[1], (list, tuple)):
+        return returned[0], [_never_due(each) for each in returned[1]]
+    return [_without_steps(each) for each in returned] if isinstance(returned, (list, tuple)) else returned
+
+
+def _never_due(scheduler: Any) -> dict[str, Any]:
+    config = scheduler if isinstance(scheduler, Mapping) else {"scheduler": scheduler}
+    return {**config, "interval": "epoch", "frequency": NEVER}
 
 
 class Sweep(Callback):
@@ -139,7 +180,7 @@ class Sweep(Callback):
 
     def __init__(self, search: LearningRateSearch, threshold: float | None) -> None:
         self.search, self.threshold = search, threshold
-        self._step, self._mean, self._best = -1, 0.0, math.inf
+        self._step, self._count, self._mean, self._best = -1, 0, 0.0, math.inf
         self._losses: list[float] = []
 
     def on_train_start(self, trainer: Trainer, module: Module) -> None:
@@ -164,13 +205,21 @@ class Sweep(Callback):
         self._losses += [math.fsum(found) / len(found)] if found else []
         if trainer.global_step == self._step:  # the window is open
             return
+        if not self._losses and not module.automatic_optimization:
+            raise ValueError(
+                f"The search for a learning rate follows the loss, and training_step of {type(module).__name__} returned none "
+                "for its step; return it from training_step, also under manual optimization."
+            )
         loss, self._losses = self._losses[-1] if self._losses else math.nan, []
-        self._mean = SMOOTHING * self._mean + (1 - SMOOTHING) * loss
-        smoothed = self._mean / (1 - SMOOTHING ** (self._step + 2))
-        results = self.search.results
-        results["lr"].append(self.search.rate(self._step))
-        results["loss"].append(smoothed)
-        if self._step > 0 and self.threshold is not None and smoothed > self.threshold * self._best:
+        smoothed = self._smoothed(loss) if math.isfinite(loss) else loss
+        self.search.results["lr"].append(self.search.rate(self._step))
+        self.search.results["loss"].append(smoothed)
+        if self.threshold is not None and smoothed - self._best > (self.threshold - 1) * abs(self._best):
             trainer.should_stop = True
-        if self._step == 0 or smoothed < self._best:
-            self._best = smoothed
+        self._best = min(self._best, smoothed) if math.isfinite(smoothed) else self._best
+
+    def _smoothed(self, loss: float) -> float:
+        """Take a loss into the running mean, and return it without what the mean's first value, 0, makes of it."""
+        self._count += 1
+        self._mean = SMOOTHING * self._mean + (1 - SMOOTHING) * loss
+        return self._mean / (1 - SMOOTHING ** (self._count + 1))

@@ -30,6 +30,7 @@ from trainwright.callbacks.checkpoint_files import (
     path_of_stop,
     remove_replaced,
     save_failed,
+    tell_loggers,
 )
 from trainwright.callbacks.checkpoint_names import Naming, check_template, name_values
 from trainwright.callbacks.checkpoint_policy import (
@@ -264,7 +265,7 @@ class ModelCheckpoint(Checkpoint):
             self._save(trainer)
 
     def on_train_batch_end(self, trainer: Trainer, module: Module, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if self._pending is not None and self._pending.dropped and self._pending.is_committed:
+        if self._pending is not None and self._pending.waits:
             self._pending.remove_dropped(trainer)  # what all ranks have to do waits for the next save
         if self._is_deferred and not trainer.state.progress.is_within_window:
             self._save(trainer)
@@ -380,11 +381,7 @@ class ModelCheckpoint(Checkpoint):
         pending, self._pending = self._pending, None
         if pending is not None:
             pending.conclude(trainer)
-            self._tell_loggers(trainer)
-
-    def _tell_loggers(self, trainer: Trainer) -> None:
-        for logger in trainer.loggers if trainer.is_global_zero else ():
-            logger.after_save_checkpoint(self)
+            tell_loggers(self, trainer)
 
     def _keep_replaced(self, paths: list[str]) -> None:
         self._kept["replaced"] = paths
@@ -410,11 +407,9 @@ class ModelCheckpoint(Checkpoint):
             trainer.resume_source or "",
             replaces_any=not self.enable_version_counter,
         )
-        return Save(path, written_to, score, is_best, dropped, self._link(values))
-
-    def _link(self, values: Mapping[str, Any]) -> str:
-        """Return the link to the newest checkpoint; "" without save_last."""
-        return free_link(partial(self._naming.path, self.CHECKPOINT_NAME_LAST, values)) if self.save_last else ""
+        name_link = partial(self._naming.path, self.CHECKPOINT_NAME_LAST, values)
+        link = free_link(name_link, (path, written_to)) if self.save_last else ""
+        return Save(path, written_to, score, is_best, dropped, link)
 
     def save_stop(self, trainer: Trainer, name: str = "stop") -> str:
         """Save a run that ends here as `stop-step=..`, whatever its metric and the intervals. Collective.
@@ -440,7 +435,7 @@ class ModelCheckpoint(Checkpoint):
         self._write(trainer, before)
         link_newest((before["link"], ""), path, trainer)
         self._keep_replaced(remove_replaced(replaced, path, trainer))
-        self._tell_loggers(trainer)
+        tell_loggers(self, trainer)
         return str(path)
 
     def on_exception(self, trainer: Trainer, module: Module, exception: BaseException) -> None:

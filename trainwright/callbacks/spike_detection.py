@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from trainwright.callbacks.base import Callback
-from trainwright.checkpoint.filesystem import resolve
+from trainwright.checkpoint.filesystem import resolve, temporary_path
 from trainwright.errors import TrainwrightError
 from trainwright.paths import absolute
 
@@ -92,13 +92,13 @@ class SpikeDetection(Callback):
             return
         mean = math.fsum(values) / len(values) if all(map(math.isfinite, values)) else math.nan
         self._seen += 1
-        if self._seen > self.warmup and self._losses and self._is_spike(mean):
-            self._note(trainer, batch_idx)
-            before = math.fsum(self._losses) / len(self._losses)
+        if self._seen > self.warmup and self._is_spike(mean):
+            failure = self._note(trainer, batch_idx)
+            count, before = len(self._losses), math.fsum(self._losses) / max(len(self._losses), 1)
+            others = f"where the last {count} batches had {before:.6g}" if count else "and no batch had a finite one"
             raise TrainingSpikeException(
                 batch_idx,
-                f"The loss of batch {batch_idx} in epoch {trainer.current_epoch} is {mean:.6g}, where the last "
-                f"{len(self._losses)} batches had {before:.6g}.",
+                f"The loss of batch {batch_idx} in epoch {trainer.current_epoch} is {mean:.6g}, {others}.{failure}",
             )
         if math.isfinite(mean):
             self._losses.append(mean)
@@ -106,21 +106,39 @@ class SpikeDetection(Callback):
     def _is_spike(self, loss: float) -> bool:
         if not math.isfinite(loss):
             return self.finite_only
+        if not self._losses:
+            return False
         mean = math.fsum(self._losses) / len(self._losses)
         distance = loss - mean if self.mode == "min" else mean - loss
         limits = [self.atol, None if self.rtol is None else self.rtol * abs(mean)]
         return all(distance > limit for limit in limits if limit is not None)
 
-    def _note(self, trainer: Trainer, batch_idx: int) -> None:
+    def _note(self, trainer: Trainer, batch_idx: int) -> str:
+        """Add the batch to the file; return a sentence for the error if that failed: the spike matters more."""
         if not trainer.is_global_zero or trainer.fast_dev_run:
-            return
+            return ""
         folder = trainer.log_dir or trainer.default_root_dir
         path = self.exclude_batches_path or f"{folder}/skip_batches.json"
-        files, inside = resolve(path)
-        noted: list[int] = []
-        if files.exists(inside):
-            with files.open(inside) as stream:
-                noted = json.loads(stream.read())
-            files.remove_file(inside)
-        files.make_directories(os.path.dirname(inside))
-        files.put(inside, json.dumps([*noted, batch_idx]).encode())
+        try:
+            _add(path, batch_idx)
+        except (OSError, ValueError) as error:
+            return f" It was not noted in {path} ({error}); pass another exclude_batches_path."
+        return ""
+
+
+def _add(path: str, batch_idx: int) -> None:
+    """Add an index to the list in a JSON file, which is whole at all times; ValueError if it holds something else."""
+    files, inside = resolve(path)
+    noted: Any = []
+    if files.exists(inside):
+        with files.open(inside) as stream:
+            noted = json.loads(stream.read() or b"[]")
+        if not isinstance(noted, list):
+            raise ValueError(f"it holds a {type(noted).__name__}, not a list")
+    if batch_idx in noted:
+        return
+    files.make_directories(os.path.dirname(inside))
+    new = temporary_path(inside) if files.has_rename else inside
+    files.put(new, json.dumps([*noted, batch_idx]).encode())
+    if files.has_rename:
+        files.rename(new, inside)

@@ -104,7 +104,7 @@ class StochasticWeightAveraging(Averaging):
                     f"swa_epoch_start={start} is a fraction of the epochs, but max_epochs sets no limit; pass the number of an "
                     "epoch (int), or max_epochs."
                 )
-            start = int((trainer.max_epochs or 0) * start)
+            start = int((trainer.max_epochs or 0) * start + 1e-9)  # 100 * 0.29 is a little below 29
         return max(start - 1, 0)
 
     def on_fit_start(self, trainer: Trainer, module: Module) -> None:
@@ -143,6 +143,12 @@ class StochasticWeightAveraging(Averaging):
         self._latest_update_epoch = epoch
 
     def _after_training(self, trainer: Trainer, module: Module, pass_over: Callable[[], bool]) -> None:
+        if not self.n_averaged and not trainer.fast_dev_run:
+            rank_zero_warn(
+                f"StochasticWeightAveraging averaged nothing: it begins after {self._start} epochs, and the run had "
+                f"{trainer.current_epoch}; pass a smaller swa_epoch_start, or train longer.",
+                stacklevel=2,
+            )
         layers = {
             clean_name(name): layer
             for name, layer in module.named_modules()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections import deque
 from collections.abc import Callable
@@ -46,8 +47,8 @@ class ThroughputMonitor(Callback):
         window_size: rows over which a rate is taken.
         available_flops: the device's peak in FLOP/s; None for that of known GPUs in 16-bit precision, without which mfu is left
             out.
-        flops_per_batch: FLOP of a training step; None for the module's `flops_per_batch`, else counted once, in the first step,
-            by torch's FLOP counter; 0 to leave FLOP out.
+        flops_per_batch: FLOP of a training step; None for the module's `flops_per_batch` (a number or a method), else counted
+            once, in the first step, by torch's FLOP counter; 0 to leave FLOP out.
     """
 
     reads_outputs = False
@@ -77,6 +78,9 @@ class ThroughputMonitor(Callback):
         """When the previous batch ended; None after anything but a batch."""
         self._began_at = 0.0
         self._counter: Any = None
+        self._sizes: tuple[int, int] | None = None
+        """The samples and the items of the batch; None until they are known."""
+        self._latest_row = 0
         self._flops: float | None = self.flops_per_batch
 
     def setup(self, trainer: Trainer, module: Module, stage: str) -> None:
@@ -88,8 +92,14 @@ class ThroughputMonitor(Callback):
                 "callback out."
             )
         self._begin()
+
+    def on_fit_start(self, trainer: Trainer, module: Module) -> None:
         if self._flops is None:
-            self._flops = getattr(module, "flops_per_batch", None)
+            given = getattr(module, "flops_per_batch", None)
+            self._flops = given() if callable(given) else given
+
+    def on_train_start(self, trainer: Trainer, module: Module) -> None:
+        self._latest_row = trainer.state.batches_that_stepped
 
     def teardown(self, trainer: Trainer, module: Module, stage: str) -> None:
         self._stop_counting()
@@ -97,8 +107,16 @@ class ThroughputMonitor(Callback):
     def on_exception(self, trainer: Trainer, module: Module, exception: BaseException) -> None:
         self._stop_counting()
 
+    def state_dict(self) -> dict[str, Any]:
+        self._ended_at = None  # a checkpoint is written
+        return {}
+
     def on_train_epoch_start(self, trainer: Trainer, module: Module) -> None:
+        self._stop_counting(is_whole=False)
         self._ended_at = None
+
+    def on_validation_start(self, trainer: Trainer, module: Module) -> None:
+        self._stop_counting(is_whole=False)  # another callback has ended the epoch in front of its first batch
 
     def on_validation_end(self, trainer: Trainer, module: Module) -> None:
         self._ended_at = None
@@ -108,6 +126,8 @@ class ThroughputMonitor(Callback):
         if self._ended_at is not None:
             self._waited += self._began_at - self._ended_at
             self._busy += self._began_at - self._ended_at
+        pulls = hasattr(batch, "__next__")  # training_step takes its batches itself
+        self._sizes = None if pulls or trainer.is_dummy_batch else self._sizes_of(batch)
         if self._flops is None and self._counter is None:
             from torch.utils.flop_counter import FlopCounterMode
 
@@ -118,11 +138,13 @@ class ThroughputMonitor(Callback):
         was_counting = self._counter is not None
         self._stop_counting()
         if not trainer.is_dummy_batch:
-            self._samples += int(self.batch_size_fn(batch))
-            self._length += int(self.length_fn(batch)) if self.length_fn is not None else 0
+            samples, length = self._sizes or self._sizes_of(batch)
+            self._samples += samples
+            self._length += length
         self._batches += 1
         step, every = trainer.state.batches_that_stepped, trainer.log_every_n_steps
-        is_due = every > 0 and step % every == 0
+        is_due = every > 0 and step % every == 0 and step != self._latest_row  # the batches of a window have one step
+        self._latest_row = step
         if is_due and module.device.type != "cpu":
             torch.accelerator.synchronize(module.device)
         self._ended_at = time.perf_counter()
@@ -135,6 +157,9 @@ class ThroughputMonitor(Callback):
             values = self._rates(trainer.world_size, module.device) if len(self._moments) > 1 else {}
             for logger in trainer.loggers if values and trainer.is_global_zero else ():
                 logger.log_metrics(values, step)
+
+    def _sizes_of(self, batch: Any) -> tuple[int, int]:
+        return int(self.batch_size_fn(batch)), int(self.length_fn(batch)) if self.length_fn is not None else 0
 
     def _rates(self, world_size: int, device: torch.device) -> dict[str, float]:
         first, last = self._moments[0], self._moments[-1]
@@ -155,14 +180,18 @@ class ThroughputMonitor(Callback):
         values["train/data_wait"] = (last.waited - first.waited) / seconds
         return values
 
-    def _stop_counting(self) -> None:
+    def _stop_counting(self, is_whole: bool = True) -> None:
+        """Stop, and keep the count if it is of a whole batch."""
         counter, self._counter = self._counter, None
         if counter is not None:
             counter.__exit__(None, None, None)
+        if counter is not None and is_whole:
             self._flops = float(counter.get_total_flops())
 
 
 def _peak(device: torch.device) -> float | None:
     name_of = getattr(torch.get_device_module(device), "get_device_name", None)
     name = name_of(device) if name_of is not None else ""
-    return next((flops for part, flops in PEAK_FLOPS.items() if part in name), None)
+    if "Laptop" in name:  # slower than the card of the same name
+        return None
+    return next((flops for part, flops in PEAK_FLOPS.items() if re.search(rf"\b{part}\b", name)), None)

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 if TYPE_CHECKING:
     from trainwright.callbacks.base import Callback
     from trainwright.checkpoint.store import CheckpointWriter
+    from trainwright.data.datamodule import DataModule
     from trainwright.distributed.connection import Connection
     from trainwright.distributed.ranks import Ranks
     from trainwright.engine.finiteness import Finiteness
@@ -158,6 +159,10 @@ class TrainerProtocol(Protocol):
     @property
     def lr_scheduler_configs(self) -> Sequence[SchedulerConfig]:
         """The schedulers and when they step."""
+
+    @property
+    def datamodule(self) -> DataModule | None:
+        """The DataModule of the run; None without."""
 
     @property
     def max_epochs(self) -> int | None:

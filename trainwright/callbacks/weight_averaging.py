@@ -59,7 +59,8 @@ class WeightAveraging(Averaging):
                 raise TypeError(f"{name}={function!r} cannot be called; pass a function of averages and weights.")
         super().__init__(device, use_buffers)
         self._avg_fn, self._multi_avg_fn = avg_fn, multi_avg_fn
-        self._latest_update_step, self._latest_update_epoch = 0, -1
+        self._latest_step, self._latest_update_epoch = 0, -1
+        """The steps that should_update has decided on, and the latest epoch after which it updated."""
 
     def _fold(self) -> Fold:
         return fold_of(self._avg_fn, self._multi_avg_fn)
@@ -73,29 +74,33 @@ class WeightAveraging(Averaging):
         """Return whether to update the average now; by default after each optimizer step.
 
         Args:
-            step_idx: the number of the optimizer step just made, from 0; None at an epoch's end.
-            epoch_idx: the number of the epoch that ends, from 0; None after a step.
+            step_idx: the number of an optimizer step of the latest batch, from 0; None at an epoch's end. If a batch makes
+                several steps, this is called for each, and one update follows.
+            epoch_idx: the number of the epoch that ends, from 0, before the validation of its end; None after a step.
         """
         return step_idx is not None
 
     def setup(self, trainer: Trainer, module: Module, stage: str) -> None:
         super().setup(trainer, module, stage)
         if stage == "fit":
-            self._latest_update_step, self._latest_update_epoch = 0, -1
+            self._latest_step, self._latest_update_epoch = 0, -1
 
     def on_train_batch_end(self, trainer: Trainer, module: Module, outputs: Any, batch: Any, batch_idx: int) -> None:
         self._follow_step(trainer, module)
 
     def _follow_step(self, trainer: Trainer, module: Module) -> None:
-        step = trainer.global_step
-        if step > self._latest_update_step and self.should_update(step_idx=step - 1):
+        steps = range(self._latest_step, trainer.global_step)  # several, if a batch steps several optimizers
+        self._latest_step = trainer.global_step
+        due = [self.should_update(step_idx=each) for each in steps]  # each is decided on
+        if any(due):
             self._update(trainer, module)
-            self._latest_update_step = step
 
     def on_train_epoch_end(self, trainer: Trainer, module: Module) -> None:
+        if not trainer.state.progress.is_leaving:  # a run that resumes within the epoch ends it
+            self._follow_epoch(trainer, module)
+
+    def _follow_epoch(self, trainer: Trainer, module: Module) -> None:
         epoch = trainer.current_epoch
-        if trainer.state.progress.is_leaving:
-            return  # a run that resumes within the epoch ends it
         if epoch > self._latest_update_epoch and self.should_update(epoch_idx=epoch):
             self._update(trainer, module)
             self._latest_update_epoch = epoch
@@ -107,23 +112,27 @@ class WeightAveraging(Averaging):
     def _on_restored(self, trainer: Trainer) -> None:
         super()._on_restored(trainer)
         if not self._is_loaded:
-            self._latest_update_step = trainer.global_step
+            self._latest_step = trainer.global_step
 
     def on_validation_start(self, trainer: Trainer, module: Module) -> None:
-        if self._is_training:
-            self._show(trainer, module)
+        if not self._is_training:
+            return
+        if not trainer.sanity_checking and not trainer.state.progress.is_mid_epoch_validation:
+            with torch.inference_mode(False):  # later updates change the averages
+                self._follow_epoch(trainer, module)  # so that what is scored is what the epoch's checkpoint holds
+        self._show(trainer, module)
 
     def on_validation_end(self, trainer: Trainer, module: Module) -> None:
         if self._is_training and self.n_averaged:
             self.pieces.put_back(trainer.strategy, module)
 
     def state_dict(self) -> dict[str, Any]:
-        steps = {"latest_update_step": self._latest_update_step, "latest_update_epoch": self._latest_update_epoch}
+        steps = {"latest_update_step": self._latest_step, "latest_update_epoch": self._latest_update_epoch}
         return {**super().state_dict(), **steps}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
-        self._latest_update_step = int(state["latest_update_step"])
+        self._latest_step = int(state["latest_update_step"])
         self._latest_update_epoch = int(state["latest_update_epoch"])
 
 

@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import stat
+from pathlib import PurePosixPath
 
 from trainwright.checkpoint.filesystem import Files, resolve, temporary_path
 
@@ -13,9 +14,9 @@ POINTER_NAME = "pointer.json"
 
 
 def point_to(link: str, target: str) -> None:
-    """Let `link` lead to the checkpoint `target` in the same folder, in one step; OSError if it cannot be written."""
+    """Let `link` lead to the checkpoint `target` in or below its folder, in one step; OSError if it cannot be written."""
     files, inside = resolve(link)
-    name = os.path.basename(target.rstrip("/"))
+    name = target.rstrip("/").removeprefix(f"{os.path.dirname(link)}/")
     if not files.has_rename:
         files.make_directories(inside)
         files.put(f"{inside}/{POINTER_NAME}", _pointer(name))
@@ -30,7 +31,11 @@ def point_to(link: str, target: str) -> None:
         files.put(temporary, _pointer(name))
         os.replace(temporary, f"{inside}/{POINTER_NAME}")
     else:
-        os.replace(temporary, inside)
+        try:
+            os.replace(temporary, inside)
+        except OSError:
+            os.unlink(temporary)
+            raise
     files.sync_directory(os.path.dirname(inside))
 
 
@@ -65,7 +70,7 @@ def remove_link(path: str) -> None:
 
 
 def _target(files: Files, inside: str) -> str:
-    """Return the name that a link leads to; "" if it is none, or leads to another folder."""
+    """Return the path that a link leads to from its own folder; "" if it is not a link, or leads out of that folder."""
     name = ""
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         if files.has_rename and stat.S_ISLNK(os.lstat(inside).st_mode):
@@ -73,4 +78,5 @@ def _target(files: Files, inside: str) -> str:
         elif files.exists(f"{inside}/{POINTER_NAME}"):
             with files.open(f"{inside}/{POINTER_NAME}") as stream:
                 name = str(json.loads(stream.read(4096))["checkpoint"])
-    return "" if "/" in name or name in (".", "..") else name
+    parts = PurePosixPath(name).parts  # an absolute path begins with "/"
+    return "" if ".." in parts or parts[:1] == ("/",) or name == "." else name

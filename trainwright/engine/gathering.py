@@ -110,7 +110,7 @@ def _padded(tensor: Tensor, dim: int, pad_index: float, pad_first: bool) -> Tens
             "them first."
         )
     if not -tensor.dim() <= dim < tensor.dim():
-        return tensor  # such as labels beside logits
+        return tensor  # such as labels along with logits
     longest, length = max(shape[dim] for shape in shapes), tensor.shape[dim]
     if longest == length:
         return tensor
@@ -130,7 +130,8 @@ def reduce(value: Any, reduction: str, reduce_tensor: Callable[[Tensor], Tensor]
 
     Raises:
         TypeError: something else is in the structure; the message has its path.
-        ValueError: the reduction is unknown; or, on every rank, the ranks have numbers at different paths.
+        ValueError: the reduction is unknown; or, on every rank, the ranks have numbers or tensors at different paths,
+            or tensors of different shapes.
     """
     if reduction not in REDUCTIONS:
         raise ValueError(f"reduction={reduction!r} is unknown; choose from {', '.join(REDUCTIONS)}.")
@@ -141,8 +142,38 @@ def reduce(value: Any, reduction: str, reduce_tensor: Callable[[Tensor], Tensor]
     leaves = list(_leaves("reduce", value, takes))
     plain = _exchanged("reduce", leaves, exchange)
     combine = REDUCTIONS[reduction]
+    _refuse_unlike_tensors(leaves)
     results = [reduce_tensor(each) if isinstance(each, Tensor) else combine(next(plain)) for _, each in leaves]
     return _rebuilt(value, takes, iter(results))
+
+
+def scaled(value: Any, factor: float) -> Any:
+    """Return what `reduce` returned, each number and tensor times a factor."""
+    if factor == 1.0:
+        return value
+    results = [each * factor for _, each in _leaves("reduce", value, _is_item)]
+    return _rebuilt(value, _is_item, iter(results))
+
+
+def _refuse_unlike_tensors(leaves: Leaves) -> None:
+    """Raise on every rank if the ranks' tensors differ: a reduction would be wrong on some and never end on others."""
+    tensors = [(path, each) for path, each in leaves if isinstance(each, Tensor)]
+    if not tensors:
+        return
+    described = [path for path, _ in tensors], [(tuple(each.shape), str(each.dtype)) for _, each in tensors]
+    digests = torch.tensor([zlib.crc32(repr(each).encode()) for each in described])
+    received = [each.tolist() for each in collectives.all_gather(digests)]
+    if others := [rank for rank, (paths, _) in enumerate(received) if paths != received[0][0]]:
+        raise ValueError(
+            f"reduce was given other tensors on rank(s) {others} than on rank 0; give the same structure on every rank."
+        )
+    for path, each in tensors if len({shapes for _, shapes in received}) > 1 else ():
+        shapes = collectives.shapes_of(each, "reduce")
+        if len(set(shapes)) > 1:
+            raise ValueError(
+                f"reduce was given tensors of different shapes ({path}: {collectives.listed(shapes)}); "
+                "pad_across_processes makes them equal, or gather joins them."
+            )
 
 
 def broadcast(obj: Any, source: int, ranks: Ranks, device: torch.device) -> Any:

@@ -19,11 +19,12 @@ P = ParamSpec("P")
 def filled_by_environment(owner: str) -> Callable[[Callable[P, None]], Callable[P, None]]:
     """Let TRAINWRIGHT_<OWNER>_<ARGUMENT> set an argument of a constructor that the script leaves out, and print that once.
 
-    The text is read as a Python literal, else taken as it is.
+    The text is read as a Python literal (true, false and none in any case), else taken as it is, as that of a path always is.
     """
 
     def decorate(construct: Callable[P, None]) -> Callable[P, None]:
-        known = list(inspect.signature(construct).parameters)[1:]
+        parameters = inspect.signature(construct).parameters
+        known = list(parameters)[1:]
 
         @functools.wraps(construct)
         def filled(*args: P.args, **given: P.kwargs) -> None:
@@ -31,7 +32,8 @@ def filled_by_environment(owner: str) -> Callable[[Callable[P, None]], Callable[
             for name, text in variables.items():
                 _check_known(owner, name, known)
                 if name not in given:
-                    given[name] = _value(text)
+                    is_path = "PathLike" in str(parameters[name].annotation)
+                    given[name] = text if is_path else _value(text)
                     _say(f"TRAINWRIGHT_{owner.upper()}_{name.upper()}={text} sets {owner}({name}={given[name]!r}).")
             construct(*args, **given)
 
@@ -51,6 +53,9 @@ def _check_known(owner: str, name: str, known: Iterable[str]) -> None:
 
 
 def _value(text: str) -> Any:
+    named = {"true": True, "false": False, "none": None}
+    if text.lower() in named:
+        return named[text.lower()]
     try:
         return ast.literal_eval(text)
     except (ValueError, SyntaxError):

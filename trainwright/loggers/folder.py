@@ -11,6 +11,7 @@ import re
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from enum import Enum
 from typing import Any, Self
 
 import fsspec
@@ -58,6 +59,7 @@ class FolderLogger(Logger):
         self._follows_root = save_dir is None
         self.name: str = name or ""
         self._version = version
+        self._is_given = version is not None
         self.prefix = prefix
         self._rows_at_once = rows_at_once
         self._folder: str | None = None
@@ -117,11 +119,16 @@ class FolderLogger(Logger):
         return self._version is not None
 
     def run_folders(self) -> list[str]:
-        """Return the folders of the runs that this one may resume, the newest first, by number, not by time."""
-        if self._folder is not None or self._version is not None:
-            return [self._folder or self.folder_of(self._version or 0)]
+        """Return the folders of the runs that this one may resume: its own, then the newest first, by number, not by time.
+
+        Something may have been logged before the fit, in a folder that has no checkpoint yet.
+        """
+        own = self._folder or (None if self._version is None else self.folder_of(self._version))
+        if own is not None and self._is_given:
+            return [own]
         filesystem, inside = fsspec.core.url_to_fs(self.root_dir)
-        return [self.folder_of(number) for number in sorted(_numbers(filesystem, inside), reverse=True)]
+        others = [self.folder_of(number) for number in sorted(_numbers(filesystem, inside), reverse=True)]
+        return others if own is None else [own, *(each for each in others if each != own)]
 
     def log_dir_in(self, folder: str) -> str:
         """Return the `log_dir` of a run whose folder is that one."""
@@ -356,6 +363,7 @@ def write_file(path: str, data: bytes) -> None:
     if not isinstance(filesystem, LocalFileSystem):
         filesystem.pipe_file(inside, data)
         return
+    os.makedirs(os.path.dirname(inside), exist_ok=True)  # the sub_dir of a TensorBoardLogger begins with this file
     temporary = f"{inside}.{os.getpid()}-{threading.get_ident()}.tmp"
     with contextlib.suppress(FileNotFoundError):
         os.unlink(temporary)  # left by a killed process, or a link
@@ -373,8 +381,14 @@ def write_file(path: str, data: bytes) -> None:
 
 def _jsonable(value: Any) -> Any:
     """Return the value as JSON data; other types become lists or text."""
-    if value is None or isinstance(value, (bool, int, float, str)):
+    if value is None or type(value) in (bool, int, float, str):
         return value
+    if isinstance(value, Enum):
+        return _jsonable(value.value)
+    if isinstance(value, str):  # yaml refuses subclasses, such as numpy's
+        return str.__str__(value)
+    if isinstance(value, (int, float)):
+        return int(value) if isinstance(value, int) else float(value)
     if isinstance(value, Mapping):
         return {str(key): _jsonable(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):

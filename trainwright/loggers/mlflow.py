@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import time
-from collections.abc import Mapping
+import warnings
+from collections import deque
+from collections.abc import Iterator, Mapping
 from typing import Any, Self
 
 from trainwright.loggers.base import RunResult
@@ -14,6 +15,7 @@ from trainwright.loggers.remote import RemoteLogger, Row
 STATUS = {"success": "FINISHED", "failed": "FAILED", "interrupted": "KILLED"}
 LONGEST_PARAM = 6000
 """Characters of a parameter's value that MLflow stores."""
+METRICS_AT_ONCE, PARAMS_AT_ONCE = 500, 100
 
 
 class MLFlowLogger(RemoteLogger):
@@ -52,15 +54,13 @@ class MLFlowLogger(RemoteLogger):
     ) -> None:
         if importlib.util.find_spec("mlflow") is None:
             raise ModuleNotFoundError("MLFlowLogger needs mlflow: pip install mlflow, or use CSVLogger.")
-        super().__init__(prefix, log_model)
+        super().__init__(prefix, log_model, run_id)
         self.save_dir = os.path.abspath(os.fspath(save_dir if save_dir is not None else "./mlruns"))
         self._uri = tracking_uri
         self._experiment_name, self._run_name, self._tags = experiment_name, run_name, dict(tags or {})
-        self._artifacts, self._id = artifact_location, run_id
+        self._artifacts = artifact_location
         self._client: Any = None
-        self._experiment_id: str | None = None
-        self._written: dict[str, float] = {}
-        """The last step of each metric in a run that was resumed."""
+        self._has_refused = False
 
     @classmethod
     def of_project(cls, project: str, save_dir: str | None, **options: Any) -> Self:
@@ -69,7 +69,7 @@ class MLFlowLogger(RemoteLogger):
     @property
     def name(self) -> str | None:  # type: ignore[override]
         """Return the experiment's id; None before the run is open."""
-        return self._experiment_id
+        return self._group
 
     @property
     def version(self) -> str | None:  # type: ignore[override]
@@ -86,7 +86,7 @@ class MLFlowLogger(RemoteLogger):
     def experiment_id(self) -> str | None:
         """Return the experiment's id, opening the run on rank 0."""
         self._begin()
-        return self._experiment_id
+        return self._group
 
     @property
     def experiment(self) -> Any:
@@ -104,33 +104,44 @@ class MLFlowLogger(RemoteLogger):
             os.makedirs(os.path.dirname(self._uri.removeprefix("sqlite:///")) or ".", exist_ok=True)
         self._client = client = MlflowClient(self._uri)
         if run_id is not None:
-            run = client.get_run(run_id)
-            self._experiment_id = run.info.experiment_id
+            self._group = client.get_run(run_id).info.experiment_id
             client.update_run(run_id, status=RunStatus.to_string(RunStatus.RUNNING))
-            for key in run.data.metrics if self._is_resumed else ():
-                self._written[key] = max(each.step for each in client.get_metric_history(run_id, key))
             return run_id
         found = client.get_experiment_by_name(self._experiment_name)
         if found is None:
             artifacts = self._artifacts or (f"{self.save_dir}/artifacts" if self._uri.startswith("sqlite:") else None)
-            self._experiment_id = client.create_experiment(self._experiment_name, artifact_location=artifacts)
+            self._group = client.create_experiment(self._experiment_name, artifact_location=artifacts)
         else:
-            self._experiment_id = found.experiment_id
-        run = client.create_run(self._experiment_id, run_name=self._run_name, tags=self._tags)
+            self._group = found.experiment_id
+        run = client.create_run(self._group, run_name=self._run_name, tags=self._tags)
         return str(run.info.run_id)
 
-    def _write(self, rows: list[Row]) -> None:
+    def _rows_there(self) -> Iterator[tuple[int, int, str]]:
+        for name in self._client.get_run(self._id).data.metrics:
+            for each in self._client.get_metric_history(self._id, name):
+                yield each.step, each.timestamp, name
+
+    def _unseen(self, step: int, values: dict[str, Any]) -> dict[str, Any]:
+        # By value: the service does not know which values were one row.
+        return {name: value for name, value in values.items() if not self._arrived.takes(step, _allowed(name))}
+
+    def _write(self, rows: deque[Row]) -> None:
         from mlflow.entities import Metric
 
-        now = int(time.time() * 1000)
-        metrics = [
-            Metric(_allowed(name), float(value), now, int(row["step"]))
-            for row in rows
-            for name, value in row.items()
-            if name != "step" and row["step"] > self._written.get(_allowed(name), -1)
-        ]
-        for start in range(0, len(metrics), 500):
-            self._client.log_batch(self._id, metrics=metrics[start : start + 500])
+        while rows:
+            metrics: list[Metric] = []
+            count = 0
+            for row in rows:
+                metrics += [
+                    Metric(_allowed(name), float(value), row.time, row.step) for name, value in row.values.items()
+                ]
+                count += 1
+                if len(metrics) >= METRICS_AT_ONCE:
+                    break
+            for start in range(0, len(metrics), METRICS_AT_ONCE):
+                self._log("metrics", metrics[start : start + METRICS_AT_ONCE])
+            for _ in range(count):
+                rows.popleft()
 
     def _write_hyperparams(self, params: dict[str, Any]) -> None:
         from mlflow.entities import Param
@@ -138,8 +149,27 @@ class MLFlowLogger(RemoteLogger):
         flat = dict(_flattened(params))
         known = self._client.get_run(self._id).data.params
         new = [Param(key, str(value)[:LONGEST_PARAM]) for key, value in flat.items() if key not in known]
-        for start in range(0, len(new), 100):
-            self._client.log_batch(self._id, params=new[start : start + 100])
+        for start in range(0, len(new), PARAMS_AT_ONCE):
+            self._log("params", new[start : start + PARAMS_AT_ONCE])
+
+    def _log(self, kind: str, values: list[Any]) -> None:
+        """Write values; MLflow refuses all of them for a single one, so that the others are then written one by one."""
+        from mlflow.exceptions import MlflowException
+
+        try:
+            self._client.log_batch(self._id, **{kind: values})
+        except MlflowException as error:
+            if error.error_code != "INVALID_PARAMETER_VALUE":
+                raise
+            if len(values) > 1:
+                for each in values:
+                    self._log(kind, [each])
+            elif not self._has_refused:
+                self._has_refused = True
+                warnings.warn(
+                    f"MLflow refuses {values[0].key[:80]!r}: {error} It is left out, as are all other values that it refuses.",
+                    stacklevel=2,
+                )
 
     def _upload(self, path: str, is_best: bool) -> None:
         self.log_model(path)
@@ -187,8 +217,11 @@ class MLFlowLogger(RemoteLogger):
 
 
 def _allowed(name: str) -> str:
-    """Return a metric's name without what MLflow refuses in one."""
-    return "".join(each if each.isalnum() or each in "_-./ :" else "_" for each in name)
+    """Return a metric's name without what MLflow refuses in one: characters, and a path that is not the shortest."""
+    allowed = "".join(each if each.isalnum() or each in "_-./ :" else "_" for each in name)
+    parts = ["_" * len(part) if part in (".", "..") else part for part in allowed.split("/") if part]
+    path = "/".join(parts) or "_"
+    return f"__{path[2:]}" if path.startswith("..") else path
 
 
 def _flattened(params: Mapping[str, Any], prefix: str = "") -> Any:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import json
 import os
 import warnings
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
 from trainwright.loggers.base import RunResult
-from trainwright.loggers.remote import RemoteLogger, Row
+from trainwright.loggers.remote import RemoteLogger, Row, names_of
 
 STEP = "trainer/global_step"
 """The x axis of all curves."""
@@ -31,11 +33,11 @@ class WandbLogger(RemoteLogger):
         dir: the same as save_dir.
         id: the same as version.
         project: the project; None for WANDB_PROJECT, or the client's default.
-        experiment: a run that `wandb.init` has made, to be used instead of a new one.
+        experiment: a run that `wandb.init` has made, to be used instead of a new one; finishing it is left to its maker.
         log_model: True uploads the checkpoints of each ModelCheckpoint as artifacts at the end of the run, "all" each one
             once it is complete.
         prefix: put before the name of every metric, with a dash.
-        kwargs: further arguments of wandb.init, such as entity=, group= and tags=.
+        kwargs: further arguments of wandb.init, such as entity=, group=, tags= and mode=.
 
     Raises:
         ModuleNotFoundError: wandb is not installed.
@@ -57,11 +59,13 @@ class WandbLogger(RemoteLogger):
     ) -> None:
         if importlib.util.find_spec("wandb") is None:
             raise ModuleNotFoundError("WandbLogger needs wandb: pip install wandb, or use CSVLogger.")
-        super().__init__(prefix, log_model)
-        self._name, self._project, self._offline, self._options = name, project, offline, kwargs
+        super().__init__(prefix, log_model, version or id or (experiment.id if experiment is not None else None))
+        self._name, self._group, self._offline, self._options = name, project, offline, kwargs
         self.save_dir: str = os.path.abspath(os.fspath(dir if dir is not None else save_dir))
-        self._id = version or id or (experiment.id if experiment is not None else None)
         self._run: Any = experiment
+        self._is_own = experiment is None
+        """Whether the run is ours to finish."""
+        self._has_warned_of_steps = False
 
     @classmethod
     def of_project(cls, project: str, save_dir: str | None, **options: Any) -> Self:
@@ -70,7 +74,7 @@ class WandbLogger(RemoteLogger):
     @property
     def name(self) -> str | None:  # type: ignore[override]
         """Return the project."""
-        return self._run.project if self._run is not None else self._project
+        return self._run.project if self._run is not None else self._group
 
     @property
     def version(self) -> str | None:  # type: ignore[override]
@@ -83,44 +87,85 @@ class WandbLogger(RemoteLogger):
         return self._run if self._begin() else self._silent()
 
     def _open(self, run_id: str | None) -> str:
-        wandb = _client()
-        if self._run is None:
-            os.makedirs(self.save_dir, exist_ok=True)
-            options = {
-                "name": self._name,
-                "project": self._project,
-                "dir": self.save_dir,
-                "id": run_id,
-                "resume": "allow",
-            }
-            options |= self._options
+        if self._run is not None:
             try:
-                self._run = wandb.init(**options, mode="offline" if self._offline else None)
-            except wandb.errors.UsageError as error:
-                warnings.warn(
-                    f"wandb: {error} The run is kept in {self.save_dir}/wandb; upload it with `wandb sync` once you are logged "
-                    "in. Set WANDB_MODE=offline to leave out this warning.",
-                    stacklevel=2,
-                )
-                self._run = wandb.init(**options, mode="offline")
-        self._run.define_metric(STEP)
-        self._run.define_metric("*", step_metric=STEP, step_sync=True)
-        if self._is_resumed and self._steps.exists():
-            self._arrived = len(self._steps.read_text().split())
+                self._define_axis()
+            except _client().errors.UsageError:  # its maker has finished it since
+                self._run = None
+        if self._run is None:
+            self._run, self._is_own = self._begun(run_id), True
+            self._define_axis()
+        if not getattr(self._run, "disabled", False):
+            self._group = self._run.project or self._group
         return str(self._run.id)
 
-    @property
-    def _steps(self) -> Path:
-        """Return the file of the steps that were written, for a run that is killed and resumed."""
-        return Path(self.save_dir, "wandb", f"trainwright-{self._run.id}.steps")
+    def _define_axis(self) -> None:
+        self._run.define_metric(STEP)
+        self._run.define_metric("*", step_metric=STEP, step_sync=True)
 
-    def _write(self, rows: list[Row]) -> None:
-        with open(self._steps, "a") as file:
-            for row in rows:
-                values = {name: value for name, value in row.items() if name != "step"}
-                self._run.log({**values, STEP: row["step"]})
-                file.write(f"{row['step']}\n")
-                file.flush()
+    def _begun(self, run_id: str | None) -> Any:
+        wandb = _client()
+        os.makedirs(self.save_dir, exist_ok=True)
+        options: dict[str, Any] = {
+            "name": self._name,
+            "project": self._group,
+            "dir": self.save_dir,
+            "id": run_id,
+            "resume": "allow",
+            "mode": "offline" if self._offline else None,
+        }
+        if getattr(wandb.setup(), "most_recent_active_run", wandb.run) is not None:
+            options["reinit"] = "create_new"  # else init returns that run; and only without it does wandb.log work
+        options |= self._options
+        try:
+            return wandb.init(**options)
+        except wandb.errors.UsageError as error:
+            warnings.warn(
+                f"wandb: {error} The run is kept in {self.save_dir}/wandb; upload it with `wandb sync` once you are logged "
+                "in. Set WANDB_MODE=offline to leave out this warning.",
+                stacklevel=2,
+            )
+            return wandb.init(**{**options, "mode": "offline"})
+
+    @property
+    def _steps(self) -> Path | None:
+        """Return the file of the rows that were written, next to the run's folder; a disabled run has none."""
+        folder = None if getattr(self._run, "disabled", False) else getattr(self._run, "dir", None)
+        return Path(folder).parent.with_name(f"trainwright-{self._run.id}.steps") if folder else None
+
+    def _rows_there(self) -> Iterator[tuple[int, int, str]]:
+        try:
+            lines = self._steps.read_text().splitlines() if self._steps is not None else []
+        except OSError:  # the checkpoint was moved without it, say
+            lines = []
+        for line in lines:
+            try:
+                step, time, names = json.loads(line)
+                yield step, time, names_of(dict.fromkeys(names))
+            except (ValueError, TypeError):  # half a line, of a run that was killed
+                continue
+
+    def _write(self, rows: deque[Row]) -> None:
+        while rows:
+            row = rows[0]
+            self._run.log({**row.values, STEP: row.step})
+            rows.popleft()
+            self._note(row)
+
+    def _note(self, row: Row) -> None:
+        """Note a row that was written, for a run that is killed and resumed. A failure is a warning: the row is written."""
+        try:
+            if (path := self._steps) is not None:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                with open(path, "a") as file:
+                    file.write(f"\n{json.dumps([row.step, row.time, sorted(row.values)])}")  # after half a line, too
+        except OSError as error:
+            if not self._has_warned_of_steps:
+                self._has_warned_of_steps = True
+                warnings.warn(
+                    f"WandbLogger could not write {path}: {error}. A resumed run would repeat the rows after its checkpoint.",
+                    stacklevel=2,
+                )
 
     def _write_hyperparams(self, params: dict[str, Any]) -> None:
         self._run.config.update(params, allow_val_change=True)
@@ -129,8 +174,9 @@ class WandbLogger(RemoteLogger):
         self.log_model(path, aliases=["latest", "best"] if is_best else ["latest"])
 
     def _close(self, status: RunResult) -> None:
-        self._run.finish(exit_code=0 if status == "success" else 1)
-        self._run = None
+        if self._is_own:
+            run, self._run = self._run, None
+            run.finish(exit_code=0 if status == "success" else 1)
 
     # -- beyond numbers ----------------------------------------------------------------------------------------------------
 

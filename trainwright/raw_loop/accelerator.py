@@ -19,14 +19,14 @@ from trainwright.checkpoint.reader import Verify
 from trainwright.engine.arguments import check_flags, refuse_unknown
 from trainwright.engine.command_line import fill_accumulation
 from trainwright.engine.engine import Engine
-from trainwright.engine.prepared import PreparedOptimizer, PreparedScheduler, stepped_by
+from trainwright.engine.prepared import PreparedOptimizer, PreparedScheduler
 from trainwright.engine.prepared_loader import PreparedLoader
 from trainwright.engine.window import in_float32
 from trainwright.precision import Precision
-from trainwright.rank_zero import rank_zero_warn
 from trainwright.raw_loop.collectives import Collectives
+from trainwright.raw_loop.known_arguments import refuse_by_position, refuses_unknown
 from trainwright.raw_loop.loaders import DataLoaderConfiguration, check_loader, loader_options
-from trainwright.raw_loop.loss_graph import check_loss
+from trainwright.raw_loop.loss_graph import LossCheck
 from trainwright.raw_loop.memory import release_memory
 from trainwright.raw_loop.model_files import load_object, save_model, save_object, size_of, state_dict_of
 from trainwright.raw_loop.options import AutocastKwargs
@@ -36,10 +36,10 @@ from trainwright.raw_loop.plugins import (
     GradientAccumulationPlugin,
     check_length,
 )
-from trainwright.raw_loop.preparation import Preparation, PreparationOptions
+from trainwright.raw_loop.preparation import Preparation, PreparationOptions, check_kind
 from trainwright.raw_loop.profiling import ProfileKwargs, profiled
 from trainwright.raw_loop.project import ProjectConfiguration, chosen_project
-from trainwright.raw_loop.saved_states import SavedStates, refuse_load_options, refuse_pickle
+from trainwright.raw_loop.saved_states import SavedStates, refuse_load_options, refuse_pickle, refuse_save_options
 from trainwright.raw_loop.settings import REPLACED, LoopSettings, word_for
 from trainwright.raw_loop.state_views import AcceleratorState, GradientState
 from trainwright.raw_loop.tracking import Options, Tracker, Trackers, chosen_loggers
@@ -78,7 +78,7 @@ class Accelerator(Collectives):
         strategy: a name or a Strategy.
         precision: any precision of the Trainer, instead of mixed_precision.
         num_nodes: nodes of the job, as for the Trainer.
-        log_with: "csv", "tensorboard", "all" for those that can be used here, a Logger, or a list of these.
+        log_with: "csv", "tensorboard", "wandb", "mlflow", "all" for those that can be used here, a Logger, or a list of these.
         project_dir: the folder of numbered checkpoints (`project_dir/checkpoints`) and of the logs; a path or an fsspec URL.
         project_config: the same folders, and how many checkpoints are kept.
 
@@ -99,7 +99,7 @@ class Accelerator(Collectives):
 
     def __init__(
         self,
-        *,
+        *by_position: Any,
         mixed_precision: str | None = None,
         gradient_accumulation_steps: int = 1,
         cpu: bool = False,
@@ -125,7 +125,8 @@ class Accelerator(Collectives):
         project_config: ProjectConfiguration | None = None,
         **unknown: Any,
     ) -> None:
-        refuse_unknown("Accelerator", unknown, [*inspect.signature(Accelerator).parameters][:-1], REPLACED)
+        refuse_by_position("Accelerator", by_position, "mixed_precision='bf16'")
+        refuse_unknown("Accelerator", unknown, [*inspect.signature(Accelerator).parameters][1:-1], REPLACED)
         check_flags(
             cpu=cpu,
             step_scheduler_with_optimizer=step_scheduler_with_optimizer,
@@ -178,9 +179,8 @@ class Accelerator(Collectives):
         self._preparations = self._new_preparation()
         self._trackers = Trackers(engine.ranks, loggers, project.logging_dir)
         self._states = SavedStates(engine, project, self._trackers)
-        self._has_warned_of_norm = False
         self._weighs_rounds = engine.world_size > 1  # one process has no uneven rounds
-        self._has_checked_loss = False
+        self._loss_check = LossCheck(engine, self._preparations)
 
     def prepare(self, *objects: Any, device_placement: Sequence[bool | None] | None = None) -> Any:
         """Return the models, optimizers, loaders and schedulers, prepared by the strategy, in the same order.
@@ -189,9 +189,13 @@ class Accelerator(Collectives):
         unchanged. Collective: call on every rank.
 
         Raises:
-            TypeError: an object of another kind.
+            TypeError: an object of another kind, or none at all.
             ValueError: an optimizer whose parameters belong to no prepared model, or were replaced before it was prepared.
         """
+        if not objects:
+            raise TypeError(
+                "prepare was given nothing; pass the models, optimizers, loaders and schedulers of the loop."
+            )
         prepared = self._preparations.prepare(objects, device_placement)
         return prepared[0] if len(prepared) == 1 else prepared
 
@@ -212,6 +216,7 @@ class Accelerator(Collectives):
         """
         return state_dict_of(model)
 
+    @refuses_unknown
     def save_model(
         self,
         model: nn.Module,
@@ -271,10 +276,13 @@ class Accelerator(Collectives):
         """Run backward on a loss, divided by the length of its window, and weighted by its samples in an uneven last round.
 
         The keyword arguments are those of Tensor.backward.
+
+        Raises:
+            TypeError, ValueError: something else than the loss of a prepared model, and, where it matters, of one whose
+                optimizer was prepared.
+            RuntimeError: nothing was prepared.
         """
-        if not self._has_checked_loss:
-            check_loss(loss, self.engine, self._preparations.models, options)
-            self._has_checked_loss = True
+        self._loss_check.check(loss, options)
         loss = self._preparations.windows.divide(loss)
         if self._weighs_rounds:
             iteration, _ = self._preparations.iterations.current()
@@ -287,15 +295,19 @@ class Accelerator(Collectives):
     ) -> StepResult | None:
         """Step a prepared optimizer, and clip before, if given a limit; return None before the end of its window."""
         prepared = self._preparations.optimizer_of(optimizer)
-        self._warn_of_norm(max_norm)
+        self._preparations.warn_of_norm(max_norm)
         return prepared.step_clipped(max_norm, clip_value)
 
-    def clip_grad_norm_(self, parameters: Iterable[Tensor], max_norm: float) -> Tensor | None:
+    def clip_grad_norm_(self, parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2) -> Tensor | None:
         """Clip the total norm of a prepared optimizer's gradients; return the norm, or None before the window's end.
 
         Raises:
-            ValueError: the parameters are not those of one prepared optimizer.
+            ValueError: the parameters are not those of one prepared optimizer; or another norm_type than 2.
         """
+        if norm_type != 2:
+            raise ValueError(
+                f"norm_type={norm_type!r} is not accepted: strategies that shard gradients add up squares."
+            )
         return self._clip(parameters, max_norm, None)
 
     def clip_grad_value_(self, parameters: Iterable[Tensor], clip_value: float) -> None:
@@ -338,6 +350,7 @@ class Accelerator(Collectives):
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> nn.Module:
         """Return one prepared model; with evaluation_mode it will not be trained. Collective: call on every rank."""
+        check_kind("prepare_model", model, "module")
         if not evaluation_mode or self._preparations.of(model) is not None:
             prepared: nn.Module = self.prepare(model)
             return prepared
@@ -345,11 +358,13 @@ class Accelerator(Collectives):
 
     def prepare_optimizer(self, optimizer: Optimizer, device_placement: bool | None = None) -> PreparedOptimizer:
         """Return one prepared optimizer; prepare its models before. Collective: call on every rank."""
+        check_kind("prepare_optimizer", optimizer, "optimizer")
         prepared: PreparedOptimizer = self.prepare(optimizer)
         return prepared
 
     def prepare_scheduler(self, scheduler: Any) -> PreparedScheduler:
         """Return one prepared scheduler; prepare its optimizer before."""
+        check_kind("prepare_scheduler", scheduler, "scheduler")
         prepared: PreparedScheduler = self.prepare(scheduler)
         return prepared
 
@@ -378,7 +393,7 @@ class Accelerator(Collectives):
         """
         self.engine.close()
         self._preparations = self._new_preparation()
-        self._has_checked_loss = False
+        self._loss_check = LossCheck(self.engine, self._preparations)
         return release_memory(*objects)
 
     clear = free_memory
@@ -460,6 +475,7 @@ class Accelerator(Collectives):
         *,
         blocking: bool = True,
         overwrite: bool = False,
+        **unknown: Any,
     ) -> str:
         """Write a checkpoint of everything that was prepared or registered, in the Trainer's format; return its path.
 
@@ -478,6 +494,7 @@ class Accelerator(Collectives):
             ValueError: no path, and no project.
             RuntimeError: within an accumulation window, since checkpoints hold no gradients.
         """
+        refuse_save_options(unknown)
         refuse_pickle("save_state", safe_serialization)
         return self._states.save(self._preparations, output_dir, blocking, overwrite)
 
@@ -549,6 +566,7 @@ class Accelerator(Collectives):
         """Return the loggers of `init_trackers`, on each rank that has called it."""
         return self._trackers.all
 
+    @refuses_unknown
     def init_trackers(self, project_name: str, config: Any = None, init_kwargs: Options | None = None) -> None:
         """Make the loggers of log_with; call it on every rank, or on rank 0 alone.
 
@@ -588,7 +606,7 @@ class Accelerator(Collectives):
         self._trackers.log(values, self.step_count if step is None else step, log_kwargs)
 
     def log_images(self, values: Mapping[str, Any], step: int | None = None, log_kwargs: Options | None = None) -> None:
-        """Write images with each logger that can (TensorBoard); the arguments are those of `log`.
+        """Write images with each logger that can (TensorBoard, Weights & Biases, MLflow); the arguments are those of `log`.
 
         Each value is an array, a tensor or a list of images.
         """
@@ -608,28 +626,9 @@ class Accelerator(Collectives):
     def _ranks_with_samples(self, loader: Any) -> Sequence[bool] | None:
         return self._preparations.ranks_with_samples(loader)
 
-    def _warn_of_norm(self, norm: float | None) -> None:
-        used = self._optimization.clip_norm
-        if norm is None or used in (None, norm) or self._has_warned_of_norm:
-            return
-        self._has_warned_of_norm = True
-        rank_zero_warn(
-            f"the strategy's own configuration clips at a norm of {used}, and this loop at {norm}: the configuration's is "
-            "used.",
-            stacklevel=4,
-        )
-
     def _clip(self, parameters: Iterable[Tensor], norm: float | None, value: float | None) -> Tensor | None:
         if not self.sync_gradients:
             return None
-        given = {parameters} if isinstance(parameters, Tensor) else set(parameters)
-        for prepared in self._preparations.optimizers:
-            own = {each for each in stepped_by(prepared) if each.requires_grad}
-            # Parameters that no optimizer steps may be among them, if they have no gradient that the norm would miss.
-            if own and own <= given and not any(each.grad is not None for each in given - own):
-                self._warn_of_norm(norm)
-                return prepared.clip(norm, value)
-        raise ValueError(
-            "the parameters to clip are not those of one prepared optimizer; pass those that one optimizer steps, such as "
-            "model.parameters() of a model whose only optimizer was prepared."
-        )
+        prepared = self._preparations.optimizer_that_steps(parameters)
+        self._preparations.warn_of_norm(norm)
+        return prepared.clip(norm, value)

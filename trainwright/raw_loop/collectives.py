@@ -13,6 +13,7 @@ from torch import nn
 from trainwright.distributed.collectives import count_issued
 from trainwright.engine import gathering
 from trainwright.engine.engine import Engine
+from trainwright.raw_loop.known_arguments import refuses_unknown
 from trainwright.raw_loop.loaders import SkippedBatches, skip_first_batches
 from trainwright.raw_loop.processes import Processes
 
@@ -57,15 +58,21 @@ class Collectives(Processes):
             return gathering.gather_objects(input_data, keep, self.device)
         return gathering.gather(input_data, partial(_join, keep), keep, self._exchange)
 
-    def reduce(self, tensor: Any, reduction: str = "sum") -> Any:
+    @refuses_unknown
+    def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
         """Return a nested structure with the sum, mean, min or max over the ranks of each number and each tensor element.
 
         Collective: call on every rank.
 
+        Args:
+            scale: a factor of the results.
+
         Raises:
             TypeError: the structure holds something else.
+            ValueError: the reduction is unknown; or, on every rank, shapes differ.
         """
-        return gathering.reduce(tensor, reduction, lambda each: self.engine.reduce(each, reduction), self._exchange)
+        results = gathering.reduce(tensor, reduction, lambda each: self.engine.reduce(each, reduction), self._exchange)
+        return gathering.scaled(results, scale)
 
     def broadcast(self, obj: Any, from_process: int = 0) -> Any:
         """Return one process's plain data and tensors on every process. Collective: call on every rank."""

@@ -13,6 +13,7 @@ from trainwright.distributed.connection import open_connection
 from trainwright.distributed.environment import Environment
 from trainwright.distributed.ranks import Ranks
 from trainwright.engine import gathering
+from trainwright.raw_loop.known_arguments import refuses_unknown
 from trainwright.raw_loop.loaders import synchronize
 from trainwright.raw_loop.processes import PartialState
 
@@ -27,15 +28,17 @@ def gather(tensor: Any) -> Any:
     return gathering.gather(tensor, join, None, lambda value: ranks.exchange(value, "gather"))
 
 
-def reduce(tensor: Any, reduction: str = "mean") -> Any:
+@refuses_unknown
+def reduce(tensor: Any, reduction: str = "mean", scale: float = 1.0) -> Any:
     """Return the mean, sum, min or max over the ranks: see `Accelerator.reduce`. Collective: call on every rank."""
     ranks = _ranks()
-    return gathering.reduce(
+    results = gathering.reduce(
         tensor,
         reduction,
         lambda each: collectives.all_reduce(each, reduction),
         lambda value: ranks.exchange(value, "reduce"),
     )
+    return gathering.scaled(results, scale)
 
 
 def broadcast(tensor: Any, from_process: int = 0) -> Any:

@@ -2,41 +2,90 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
+from torch.autograd.function import BackwardCFunction
 
 from trainwright.engine.engine import Engine
 from trainwright.engine.prepared import PreparedModule, stepped_by
+from trainwright.raw_loop.preparation import Preparation
 from trainwright.strategies.autograd_graph import graph_leaves
 
+MOST_NODES = 100
+"""How many nodes of a loss's graph are looked at in each backward; the first parameters are near the loss."""
 
-def check_loss(loss: Any, engine: Engine, models: Sequence[nn.Module], options: dict[str, Any]) -> None:
-    """Refuse what the backward of a loop with these prepared models cannot use.
 
-    Raises:
-        TypeError: it is not a tensor.
-        ValueError: it needs no gradients, or no prepared model made it, or no prepared optimizer could step on it.
-    """
-    if not isinstance(loss, Tensor):
-        raise TypeError(f"backward was given a {type(loss).__name__}; accepted is a loss tensor.")
-    if loss.numel() != 1 and options.get("gradient") is None:
-        raise ValueError(f"backward was given a loss of shape {tuple(loss.shape)}; take its mean or its sum.")
-    if not loss.requires_grad:
-        raise ValueError(
-            "backward was given a loss that needs no gradients; compute it from the outputs of a prepared model, outside "
-            "torch.no_grad(), and do not detach it."
-        )
-    if engine.strategy.holds_modules and models:
-        own = {parameter for module in engine.modules for parameter in module.parameters()}
-        leaves = graph_leaves(loss)
-        if leaves and own.isdisjoint(leaves):
+class LossCheck:
+    """Refuses losses that the backward of a loop cannot use, in each backward, in a few microseconds."""
+
+    def __init__(self, engine: Engine, preparation: Preparation) -> None:
+        self._engine, self._preparation = engine, preparation
+        self._has_passed = False
+        """Whether a loss of a prepared model has come."""
+        self._own: set[Tensor] = set()
+        """Parameters of prepared models, and those that prepared optimizers step."""
+        self._unclear = 0
+        """How many losses passed whose nearest nodes showed no such parameter."""
+        self._forwards = self._steps = 0
+        """How often prepared models had been called at the last loss of a new call, and the optimizer steps by then."""
+        self._is_kept = False
+        """Whether the last backward has kept its graph for another one."""
+
+    def check(self, loss: Any, options: dict[str, Any]) -> None:
+        """Refuse a loss; `options` are those of its backward.
+
+        Raises:
+            TypeError: it is not a tensor.
+            ValueError: it needs no gradients, or no prepared model made it, or no prepared optimizer could step on it.
+            RuntimeError: nothing was prepared.
+        """
+        if not isinstance(loss, Tensor):
+            raise TypeError(f"backward was given a {type(loss).__name__}; accepted is a loss tensor.")
+        if loss.numel() != 1 and options.get("gradient") is None:
+            raise ValueError(f"backward was given a loss of shape {tuple(loss.shape)}; take its mean or its sum.")
+        if not loss.requires_grad:
+            raise ValueError(
+                "backward was given a loss that needs no gradients; compute it from the outputs of a prepared model, outside "
+                "torch.no_grad(), and do not detach it."
+            )
+        if not self._preparation.models and not self._preparation.optimizers:
+            raise RuntimeError(
+                "backward was called before a model was prepared; pass the model and its optimizer to accelerator.prepare, "
+                "and compute the loss with the model that it returns."
+            )
+        if self._engine.strategy.holds_modules:
+            self._refuse_stranger(loss)
+        if not self._has_passed:
+            self._refuse_without_optimizer(loss)
+        if self._engine.world_size > 1:
+            self._refuse_without_forward(options)
+        self._has_passed = True
+
+    def _refuse_stranger(self, loss: Tensor) -> None:
+        """Refuse a loss without a prepared parameter in its graph (ValueError)."""
+        found = _reaches(loss, self._own, MOST_NODES)
+        if found:
+            return
+        # A walk of a large graph takes as long as a small step does, so ever fewer of the unclear losses get one.
+        number = self._unclear + 1
+        if found is None and number & (number - 1):
+            self._unclear = number
+            return
+        modules, optimizers = self._engine.modules, self._preparation.optimizers
+        self._own = {parameter for module in modules for parameter in module.parameters()} | stepped_by(*optimizers)
+        if not _reaches(loss, self._own, None):
             raise ValueError(
                 "backward was given a loss that no prepared model made: none of their parameters are in its graph. Call the "
                 "model that accelerator.prepare returned."
             )
-    if engine.world_size > 1 and engine.strategy.trains_prepared_only and engine.modules:
+        self._unclear += found is None
+
+    def _refuse_without_optimizer(self, loss: Tensor) -> None:
+        """Refuse a loss that no prepared optimizer steps on, where another one would train nothing (ValueError)."""
+        engine = self._engine
+        if engine.world_size == 1 or not engine.strategy.trains_prepared_only or not engine.modules:
+            return
         stepped = stepped_by(*engine.optimizers)
         leaves = graph_leaves(loss) if engine.strategy.holds_modules else set()
         if not stepped or (leaves and stepped.isdisjoint(leaves)):
@@ -45,10 +94,40 @@ def check_loss(loss: Any, engine: Engine, models: Sequence[nn.Module], options: 
                 f"strategy={engine.strategy.name!r} its steps would train nothing, or each rank by itself. "
                 "Pass the optimizer to accelerator.prepare, too, with its model, and step what it returns."
             )
-    wrapped = [each for each in models if isinstance(each, PreparedModule)]
-    if engine.world_size > 1 and wrapped and not any(each.forwards for each in wrapped):
-        raise ValueError(
-            "backward was given a loss that a method of a prepared model made, or the model as it was before prepare, whose "
-            "gradients no strategy averages over the ranks; call the model that accelerator.prepare returned itself, and let "
-            "its forward call the method."
-        )
+
+    def _refuse_without_forward(self, options: dict[str, Any]) -> None:
+        """Refuse a loss that no strategy averages: no prepared model was called since the optimizers stepped (ValueError)."""
+        wrapped = [each for each in self._preparation.models if isinstance(each, PreparedModule)]
+        forwards, steps = sum(each.forwards for each in wrapped), self._preparation.step_count
+        # One forward may have several backwards: of a kept graph, or of losses that several optimizers step on in turn.
+        is_old = self._has_passed and steps - self._steps >= max(1, len(self._preparation.optimizers))
+        if wrapped and forwards == self._forwards and not self._is_kept and (is_old or not forwards):
+            raise ValueError(
+                "backward was given a loss that a method of a prepared model made, or the model as it was before prepare, "
+                "whose gradients no strategy averages over the ranks; call the model that accelerator.prepare returned "
+                "itself, and let its forward call the method."
+            )
+        if forwards != self._forwards:
+            self._forwards, self._steps = forwards, steps
+        keeps = options.get("retain_graph")
+        self._is_kept = bool(options.get("create_graph") if keeps is None else keeps)
+
+
+def _reaches(loss: Tensor, own: set[Tensor], most: int | None) -> bool | None:
+    """Return whether one of these tensors is in a loss's graph; None if the first `most` nodes do not show it.
+
+    A part that cannot be seen, such as a checkpoint's, which is built in backward, may hold one.
+    """
+    seen: set[Any] = set()
+    waiting: list[Any] = [loss.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        if isinstance(node, BackwardCFunction) or getattr(node, "variable", None) in own:
+            return True
+        seen.add(node)
+        if len(seen) == most:
+            return None
+        waiting.extend(each for each, _ in node.next_functions)
+    return loss in own  # a parameter itself

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from datetime import timedelta
+from enum import StrEnum
 from typing import Any
 
 import torch
@@ -16,6 +17,16 @@ from trainwright.strategies import Strategy, make_strategy
 
 REPLICATING = "ddp"
 """The strategy that DistributedDataParallelKwargs are for."""
+
+
+class DDPCommunicationHookType(StrEnum):
+    """How strategy "ddp" sends gradients, under Accelerate's names for `comm_hook`; a member equals its value as text."""
+
+    NO = "no"
+    FP16 = "fp16"
+    BF16 = "bf16"
+    POWER_SGD = "power_sgd"
+    BATCHED_POWER_SGD = "batched_power_sgd"
 
 
 @dataclass

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trainwright.engine.engine import Engine
@@ -20,9 +20,13 @@ from trainwright.engine.prepared import (
 )
 from trainwright.engine.prepared_loader import Iterations, PreparedLoader
 from trainwright.engine.window import AccumulationWindows
+from trainwright.rank_zero import rank_zero_warn
 from trainwright.raw_loop.loaders import LoaderOptions, SkippedBatches
 from trainwright.raw_loop.plugins import GradientAccumulationPlugin
 from trainwright.strategies.base import Optimization, StepResult
+
+NAMES = {"module": "model", "optimizer": "optimizer", "loader": "data_loader", "scheduler": "scheduler"}
+"""What the Accelerator's method for a kind of object is named after."""
 
 
 class PreparationOptions(NamedTuple):
@@ -62,6 +66,7 @@ class Preparation(Preparations):
             syncs_each_batch=accumulation.sync_each_batch,
         )
         self._engine, self._optimization, self._options = engine, optimization, options
+        self._has_warned_of_norm = False
 
     def prepare(self, given: Sequence[Any], placement: Sequence[bool | None] | None = None) -> tuple[Any, ...]:
         """Return the prepared objects for those given; see `Accelerator.prepare`. Collective."""
@@ -126,6 +131,31 @@ class Preparation(Preparations):
         if not isinstance(prepared := self.of(given), PreparedOptimizer):
             raise ValueError("this optimizer was not prepared; pass one that accelerator.prepare returned.")
         return prepared
+
+    def optimizer_that_steps(self, parameters: Iterable[Tensor]) -> PreparedOptimizer:
+        """Return the prepared optimizer whose parameters are to be clipped (ValueError)."""
+        given = {parameters} if isinstance(parameters, Tensor) else set(parameters)
+        for prepared in self.optimizers:
+            own = {each for each in stepped_by(prepared) if each.requires_grad}
+            # Parameters that no optimizer steps may be among them, if they have no gradient that the norm would miss.
+            if own and own <= given and not any(each.grad is not None for each in given - own):
+                return prepared
+        raise ValueError(
+            "the parameters to clip are not those of one prepared optimizer; pass those that one optimizer steps, such as "
+            "model.parameters() of a model whose only optimizer was prepared."
+        )
+
+    def warn_of_norm(self, norm: float | None) -> None:
+        """Warn once, if the loop clips at another norm than the strategy's own configuration."""
+        used = self._optimization.clip_norm
+        if norm is None or used in (None, norm) or self._has_warned_of_norm:
+            return
+        self._has_warned_of_norm = True
+        rank_zero_warn(
+            f"the strategy's own configuration clips at a norm of {used}, and this loop at {norm}: the configuration's is "
+            "used.",
+            stacklevel=4,
+        )
 
     def ranks_with_samples(self, loader: Any = None) -> list[bool] | None:
         """Return whether each rank has new samples in the current batch of a loader; None if all have.
@@ -201,3 +231,12 @@ class Preparation(Preparations):
         """Check a group that was added to a prepared optimizer, and let the strategy train it. Collective."""
         self._refuse_strangers(optimizer)
         self._engine.refresh_trainable(if_changed=True)
+
+
+def check_kind(call: str, given: Any, kind: str) -> None:
+    """Refuse what a call for one kind of object cannot prepare (TypeError)."""
+    found = kind_of(given)
+    if found != kind:
+        hint = f"; it is for prepare_{NAMES[found]}" if found is not None else ""
+        a_kind = f"{'an' if kind == 'optimizer' else 'a'} {kind}"
+        raise TypeError(f"{call} was given a {type(given).__name__}, which is not {a_kind}{hint}.")

@@ -14,16 +14,30 @@ import torch
 from trainwright.distributed.environment import Environment
 from trainwright.engine import gathering
 from trainwright.engine.engine import Engine
+from trainwright.raw_loop.known_arguments import refuses_unknown
 
 
 class DistributedType(StrEnum):
-    """How the processes of a job divide the work; a member equals its name as text."""
+    """How the processes of a job divide the work; a member equals its name as text.
+
+    Below FSDP are those that scripts for Accelerate compare with, and no job here has.
+    """
 
     NO = "NO"
     MULTI_CPU = "MULTI_CPU"
     MULTI_GPU = "MULTI_GPU"
     DEEPSPEED = "DEEPSPEED"
     FSDP = "FSDP"
+    MULTI_HPU = "MULTI_HPU"
+    MULTI_MLU = "MULTI_MLU"
+    MULTI_MUSA = "MULTI_MUSA"
+    MULTI_NEURON = "MULTI_NEURON"
+    MULTI_NPU = "MULTI_NPU"
+    MULTI_SDAA = "MULTI_SDAA"
+    MULTI_XPU = "MULTI_XPU"
+    XLA = "XLA"
+    MEGATRON_LM = "MEGATRON_LM"
+    TP = "TP"
 
 
 class Processes:
@@ -166,6 +180,7 @@ class PartialState(Processes):
         cpu: compute on the CPU also if there is an accelerator.
     """
 
+    @refuses_unknown
     def __init__(self, cpu: bool = False) -> None:
         is_launched = Environment.detect().launched_by != "single"
         super().__init__(Engine(devices="auto" if is_launched else 1, accelerator="cpu" if cpu else "auto"))

@@ -7,8 +7,10 @@ import torch
 from trainwright.data.seeding import seed_everything
 from trainwright.devices import cuda
 from trainwright.distributed.environment import Environment, prepare_deterministic
+from trainwright.raw_loop.known_arguments import refuses_unknown
 
 
+@refuses_unknown
 def set_seed(seed: int, device_specific: bool = False, deterministic: bool = False) -> None:
     """Seed python, numpy and torch on every device: `seed_everything(seed)`, with two options.
 

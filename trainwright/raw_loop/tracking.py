@@ -91,8 +91,8 @@ class Trackers:
         self._is_made = self._is_started = False
         self._runs = 0
         """How often `end` has ended a run, the same on every rank."""
-        self._refused = -1
-        """The run in which a call before `init` was last refused on this rank."""
+        self._refused = 0
+        """How many calls before `init` were refused on this rank, in this run."""
         self._resumed: tuple[list[dict[str, Any]], str] = ([], "")
         """The loggers' states in the checkpoint that was loaded, and its path."""
 
@@ -171,7 +171,7 @@ class Trackers:
                 tracker.logger.finalize("success")
                 tracker.logger.close()
         self._trackers, self._is_made, self._is_started, self._resumed = [], False, False, ([], "")
-        self._runs += 1
+        self._runs, self._refused = self._runs + 1, 0
 
     def _is_ready(self, call: str) -> bool:
         """Return whether there are loggers to call on this rank, and start them; RuntimeError on each rank before `init`."""
@@ -179,14 +179,13 @@ class Trackers:
             self._start()
             return self._ranks.rank == 0 or call == "get_tracker"
         # Rank 0 alone may have called init_trackers, as scripts for Accelerate do, so the other ranks wait for what it does.
-        missing, made = (f"{word} {self._runs}" for word in ("missing", "made"))
+        # Each refusal has its own key, since a script may catch the error and call again.
+        missing, made = f"missing {self._runs} {self._refused}", f"made {self._runs}"
         if self._ranks.rank == 0:
             self._ranks.announce(missing)
-        else:
-            keys = [made] if self._refused == self._runs else [missing, made]
-            if self._ranks.announced(keys, f"{call} before init_trackers") == made:
-                return False
-            self._refused = self._runs
+        elif self._ranks.announced([missing, made], f"{call} before init_trackers") == made:
+            return False
+        self._refused += 1
         raise RuntimeError(f"{call} was called before init_trackers; call accelerator.init_trackers(name) first.")
 
     def _start(self) -> None:

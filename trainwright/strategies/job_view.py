@@ -78,6 +78,7 @@ class JobView:
         """Return the mean, sum, min or max of a tensor over the ranks, anything else unchanged. Collective.
 
         Raises:
+            TypeError: the mean of whole numbers.
             ValueError: a group: all ranks of the job take part.
         """
         _refuse_group(group, "reduce")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, replace
@@ -24,6 +25,16 @@ from trainwright.loggers.folder import FolderLogger
 from trainwright.module import is_overridden
 from trainwright.trainer.inputs import check_replaced_hooks, foreign_hint
 from trainwright.trainer.settings import Settings
+
+PARTS = ("strategy", "precision", "plugins")
+"""Arguments that may be objects, which belong to one Trainer."""
+TRIAL: dict[str, Any] = {
+    "callbacks": None, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False,
+    "max_epochs": -1, "min_epochs": None, "min_steps": None, "max_time": None, "limit_val_batches": 0,
+    "num_sanity_val_steps": 0, "val_check_interval": None, "check_val_every_n_epoch": 1, "profiler": None,
+    "fast_dev_run": False, "barebones": False, "log_every_n_steps": 0,
+}  # fmt: skip
+"""The arguments of a trial run."""
 
 
 def settings_of(arguments: dict[str, Any]) -> Settings:
@@ -149,3 +160,20 @@ def making_modules(engine: Engine, empty: bool) -> Iterator[None]:
     device = torch.device("meta") if empty else engine.device
     with engine.precision.init_context(), device:
         yield
+
+
+def trial_arguments(arguments: dict[str, Any], has_loggers: bool) -> dict[str, Any]:
+    """Return the arguments of a Trainer for a trial run, with copies of its parts."""
+    trial = {name: copied(value) if name in PARTS else value for name, value in arguments.items()} | TRIAL
+    trial["logger"] = SilentLogger() if has_loggers else False  # a step may write to self.logger, if there is one
+    if overfit := trial["overfit_batches"]:  # it would set the validation's batches too
+        trial |= {"overfit_batches": 0.0, "limit_train_batches": overfit}
+    return trial
+
+
+def copied(part: Any) -> Any:
+    """Return a copy of a part; the part itself if it has none."""
+    try:
+        return copy.deepcopy(part)
+    except Exception:  # a part of any kind, which another Trainer then shares
+        return part

@@ -218,7 +218,8 @@ class Settings:
     @property
     def sanity_steps(self) -> int:
         """The validation batches to run before training; -1 for all."""
-        return 2 if self.num_sanity_val_steps is None else self.num_sanity_val_steps
+        given = self.num_sanity_val_steps
+        return 2 if given is None else -1 if given == float("inf") else given
 
     @property
     def shown_sanity_steps(self) -> int | float:
@@ -240,6 +241,8 @@ def _is_number(value: Any) -> bool:
 def _whole_number(settings: Settings, name: str, least: int) -> list[str]:
     value, is_optional = getattr(settings, name), name in MAY_BE_NONE
     if (value is None and is_optional) or (isinstance(value, int) and not isinstance(value, bool) and value >= least):
+        return []
+    if name == "num_sanity_val_steps" and value == float("inf"):  # as the attribute shows -1
         return []
     meaning = f" (-1 is {'all' if name == 'num_sanity_val_steps' else 'without end'})" if least == -1 else ""
     problem = f"{name}={value!r}: accepted is a whole number from {least}{meaning}{', or None' if is_optional else ''}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import signal
+from collections.abc import Sequence
 from numbers import Integral
 from operator import attrgetter
 from typing import Any, Generic, TypeVar, cast
@@ -25,7 +26,7 @@ from trainwright.module import Module
 from trainwright.precision import Precision
 from trainwright.strategies import Strategy
 from trainwright.trainer.logbook import Logbook
-from trainwright.trainer.parts import settings_of
+from trainwright.trainer.parts import arranged_loggers, settings_of
 from trainwright.trainer.run import Run
 from trainwright.trainer.settings import Settings
 from trainwright.trainer.stage import Batches
@@ -75,7 +76,7 @@ class Status:
     """The checkpoint of the calls that are given none."""
     engine: Engine
     callbacks: list[Callback]
-    loggers: list[Logger]
+    _loggers: list[Logger]
     run: Run
 
     def _change_setting(self, name: str, value: Any) -> None:
@@ -132,13 +133,22 @@ class Status:
     resume_source = Forwarded[str | None]("run.trained.resume_source", "The checkpoint that the fit was resumed from.")
 
     @property
+    def loggers(self) -> list[Logger]:
+        """Return the loggers; set them between two runs, as the argument `logger`."""
+        return self._loggers
+
+    @loggers.setter
+    def loggers(self, loggers: bool | Logger | Sequence[Logger]) -> None:
+        self._loggers = arranged_loggers(loggers, self.run.root, self._settings)
+
+    @property
     def logger(self) -> Logger | None:
         """Return the first logger, if any."""
         return self.loggers[0] if self.loggers else None
 
     @logger.setter
-    def logger(self, logger: Logger | None) -> None:
-        self.loggers = [] if logger is None else [logger]
+    def logger(self, logger: bool | Logger | Sequence[Logger] | None) -> None:
+        self.loggers = [] if logger is None else logger
 
     @property
     def log_dir(self) -> str | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import builtins
-import copy
 import os
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
@@ -31,11 +30,14 @@ from trainwright.trainer.inputs import check_compile, choose_precision, choose_r
 from trainwright.trainer.logbook import format_table
 from trainwright.trainer.missing_names import missing
 from trainwright.trainer.parts import (
+    PARTS,
     arranged_callbacks,
     arranged_loggers,
+    copied,
     making_modules,
     set_switches,
     settings_of,
+    trial_arguments,
     with_the_modules,
 )
 from trainwright.trainer.predict import predict
@@ -51,17 +53,8 @@ from trainwright.trainer.state import TrainerState
 from trainwright.trainer.status import Status
 from trainwright.trainer.training_run import TrainingRun
 
-TRIAL: dict[str, Any] = {
-    "logger": False, "callbacks": None, "enable_checkpointing": False, "enable_progress_bar": False,
-    "enable_model_summary": False, "max_epochs": -1, "min_epochs": None, "min_steps": None, "max_time": None,
-    "limit_val_batches": 0, "num_sanity_val_steps": 0, "val_check_interval": None, "check_val_every_n_epoch": 1,
-    "profiler": None, "fast_dev_run": False, "barebones": False,
-}  # fmt: skip
-"""The arguments of a trial run."""
-
-
 NOT_COPIED = (
-    "_arguments", "_fresh", "_settings", "_callbacks_of_module", "callbacks", "engine", "loggers", "profiler", "run",
+    "_arguments", "_fresh", "_settings", "_callbacks_of_module", "callbacks", "engine", "_loggers", "profiler", "run",
 )  # fmt: skip
 """Attributes of a Trainer that its copy makes itself."""
 
@@ -180,13 +173,13 @@ class Trainer(Status):
         given = locals()
         self._arguments = {name: value for name, value in given.items() if name not in ("self", "unknown")}
         refuse_unknown("Trainer", unknown, self._arguments, REPLACED)
-        self._fresh = {name: _copied(given[name]) for name in ("strategy", "precision", "plugins")}
+        self._fresh = {name: copied(given[name]) for name in PARTS}
         """Copies of parts that were given as objects, for another Trainer."""
         self._settings = settings_of(self._arguments)
         root = choose_root(default_root_dir)
         self.profiler = resolve_profiler(profiler)
         self.callbacks = arranged_callbacks(callbacks, self._settings)
-        self.loggers = arranged_loggers(logger, root, self._settings)
+        self._loggers = arranged_loggers(logger, root, self._settings)
         places = {name: given[name] for name in ("devices", "strategy", "accelerator", "num_nodes")}
         self.engine = Engine(**places, precision=choose_precision(precision, plugins), can_call_workers=True)
         check_compile(self._settings.compile, self.engine.strategy)
@@ -265,7 +258,8 @@ class Trainer(Status):
         Args:
             changes: arguments that differ, such as callbacks= and max_steps=.
         """
-        return Trainer(**{**self._arguments, **self._fresh, **TRIAL, **changes})
+        settings = trial_arguments({**self._arguments, **self._fresh}, bool(self.loggers))
+        return Trainer(**{**settings, **changes})
 
     def validate(
         self,
@@ -407,6 +401,8 @@ class Trainer(Status):
     if not TYPE_CHECKING:  # a type checker names unknown attributes itself
 
         def __getattr__(self, name: str) -> Any:
+            if hasattr(type(self), name):  # a property failed, perhaps in the user's code: again, for its own error
+                return object.__getattribute__(self, name)
             raise missing(name)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -523,7 +519,7 @@ class Trainer(Status):
 
     def _take_parts(self, others: tuple[Any, ...], *parts: Any) -> None:
         """Continue the work of a Trainer of another process, with copies of its parts, its module and its counters."""
-        self.callbacks, self.loggers, self.profiler = parts
+        self.callbacks, self._loggers, self.profiler = parts
         module, self._callbacks_of_module, state = others
         parts_of_run = self._parts(self.run.root)
         self.run = Run(parts_of_run, "fit", module, None, Choice(), None, TrainerState.of_plain(state))
@@ -548,10 +544,3 @@ def call_in_worker(
     trainer._take_parts((model if is_known else None, callbacks_of_module, state), callbacks, loggers, profiler)
     result = getattr(trainer, call)(model, datamodule=datamodule, ckpt_path=path, **options)
     return changes(trainer.run, result, folder)
-
-
-def _copied(part: Any) -> Any:
-    try:
-        return copy.deepcopy(part)
-    except TypeError:  # it holds a module of Python, say
-        return part

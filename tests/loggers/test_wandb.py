@@ -1,0 +1,196 @@
+"""The W&B logger with a client in memory, which keeps W&B's rules about several runs in one process."""
+
+from __future__ import annotations
+
+import importlib.machinery
+import json
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import trainwright as tw
+
+
+class UsageError(Exception):
+    """As wandb.errors.UsageError."""
+
+
+class Run:
+    """A run of the fake client; its rows stay in `client.rows`."""
+
+    def __init__(self, client: Client, options: dict[str, Any]) -> None:
+        self.client, self.options = client, options
+        self.id = options.get("id") or f"new{len(client.runs)}"
+        self.project = options.get("project") or "uncategorized"
+        self.dir = f"{options['dir']}/wandb/run-{len(client.runs)}-{self.id}/files"
+        self.disabled = options.get("mode") == "disabled"
+        self.is_finished = False
+        self.config: dict[str, Any] = {}
+
+    def define_metric(self, *args: Any, **kwargs: Any) -> None:
+        self.check()
+
+    def log(self, row: dict[str, Any]) -> None:
+        self.check()
+        self.client.rows.setdefault(self.id, []).append(row)
+
+    def check(self) -> None:
+        if self.is_finished:
+            raise UsageError(f"Run ({self.id}) is finished.")
+
+    def finish(self, exit_code: int = 0) -> None:
+        self.is_finished = True
+        self.client.active.remove(self)
+
+
+class Client(types.ModuleType):
+    """The module `wandb`."""
+
+    def __init__(self) -> None:
+        super().__init__("wandb")
+        self.__spec__ = importlib.machinery.ModuleSpec("wandb", None)
+        self.errors = types.SimpleNamespace(UsageError=UsageError)
+        self.runs: list[Run] = []
+        self.active: list[Run] = []
+        self.rows: dict[str, list[dict[str, Any]]] = {}
+        self.run = None
+        self.has_login = True
+
+    def setup(self) -> Any:
+        return types.SimpleNamespace(most_recent_active_run=self.active[-1] if self.active else None)
+
+    def init(self, **options: Any) -> Run:
+        if not self.has_login and options["mode"] is None:
+            raise UsageError("No API key configured.")
+        if self.active and options.get("reinit") != "create_new":
+            return self.active[-1]
+        run = Run(self, options)
+        self.runs.append(run)
+        self.active.append(run)
+        return run
+
+    def steps(self, run_id: str, name: str = "loss") -> list[int]:
+        return [row["trainer/global_step"] for row in self.rows.get(run_id, []) if name in row]
+
+
+@pytest.fixture
+def client(monkeypatch: pytest.MonkeyPatch) -> Client:
+    client = Client()
+    monkeypatch.setitem(sys.modules, "wandb", client)
+    return client
+
+
+def began(logger: tw.WandbLogger, state: dict[str, Any] | None = None) -> tw.WandbLogger:
+    if state is not None:
+        logger.load_state_dict(state)
+    logger.start(lambda text: text, is_writer=True)
+    return logger
+
+
+def log_steps(logger: tw.WandbLogger, *steps: int, **more: float) -> None:
+    for step in steps:
+        logger.log_metrics({"loss": 0.5, **more}, step)
+    logger.flush()
+
+
+def test_a_resumed_run_that_logs_at_another_rate(client: Client, tmp_path: Path) -> None:
+    first = began(tw.WandbLogger(save_dir=tmp_path, id="a"))
+    log_steps(first, *range(1, 6))
+    state = json.loads(json.dumps(first.state_dict()))
+    log_steps(first, *range(6, 13))
+    first.finalize("failed")
+    with open(tmp_path / "wandb/trainwright-a.steps", "a") as file:
+        file.write("[13, 17")  # the process was killed
+    resumed = began(tw.WandbLogger(save_dir=tmp_path), state)
+    log_steps(resumed, 10, 15, 20)
+    log_steps(resumed, 12, accuracy=1.0)
+    assert client.steps("a") == [*range(1, 13), 15, 20, 12]
+    assert client.steps("a", "accuracy") == [12]
+    resumed.finalize("failed")
+    again = began(tw.WandbLogger(save_dir=tmp_path), state)
+    log_steps(again, 15, 20, 25)
+    assert client.steps("a")[-4:] == [15, 20, 12, 25]
+
+
+def test_a_failed_write_repeats_no_row(client: Client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    logger = began(tw.WandbLogger(save_dir=tmp_path, id="a"))
+    log = Run.log
+
+    def fails(run: Run, row: dict[str, Any]) -> None:
+        if row["trainer/global_step"] == 2:
+            raise ConnectionError("no network")
+        log(run, row)
+
+    monkeypatch.setattr(Run, "log", fails)
+    with pytest.warns(UserWarning, match="WandbLogger could not write: ConnectionError: no network"):
+        log_steps(logger, 1, 2, 3)
+    monkeypatch.setattr(Run, "log", log)
+    logger.flush()
+    assert client.steps("a") == [1, 2, 3]
+
+
+def test_a_run_that_the_user_made(client: Client, tmp_path: Path) -> None:
+    run = client.init(dir=str(tmp_path / "theirs"), project="p", mode=None)
+    logger = began(tw.WandbLogger(save_dir=tmp_path / "ours", experiment=run))
+    log_steps(logger, 1)
+    state = logger.state_dict()
+    log_steps(logger, 2)
+    logger.finalize("failed")
+    assert not run.is_finished
+    assert [path.name for path in tmp_path.rglob("*.steps")] == ["trainwright-new0.steps"]
+    assert (tmp_path / "theirs/wandb/trainwright-new0.steps").exists()
+    began(logger, state)
+    log_steps(logger, 2, 3)
+    assert client.steps("new0") == [1, 2, 3]
+    assert (client.runs, logger.experiment) == ([run], run)
+    logger.finalize("success")
+    run.finish()
+    log_steps(began(logger), 4)  # their run was finished, so the logger opens it again and finishes it
+    logger.finalize("success")
+    assert client.steps("new0") == [1, 2, 3, 4]
+    assert (client.runs[1].options["id"], client.runs[1].options["project"], client.active) == ("new0", "p", [])
+
+
+def test_a_file_of_steps_that_cannot_be_written(client: Client, tmp_path: Path) -> None:
+    (tmp_path / "wandb/trainwright-a.steps").mkdir(parents=True)
+    logger = began(tw.WandbLogger(save_dir=tmp_path, id="a"))
+    with pytest.warns(UserWarning, match=r"WandbLogger could not write .*trainwright-a\.steps") as caught:
+        log_steps(logger, 1, 2, 3)
+    assert len(caught) == 1
+    assert client.steps("a") == [1, 2, 3]
+    began(tw.WandbLogger(save_dir=tmp_path, id="a"), logger.state_dict())
+
+
+def test_the_project_is_known_after_the_run(client: Client, tmp_path: Path) -> None:
+    logger = began(tw.WandbLogger(save_dir=tmp_path))
+    logger.finalize("success")
+    assert (logger.name, logger.version) == ("uncategorized", "new0")
+    began(logger)
+    assert (client.runs[1].id, client.runs[1].options["project"]) == ("new0", "uncategorized")
+
+
+def test_each_logger_has_a_run_of_its_own(client: Client, tmp_path: Path) -> None:
+    first, second = (began(tw.WandbLogger(save_dir=tmp_path, id=name)) for name in ("a", "b"))
+    log_steps(first, 1)
+    log_steps(second, 2)
+    assert (client.steps("a"), client.steps("b")) == ([1], [2])
+    assert "reinit" not in client.runs[0].options  # with it, wandb.log would not write into the run
+    began(tw.WandbLogger(save_dir=tmp_path, id="c", reinit="return_previous"))
+    assert len(client.runs) == 2
+
+
+def test_modes(client: Client, tmp_path: Path) -> None:
+    client.has_login = False
+    disabled = began(tw.WandbLogger(save_dir=tmp_path, mode="disabled", id="a"))
+    log_steps(disabled, 1, 2)
+    disabled.finalize("success")
+    assert client.steps("a") == [1, 2]
+    assert not list(tmp_path.rglob("*.steps"))
+    with pytest.warns(UserWarning, match="No API key configured"):
+        began(tw.WandbLogger(save_dir=tmp_path))
+    assert client.runs[-1].options["mode"] == "offline"
+    began(tw.WandbLogger(save_dir=tmp_path, offline=True))
+    assert client.runs[-1].options["mode"] == "offline"

@@ -1,0 +1,123 @@
+"""What an Accelerator's backward accepts, in every batch: losses of prepared models, several over one forward too."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from jobs import run_job
+from small import ON_HOST
+from torch import Tensor, nn
+
+import trainwright as tw
+from trainwright.raw_loop import loss_graph
+
+pytestmark = pytest.mark.skipif(not ON_HOST, reason="computes on the CPU")
+INPUTS = torch.ones(2, 4)
+
+
+def made(accelerator: tw.Accelerator) -> tuple[Any, Any]:
+    net = nn.Linear(4, 1)
+    return accelerator.prepare(net, torch.optim.SGD(net.parameters(), 0.1))  # type: ignore[no-any-return]
+
+
+def train(accelerator: tw.Accelerator, net: Any, optimizer: Any) -> None:
+    accelerator.backward(net(INPUTS).mean())
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def test_each_loss_is_checked_not_the_first_alone() -> None:
+    accelerator = tw.Accelerator(cpu=True)
+    stranger = nn.Linear(4, 1)
+    with pytest.raises(RuntimeError, match="backward was called before a model was prepared; pass the model"):
+        accelerator.backward(stranger(INPUTS).mean())
+    net, optimizer = made(accelerator)
+    for _ in range(3):
+        with pytest.raises(ValueError, match="no prepared model made"):
+            accelerator.backward(stranger(INPUTS).mean())
+        with pytest.raises(TypeError, match="given a float"):
+            accelerator.backward(1.0)  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match=r"a loss of shape \(2, 1\)"):
+            accelerator.backward(net(INPUTS))
+        with pytest.raises(ValueError, match="needs no gradients"):
+            accelerator.backward(torch.tensor(1.0))
+        train(accelerator, net, optimizer)
+    assert accelerator.step_count == 3
+    net, optimizer = made(accelerator)  # a second model
+    train(accelerator, net, optimizer)
+
+
+def test_losses_that_share_a_forward_and_parameters_beside_the_model() -> None:
+    accelerator = tw.Accelerator(cpu=True)
+    net, optimizer = made(accelerator)
+    scale = nn.Parameter(torch.ones(1))
+    accelerator.prepare(torch.optim.SGD([scale], 0.1))
+    outputs = net(INPUTS)
+    accelerator.backward(outputs.mean(), retain_graph=True)
+    accelerator.backward(outputs.square().mean())
+    accelerator.backward(scale.sum())
+    optimizer.step()
+    assert scale.grad is not None
+    alone = tw.Accelerator(cpu=True)
+    alone.prepare(torch.optim.SGD([scale], 0.1))
+    alone.backward(scale.square().sum())
+
+
+def test_a_large_graph_is_walked_ever_less_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole: list[bool | None] = []
+    walk = loss_graph._reaches
+
+    def counted(loss: Tensor, own: set[Tensor], most: int | None) -> bool | None:
+        found = walk(loss, own, most)
+        whole.extend([found] if most is None else [])
+        return found
+
+    monkeypatch.setattr(loss_graph, "_reaches", counted)
+    accelerator = tw.Accelerator(cpu=True)
+    net, optimizer = made(accelerator)
+
+    def far(model: Any) -> Tensor:
+        loss: Tensor = model(INPUTS).mean()
+        for _ in range(loss_graph.MOST_NODES + 1):
+            loss = loss * 1.0
+        return loss
+
+    with pytest.raises(ValueError, match="no prepared model made"):
+        accelerator.backward(far(nn.Linear(4, 1)))
+    for _ in range(16):
+        accelerator.backward(far(net))
+        optimizer.step()
+    assert whole == [False, *[True] * 5]  # the first, second, fourth, eighth and sixteenth
+    for _ in range(16):
+        train(accelerator, net, optimizer)
+    assert len(whole) == 6
+
+
+def on_ranks(folder: Path) -> bool:
+    accelerator = tw.Accelerator(cpu=True)
+    torch.manual_seed(accelerator.process_index)
+    net, optimizer = made(accelerator)
+    train(accelerator, net, optimizer)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="or the model as it was before prepare"):
+            accelerator.backward(accelerator.unwrap_model(net)(torch.randn(2, 4)).mean())
+        train(accelerator, net, optimizer)
+    accelerator.backward((outputs := net(torch.randn(2, 4))).mean(), retain_graph=True)
+    accelerator.backward(outputs.square().mean())
+    optimizer.step()
+    other, others = made(accelerator)
+    for _ in range(3):
+        losses = [each(torch.randn(2, 4)).mean() for each in (net, other)]
+        for loss, each in zip(losses, (optimizer, others), strict=True):  # a step between the losses
+            accelerator.backward(loss)
+            each.step()
+            each.zero_grad()
+    weights = [*net.parameters(), *other.parameters()]
+    return all(torch.equal(*accelerator.gather(each.detach()[None])) for each in weights)
+
+
+def test_no_rank_drifts_apart(tmp_path: Path) -> None:
+    assert run_job(on_ranks, 2, tmp_path) == [True, True]
