@@ -275,13 +275,11 @@ PACKAGE_LINES = [
     (185, "rows of remote runs that come again on a resume are left out one by one; a service that fails or refuses"),
     (
         310,
-        "fine-tuning beside schedulers, searches of odd losses and data, labels and spikes that are not numbers, the speed of "
-        "windows of batches",
+        "fine-tuning with schedulers, searches of odd losses and data, labels and spikes that are not numbers, rows of windows",
     ),
     (
         270,
-        "each loss of a raw loop is checked, reduced shapes are compared; Accelerate's further types of jobs, paths and "
-        "arguments",
+        "each loss of a raw loop is checked, reduced shapes are compared; Accelerate's other types of jobs, paths, arguments",
     ),
     (
         105,
