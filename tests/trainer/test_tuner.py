@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,12 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 import trainwright as tw
+
+
+@pytest.fixture(autouse=True)
+def _little_to_collect() -> None:
+    """Each trial of a batch size collects garbage, which takes a second with all that earlier tests have left."""
+    gc.freeze()
 
 
 class Rated(Classifier):
