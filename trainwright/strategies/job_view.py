@@ -4,6 +4,7 @@ Lightning (`trainer.strategy.barrier()`). The Engine does the work.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from typing import Any, Protocol, Self
 
@@ -119,7 +120,10 @@ class JobView:
 
 
 def _construct(kind: type[JobView], args: tuple[Any, ...], kwargs: dict[str, Any]) -> JobView:
-    return kind(*args, **kwargs)
+    # What the constructor has to tell was told when the first was made.
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return kind(*args, **kwargs)
 
 
 def _refuse_group(group: Any, call: str) -> None:
