@@ -167,7 +167,8 @@ def run_block(folder: Path) -> None:
 
 def marked(block: Block) -> Any:
     """Compiling kernels takes seconds, and so do new interpreters."""
-    return pytest.param(block, id=block.place, marks=pytest.mark.slow if "compile=True" in block.text else ())
+    is_slow = re.search(r"compile=True|MLFlow|Wandb", block.text)
+    return pytest.param(block, id=block.place, marks=pytest.mark.slow if is_slow else ())
 
 
 @pytest.mark.parametrize("block", [marked(block) for block in PYTHON])

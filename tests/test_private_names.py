@@ -169,6 +169,7 @@ def within_reach(kinds: Sequence[type]) -> set[str]:
     return {name for name in names if is_private(name)}
 
 
+@pytest.mark.slow
 def test_the_list_is_complete() -> None:
     known = LISTED | own_names() | DOCUMENTED | BEGINNINGS | MINE
     missing = [f"{place} {name}" for place, name in private_uses() if name not in known and not ENDINGS.fullmatch(name)]

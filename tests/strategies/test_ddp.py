@@ -168,12 +168,14 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return run_job(job, 2, tmp_path_factory.mktemp("ddp"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", EXACT)
 def test_options_that_change_no_number(results: list[dict[str, Any]], name: str) -> None:
     assert_equal(results[0][name], results[1][name])
     assert_close(results[0][name], results[0]["plain"], 1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["fp16", "bf16"])
 def test_gradients_travel_at_half_the_size(results: list[dict[str, Any]], name: str) -> None:
     assert_equal(results[0][name], results[1][name])
@@ -181,6 +183,7 @@ def test_gradients_travel_at_half_the_size(results: list[dict[str, Any]], name: 
     assert any(not torch.equal(results[0][name][key], value) for key, value in results[0]["plain"].items())
 
 
+@pytest.mark.slow
 def test_power_sgd_trains(results: list[dict[str, Any]]) -> None:
     assert_equal(results[0]["power_sgd"], results[1]["power_sgd"])
     first, *_, last = results[0]["power_sgd"]["losses"].tolist()
@@ -188,10 +191,12 @@ def test_power_sgd_trains(results: list[dict[str, Any]]) -> None:
     assert any(not torch.equal(results[0]["power_sgd"][key], value) for key, value in results[0]["plain"].items())
 
 
+@pytest.mark.slow
 def test_a_hook_of_ones_own_is_called_with_its_state(results: list[dict[str, Any]]) -> None:
     assert len(results[0]["function's state"]) >= 18  # three epochs of six batches
 
 
+@pytest.mark.slow
 def test_a_static_graph_with_accumulation_and_validation(results: list[dict[str, Any]]) -> None:
     for kind in ("accumulated", "accelerated"):
         plain, static = results[0][kind]["plain"], results[0][kind]["static"]
@@ -200,6 +205,7 @@ def test_a_static_graph_with_accumulation_and_validation(results: list[dict[str,
     assert_close(results[0]["accelerated"]["fp16"], results[0]["accelerated"]["plain"], 2e-2)
 
 
+@pytest.mark.slow
 def test_resuming_with_a_comm_hook(results: list[dict[str, Any]]) -> None:
     whole, rest, said = results[0]["resumed"]["fp16"]
     assert_equal(whole, rest)
@@ -210,6 +216,7 @@ def test_resuming_with_a_comm_hook(results: list[dict[str, Any]]) -> None:
     assert results[1]["resumed"]["power_sgd"][2] == []  # rank 0 says it for all
 
 
+@pytest.mark.slow
 def test_unused_parameters_are_named_at_the_first_step(results: list[dict[str, Any]]) -> None:
     for result in results:
         for case in ("unused", "unused by accumulation"):
@@ -222,6 +229,7 @@ def test_unused_parameters_are_named_at_the_first_step(results: list[dict[str, A
         assert steps == 2
 
 
+@pytest.mark.slow
 def test_what_cannot_be_trained_is_refused_alike(results: list[dict[str, Any]]) -> None:
     assert results[0]["refusals"] == results[1]["refusals"]
     batch_norm, manual = results[0]["refusals"]
@@ -229,6 +237,7 @@ def test_what_cannot_be_trained_is_refused_alike(results: list[dict[str, Any]]) 
     assert "static_graph=True is automatic optimization's" in manual
 
 
+@pytest.mark.slow
 def test_the_timeout_reaches_the_process_group(results: list[dict[str, Any]]) -> None:
     text, waited, seconds, limit = results[0]["timeout"]
     assert seconds == limit

@@ -29,6 +29,7 @@ def test_everyday(tmp_path: Path) -> None:
     assert_everyday(run_job(sharded_everyday, 2, folder), everyday_job.alone(alone), folder, alone)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_optimizers(job: Any, name: str, tmp_path: Path) -> None:
     """Groups, schedulers, accumulation and clipping, with state of every kind."""
@@ -39,18 +40,21 @@ def test_optimizers(job: Any, name: str, tmp_path: Path) -> None:
     assert_same_weights(folder / f"{name}.ckpt", tmp_path / f"{name}.ckpt")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["sgd", "adam", "signs"])
 def test_resumed(job: Any, name: str) -> None:
     folder = job[1]
     assert_same_weights(folder / f"{name}-resumed.ckpt", folder / f"{name}-whole.ckpt", 0.0)
 
 
+@pytest.mark.slow
 def test_unused_and_frozen_parameters(job: Any, tmp_path: Path) -> None:
     sharded_job.leaves("single_device", 2, tmp_path)
     for name in ("Leaves", "Freezes"):
         assert_same_weights(job[1] / f"{name}.ckpt", tmp_path / f"{name}.ckpt")
 
 
+@pytest.mark.slow
 def test_ranks_stay_alike(job: Any) -> None:
     """In weights, running statistics and evaluations; float16 gradients are nearly the same, and not quite."""
     one, other = job[0]

@@ -27,6 +27,7 @@ def test_everyday(tmp_path: Path) -> None:
     assert_everyday(run_job(fsdp_everyday, 2, folder), everyday_job.alone(alone), folder, alone)
 
 
+@pytest.mark.slow
 def test_equal_to_one_process(job: Any, tmp_path: Path) -> None:
     """Whatever the groups are and whenever they are gathered and reduced."""
     ranks, folder = job
@@ -37,6 +38,7 @@ def test_equal_to_one_process(job: Any, tmp_path: Path) -> None:
         assert_same_weights(folder / f"{name}.ckpt", tmp_path / f"{name}.ckpt")
 
 
+@pytest.mark.slow
 def test_activation_checkpointing(job: Any) -> None:
     ranks, folder = job
     for rank in ranks:
@@ -45,6 +47,7 @@ def test_activation_checkpointing(job: Any) -> None:
     assert_same_weights(folder / "by class.ckpt", folder / "kept.ckpt", 0.0)
 
 
+@pytest.mark.slow
 def test_meta_device(job: Any) -> None:
     ranks, folder = job
     for rank in ranks:
@@ -52,6 +55,7 @@ def test_meta_device(job: Any) -> None:
     assert_same_weights(folder / "meta.ckpt", folder / "cpu.ckpt", 0.0)
 
 
+@pytest.mark.slow
 def test_low_precision(job: Any) -> None:
     for rank in job[0]:
         assert rank["low"]["seen"] == ["torch.bfloat16, torch.float32"]
@@ -59,11 +63,13 @@ def test_low_precision(job: Any) -> None:
         assert all(0.0 < loss < 20.0 for loss in rank["low"]["losses"])
 
 
+@pytest.mark.slow
 def test_a_loop_of_ones_own(job: Any) -> None:
     ranks, _ = job
     assert ranks[0]["norm"] == ranks[1]["norm"] > 0.5
 
 
+@pytest.mark.slow
 def test_offload_on_the_cpu_is_told(job: Any) -> None:
     assert ["nothing is moved" in text for text in job[0][0]["told"]] == [True]
     assert job[0][1]["told"] == []  # rank 0 speaks
@@ -90,6 +96,7 @@ def test_min_parameters_is_checked(given: Any) -> None:
         tw.FSDPStrategy(min_parameters=given)
 
 
+@pytest.mark.slow
 def test_calls_outside_of_a_step(job: Any) -> None:
     ranks, _ = job
     assert all(rank["called"] < 1e-6 for rank in ranks)

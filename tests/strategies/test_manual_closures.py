@@ -96,6 +96,7 @@ def closed(folder: Path) -> dict[str, list[Tensor]]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.host
 def test_a_closure_of_a_manual_step_is_called_under_every_strategy(tmp_path: Path) -> None:
     one, other = run_job(closed, 2, tmp_path)

@@ -350,6 +350,7 @@ def two_ranks(folder: Path) -> Any:
     return found
 
 
+@pytest.mark.slow
 def test_two_ranks(tmp_path: Path) -> None:
     first, second = run_job(two_ranks, 2, tmp_path)
     assert first == second
