@@ -43,9 +43,23 @@ class Store:
         self.params: dict[str, dict[str, str]] = {}
         self.batches: list[int] = []
         self.is_down = False
+        self.images: list[str] = []
+        self.has_experiment = True
+
+    def log_image(self, run_id: str, image: Any, key: str, step: int, timestamp: int) -> None:
+        for end in ("0b.png", "0b+compressed.webp"):
+            self.images.append(f"images/{key.replace('/', '~')}+step+{step}+timestamp+{timestamp}+{end}")
+
+    def list_artifacts(self, run_id: str, path: str) -> list[Any]:
+        assert path == "images"
+        return [types.SimpleNamespace(path=each) for each in self.images]
+
+    def create_experiment(self, name: str, artifact_location: str | None) -> str:
+        self.has_experiment = True  # by another job, in between
+        raise MlflowError(f"Experiment(name={name}) already exists.", "RESOURCE_ALREADY_EXISTS")
 
     def get_experiment_by_name(self, name: str) -> Any:
-        return types.SimpleNamespace(experiment_id="e7")
+        return types.SimpleNamespace(experiment_id="e7") if self.has_experiment else None
 
     def create_run(self, experiment_id: str, **options: Any) -> Any:
         run_id = f"r{len(self.metrics)}"
@@ -138,6 +152,29 @@ def test_only_rows_that_come_again_are_left_out(store: Store, tmp_path: Path, gi
     logger.finalize("success")
     log_steps(began(logger), "val", 4)
     assert store.steps(run_id, "val") == [4, 4]
+
+
+def test_images_that_come_again_are_left_out(store: Store, tmp_path: Path) -> None:
+    def log_images(*steps: int) -> None:
+        for step in steps:
+            log_steps(logger, "loss", step)
+            logger.log_image("val/confusion", [[0.5]])
+
+    logger = began(tw.MLFlowLogger(save_dir=tmp_path))
+    log_images(1, 2)
+    state = logger.state_dict()
+    log_images(3, 4)
+    logger.finalize("failed")
+    began(logger, state)
+    log_images(3, 4, 5)
+    logger.log_image("val/confusion", [[0.5]], 4)
+    steps = [re.findall(r"step.(\d+)", each)[0] for each in store.images if each.endswith(".png")]
+    assert steps == ["1", "2", "3", "4", "5", "4"]
+
+
+def test_two_jobs_that_start_together_share_an_experiment(store: Store, tmp_path: Path) -> None:
+    store.has_experiment = False
+    assert began(tw.MLFlowLogger(save_dir=tmp_path)).experiment_id == "e7"
 
 
 def test_values_that_mlflow_refuses(store: Store, tmp_path: Path) -> None:

@@ -115,6 +115,24 @@ def test_a_resumed_run_that_logs_at_another_rate(client: Client, tmp_path: Path)
     assert client.steps("a")[-4:] == [15, 20, 12, 25]
 
 
+def test_media_that_come_again_are_left_out(client: Client, tmp_path: Path) -> None:
+    client.Image = lambda image: image  # type: ignore[attr-defined]
+    logger = began(tw.WandbLogger(save_dir=tmp_path, id="a", prefix="p"))
+    log_steps(logger, 1)
+    logger.log_image("seen", [0])
+    state = logger.state_dict()
+    log_steps(logger, 2)
+    logger.log_image("seen", [1])
+    logger.finalize("failed")
+    again = began(tw.WandbLogger(save_dir=tmp_path, prefix="p"), state)
+    for step in (2, 3):
+        log_steps(again, step)
+        again.log_image("seen", [step])
+    again.log_image("seen", [4], 2)
+    assert client.steps("a", "p-seen") == [1, 2, 3, 2]
+    assert client.steps("a", "p-loss") == [1, 2, 3]
+
+
 def test_a_failed_write_repeats_no_row(client: Client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     logger = began(tw.WandbLogger(save_dir=tmp_path, id="a"))
     log = Run.log

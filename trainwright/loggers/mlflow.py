@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import warnings
 from collections import deque
 from collections.abc import Iterator, Mapping
@@ -15,6 +16,8 @@ from trainwright.loggers.remote import RemoteLogger, Row
 STATUS = {"success": "FINISHED", "failed": "FAILED", "interrupted": "KILLED"}
 LONGEST_PARAM = 6000
 """Characters of a parameter's value that MLflow stores."""
+IMAGE_FILE = re.compile(r"images/(?P<key>.+)[%+]step[%+](?P<step>\d+)[%+]timestamp[%+](?P<time>\d+)[%+][^%+]*\.png")
+"""How MLflow names the file of an image, from 2.x with % to 3.x with +; a small copy (.webp) lies next to it."""
 METRICS_AT_ONCE, PARAMS_AT_ONCE = 500, 100
 
 
@@ -107,19 +110,33 @@ class MLFlowLogger(RemoteLogger):
             self._group = client.get_run(run_id).info.experiment_id
             client.update_run(run_id, status=RunStatus.to_string(RunStatus.RUNNING))
             return run_id
-        found = client.get_experiment_by_name(self._experiment_name)
-        if found is None:
-            artifacts = self._artifacts or (f"{self.save_dir}/artifacts" if self._uri.startswith("sqlite:") else None)
-            self._group = client.create_experiment(self._experiment_name, artifact_location=artifacts)
-        else:
-            self._group = found.experiment_id
+        self._group = self._experiment(client)
         run = client.create_run(self._group, run_name=self._run_name, tags=self._tags)
         return str(run.info.run_id)
+
+    def _experiment(self, client: Any) -> str:
+        """Return the id of the experiment, which is made if it does not exist."""
+        from mlflow.exceptions import MlflowException
+
+        if (found := client.get_experiment_by_name(self._experiment_name)) is not None:
+            return str(found.experiment_id)
+        is_local = str(self._uri).startswith("sqlite:")
+        artifacts = self._artifacts or (f"{self.save_dir}/artifacts" if is_local else None)
+        try:
+            return str(client.create_experiment(self._experiment_name, artifact_location=artifacts))
+        except MlflowException as error:
+            # Another job may have made it in between.
+            if error.error_code != "RESOURCE_ALREADY_EXISTS":
+                raise
+            return str(client.get_experiment_by_name(self._experiment_name).experiment_id)
 
     def _rows_there(self) -> Iterator[tuple[int, int, str]]:
         for name in self._client.get_run(self._id).data.metrics:
             for each in self._client.get_metric_history(self._id, name):
                 yield each.step, each.timestamp, name
+        for each in self._client.list_artifacts(self._id, "images"):
+            if found := IMAGE_FILE.fullmatch(each.path):
+                yield int(found["step"]), int(found["time"]), _image_name(found["key"])
 
     def _unseen(self, step: int, values: dict[str, Any]) -> dict[str, Any]:
         # By value: the service does not know which values were one row.
@@ -192,7 +209,9 @@ class MLFlowLogger(RemoteLogger):
             value = image.detach().cpu().numpy() if hasattr(image, "detach") else image
             if getattr(value, "ndim", 0) == 3 and value.shape[0] in (1, 3, 4) and value.shape[2] not in (1, 3, 4):
                 value = value.transpose(1, 2, 0)
-            self._client.log_image(self._id, value, key=key, step=self._step if step is None else step)
+            at = self._step if step is None else step
+            if not self._arrived.takes(at, _image_name(key)):
+                self._client.log_image(self._id, value, key=key, step=at, timestamp=self._next_time())
 
     def log_text(self, text: str, artifact_file: str) -> None:
         """Write a text as a file of the run."""
@@ -222,6 +241,11 @@ def _allowed(name: str) -> str:
     parts = ["_" * len(part) if part in (".", "..") else part for part in allowed.split("/") if part]
     path = "/".join(parts) or "_"
     return f"__{path[2:]}" if path.startswith("..") else path
+
+
+def _image_name(key: str) -> str:
+    """Return what an image is called among the rows, the same for its key and for its file's name."""
+    return f"image {re.sub('[/#~]', '~', key)}"
 
 
 def _flattened(params: Mapping[str, Any], prefix: str = "") -> Any:

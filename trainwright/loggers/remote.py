@@ -99,7 +99,7 @@ class RemoteLogger(Logger):
         raise NotImplementedError
 
     def _rows_there(self) -> Iterable[tuple[int, int, str]]:
-        """Return the rows that the service has of the open run: step, time and what `_unseen` names them."""
+        """Return the rows, images among them, that the service has of the open run: step, time and what `_unseen` names them."""
         return ()
 
     def _unseen(self, step: int, values: dict[str, Any]) -> dict[str, Any]:
@@ -153,12 +153,17 @@ class RemoteLogger(Logger):
             return
         values = to_numbers(metrics, self.prefix)
         self._step = step = int(values.pop("step", self._step if step is None else step))
-        self._time = max(self._time + 1, int(time.time() * 1000))
+        self._next_time()
         if values := self._unseen(step, values):
             self._queued.append(Row(step, self._time, values))
             if not self._has_delivery:
                 self._has_delivery = True
                 self._writer.submit(self._deliver)
+
+    def _next_time(self) -> int:
+        """Return the time of a new row."""
+        self._time = max(self._time + 1, int(time.time() * 1000))
+        return self._time
 
     def _deliver(self, at_once: bool = False) -> None:
         """Write what is queued, in the thread; after a failure not before RETRY_SECONDS, except `at_once`."""

@@ -241,7 +241,10 @@ class WandbLogger(RemoteLogger):
 
     def _log_value(self, key: str, value: Any, step: int | None) -> None:
         name = f"{self.prefix}-{key}" if self.prefix else key
-        self._run.log({name: value, STEP: self._step if step is None else step})
+        at = self._step if step is None else step
+        if self._unseen(at, {name: value}):
+            self._run.log({name: value, STEP: at})
+            self._note(Row(at, self._next_time(), {name: value}))
 
     def log_model(self, path: str | os.PathLike[str], name: str | None = None, aliases: Sequence[str] = ()) -> None:
         """Upload a checkpoint, or another folder or file, as an artifact of type "model"."""
