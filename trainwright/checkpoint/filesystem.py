@@ -282,6 +282,7 @@ def temporary_path(path: str) -> str:
     """Return an unused name in the directory of a path, which records the process."""
     parent, name = os.path.split(path)
     pid = os.getpid()
+    # The dot in front keeps it out of every search for checkpoints.
     return f"{parent}/.{name}.tmp-{machine()}-{pid}-{process_start_time(pid)}-{uuid.uuid4().hex[:12]}"
 
 

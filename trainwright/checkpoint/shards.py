@@ -184,6 +184,7 @@ def read_header(stream: BinaryIO, name: str, size: int) -> dict[str, StoredArray
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{name}: its safetensors header is not valid ({error}); the file is damaged.") from error
     reached = 0
+    # Then by their ends, because an empty tensor begins where the next one does.
     for array, stop in sorted(arrays.values(), key=lambda item: (item[0].offset, item[1])):
         if array.offset != reached or stop - array.offset != array.numel * array.dtype.itemsize:
             raise CheckpointError(

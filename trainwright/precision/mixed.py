@@ -196,7 +196,7 @@ class MixedPrecision(Precision):
 
     def _adapt(self, divided: Collection[int]) -> None:
         """Update the scale, and rescale pending gradients except the unscaled ones."""
-        # A copy: the scaler updates its scale in place.
+        # A copy, because the scaler overwrites its scale.
         before = self._scale.clone()
         self._update_scale()
         held = {id(grad): grad for each in self._tracked for _, grad in _with_gradients(each)}

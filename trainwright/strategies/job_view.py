@@ -120,7 +120,7 @@ class JobView:
 
 
 def _construct(kind: type[JobView], args: tuple[Any, ...], kwargs: dict[str, Any]) -> JobView:
-    # What the constructor has to tell was told when the first was made.
+    # The constructor's warnings came when the first one was made.
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return kind(*args, **kwargs)

@@ -215,7 +215,7 @@ def leave_epoch(run: TrainingRun) -> None:
 def close_epoch(run: TrainingRun, is_complete: bool) -> None:
     """Step the epoch-wise schedulers, validate if due, call on_train_epoch_end and reduce the metrics. Collective."""
     state, hooks, logbook = run.state, run.hooks, run.logbook
-    # They have, if the run was saved in this epoch's validation and resumes here.
+    # Not again in a run that was saved in this epoch's validation and resumes here.
     if is_complete and not state.schedulers_stepped:
         step_schedulers(run, "epoch", state.epoch + 1, plateau=False)
         state.note_schedulers_stepped()
@@ -226,6 +226,7 @@ def close_epoch(run: TrainingRun, is_complete: bool) -> None:
     hooks.call("on_train_epoch_end")
     logbook.finish(run.module)
     if is_complete:
+        # After the reduction that gives the metrics which these follow.
         step_schedulers(run, "epoch", state.epoch + 1, plateau=True)
     state.end_epoch(is_complete)
 

@@ -85,7 +85,7 @@ class Stop:
         if not self.number:
             self._watch.deliver()
         elif error is None:
-            # Ctrl-C ends a notebook's cell; RunStopped, a SystemExit, would end the session.
+            # Ctrl-C in a session ends what runs there; RunStopped, a SystemExit, would end the session.
             if self.number == signal.SIGINT and is_interactive():
                 raise KeyboardInterrupt
             raise RunStopped(self._code)
@@ -124,7 +124,7 @@ class Stop:
             return False
         if self.point is not None:
             if self.point.is_reached(state.step):
-                # The point serves both: without a signal, some rank has set should_stop.
+                # The point serves both: without a signal, some rank has set should_stop or called stop_soon.
                 if not self.agree_on_signal():
                     self.requested = self.is_agreed = True
             elif self.requested and not self.is_agreed and not is_alone:
