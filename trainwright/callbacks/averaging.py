@@ -83,6 +83,7 @@ class AveragedPieces:
         for group in tied_groups(piece for piece in pieces if piece.name not in self._averages):
             value = group[0].tensor
             dtype = torch.float32 if value.dtype in LOW else value.dtype
+            # Without copy=True, `to` returns the weight itself where nothing is to be converted.
             average = value.to(self._device or value.device, dtype, copy=True)
             self._averages.update((piece.name, average) for piece in group)
             if group[0].name in self._buffers and not average.isfinite().all():
@@ -113,6 +114,7 @@ class AveragedPieces:
         pairs = list(self._pairs(self._read(strategy, module)))
         for some in _portions(pairs):
             self._fold([average for average, _ in some], [_like(value, average) for average, value in some], count)
+        # A mean with infinite elements became NaN; these elements get the present value.
         for average, value in pairs if self._infinite else ():
             if id(average) in self._infinite:
                 average.copy_(torch.where(average.isfinite(), average, _like(value, average)))
@@ -299,6 +301,7 @@ class Averaging(Callback):
             _refuse_computed(type(self).__name__, module, trainer.strategy.model_pieces(module))
 
     def on_after_backward(self, trainer: Trainer, module: Module) -> None:
+        # Before the optimizer steps: the average of what was just unfrozen begins with its untrained value.
         if self.n_averaged:
             self.pieces.join_unfrozen(trainer.strategy, module)
 

@@ -268,6 +268,7 @@ def load_parts(
     edited: Mapping[str, Tensor] | None,
 ) -> bool:
     """Let callbacks load what they have stored in pieces; return whether one has."""
+    # A list, since any() alone would stop at the first that has loaded.
     taken = [callback._load_parts(trainer, module, checkpoint, edited) for callback in callbacks]
     return any(taken)
 

@@ -126,6 +126,7 @@ class BatchSizeFinder(Callback):
         size, fits, too_large = min(self.init_val, self.max_val), 0, 0
         for _ in range(self.max_trials):
             setting.set(size)
+            # Memory that torch keeps of the last trial would make this size seem too large.
             give_back()
             batches = self._fits(make_trial, module, data)
             if batches is None:
@@ -134,6 +135,7 @@ class BatchSizeFinder(Callback):
                     raise RuntimeError("A batch size of 1 needs too much memory; make the model smaller.")
             else:
                 fits = size
+                # With one batch an epoch, a larger size gives the same batch.
                 if batches <= 1 or size == self.max_val:
                     break
             if fits and too_large and (self.mode == "power" or too_large - fits <= 1):
@@ -151,6 +153,7 @@ class BatchSizeFinder(Callback):
         look = Look(self.steps_per_trial)
         try:
             with isolate_rng():
+                # Without the fit's limit, so that the epoch's number of batches is that of the data.
                 trial = make_trial(callbacks=[look], max_steps=self.steps_per_trial, limit_train_batches=None)
                 if trial.world_size > 1:
                     raise ValueError(

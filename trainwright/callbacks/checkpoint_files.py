@@ -259,6 +259,7 @@ class PendingSave:
 
     def remove_dropped(self, trainer: TrainerProtocol) -> None:
         """Remove the replaced checkpoints, once and on rank 0; the resume source stays."""
+        # First, so that the link never leads to a checkpoint that is removed below.
         link_newest(self.links, self.written_to, trainer)
         self.is_linked = True
         dropped, self.dropped = self.dropped, []

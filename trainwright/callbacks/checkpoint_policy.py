@@ -94,6 +94,7 @@ class Ranking:
 
     def best_first(self, scores: dict[str, float]) -> list[str]:
         if self._monitor is None:
+            # Saves are in the dict in their order.
             return list(reversed(scores))
         return sorted(scores, key=lambda path: self._sign * scores[path])
 
@@ -150,6 +151,7 @@ class MonitoredScore:
         if self.monitor in trainer.callback_metrics:
             value = float(trainer.metrics.monitored(self.monitor, "ModelCheckpoint"))
             return math.nan if trainer.metrics.is_outdated(self.monitor) else value
+        # Everything that logs has run by now, so the name is wrong, not early.
         if trainer.state.epoch_ended and (has_validated or not trainer.enable_validation):
             return float(trainer.metrics.monitored(self.monitor, "ModelCheckpoint"))  # raises, and lists the metrics
         if not self._has_warned:

@@ -144,6 +144,7 @@ class ClassificationReport(Callback):
             )
         if not len(actual):
             return
+        # NOTE: waits for the device at each batch, so that the error names a class out of range.
         lowest, seen = (int(each) for each in torch.stack([actual, predicted]).aminmax())
         count = self.num_classes or max(highest, seen + 1)
         if lowest < 0 or seen >= count:
@@ -177,6 +178,7 @@ class ClassificationReport(Callback):
     def _report(self, trainer: Trainer, stage: str, prefix: str) -> None:
         """Sum over the ranks, and log. Collective."""
         own = torch.zeros(0, 0, dtype=torch.long) if self._confusion is None else self._confusion.cpu()
+        # Only cells with samples are sent: with many classes most are empty.
         cells = own.nonzero()
         entries = torch.cat([cells, own[cells[:, 0], cells[:, 1]].unsqueeze(1)], 1).tolist()
         parts = trainer.engine.ranks.exchange([len(own), entries], "ClassificationReport")

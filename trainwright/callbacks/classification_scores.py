@@ -87,6 +87,7 @@ class ClassificationScores:
         ax.set_xticks(range(count), self.class_names, rotation=45, ha="right", rotation_mode="anchor")
         ax.set_yticks(range(count), self.class_names)
         ax.set(xlabel="predicted", ylabel="actual", title=f"accuracy {self.accuracy:.3f}")
+        # Numbers in smaller cells could not be read.
         if count <= 30:
             for row in range(count):
                 for column in range(count):

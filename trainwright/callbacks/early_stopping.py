@@ -93,6 +93,7 @@ class EarlyStopping(Callback):
     def _reset(self) -> None:
         self.wait_count = 0
         self.stopped_epoch = 0
+        # float64, because a float32 would round the score that later ones are compared with.
         self.best_score: Tensor = torch.tensor(math.inf if self.mode == "min" else -math.inf, dtype=torch.float64)
         self.stopping_reason = EarlyStoppingReason.NOT_STOPPED
         self.stopping_reason_message: str | None = None

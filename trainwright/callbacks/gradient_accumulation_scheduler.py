@@ -58,5 +58,6 @@ class GradientAccumulationScheduler(Callback):
         trainer.accumulate_grad_batches = self.get_accumulate_grad_batches(trainer.current_epoch)
 
     def teardown(self, trainer: Trainer, module: Module, stage: str) -> None:
+        # The last number would make the next fit's on_fit_start refuse this callback.
         if self._before is not None:
             trainer.accumulate_grad_batches, self._before = self._before, None

@@ -101,6 +101,7 @@ class LearningRateSearch:
         if len(kept) < 2:
             return None
         rates, losses = (torch.tensor([self.results[name][i] for i in kept]) for name in ("lr", "loss"))
+        # By rate, not by step: exponential rates have unequal distances.
         return kept[int(torch.gradient(losses, spacing=[rates])[0].argmin())]
 
     def plot(self, suggest: bool = False, show: bool = False, ax: Any = None) -> Any:
@@ -198,6 +199,7 @@ class Sweep(Callback):
 
     def on_train_batch_end(self, trainer: Trainer, module: Module, outputs: Any, batch: Any, batch_idx: int) -> None:
         loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
+        # Exchanged, because the losses end the trial, which has to be at the same step on every rank.
         own = None if loss is None or trainer.is_dummy_batch else float(loss)
         found = [
             each for each in trainer.engine.ranks.exchange(own, "the search for a learning rate") if each is not None

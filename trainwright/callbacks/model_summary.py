@@ -146,6 +146,7 @@ def _without_trace(module: nn.Module) -> Iterator[None]:
         for owner, call in compiled:
             owner._compiled_call_impl = call
         with torch.no_grad():
+            # A forward may have changed a buffer's values, or have assigned another tensor.
             for owner, name, buffer, value in buffers:
                 if buffer is not None and value is not None and not torch.equal(buffer, value):
                     buffer.copy_(value)

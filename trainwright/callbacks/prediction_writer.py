@@ -151,6 +151,7 @@ class TensorPredictionWriter(BasePredictionWriter):
         if trainer.is_global_zero:
             files.make_directories(path)
             is_taken = files.exists(f"{path}/{MANIFEST}")
+        # The run's name keeps its files apart from those that a run without an end has left.
         self._run, is_taken = trainer.engine.ranks.broadcast([uuid.uuid4().hex[:8], is_taken], "the start of predict")
         if is_taken:
             raise FileExistsError(
@@ -280,6 +281,7 @@ def _read(dirpath: str, nest: Any, names: list[str]) -> Any:
             f"{dirpath} has samples with predictions of different shapes ({shapes[0]} among them), which cannot form one "
             f"tensor; pad them in predict_step, or read the files that {MANIFEST} lists one by one."
         )
+    # Stable, so that of a sample that comes twice always the same prediction stays.
     keys, order = torch.sort(torch.cat(parts.pop(KEYS)), stable=True)
     is_new = torch.ones_like(keys, dtype=torch.bool)
     is_new[1:] = keys[1:] != keys[:-1]  # a user's sampler may yield a sample twice

@@ -140,6 +140,7 @@ class TQDMProgressBar(Callback):
         bar.set_postfix(rounded(self.get_metrics(trainer, module), digits=3), refresh=False)
         if sys.stderr.isatty():  # a notebook has its own
             bar.bar_format = None
+            # tqdm draws the bar between the first two "|".
             parts = str(bar).split("|")
             if len(parts) > 2 and len(parts[1]) < BAR_WIDTH:
                 bar.bar_format = NARROW
@@ -214,6 +215,7 @@ class TQDMProgressBar(Callback):
                 total=total,
                 initial=count,
                 leave=leave,
+                # Two lines for each process: its training's bar and its evaluation's.
                 position=2 * self.process_position + below,
                 **_size(sys.stderr),
                 mininterval=0.0,  # this class decides when an update is due

@@ -90,6 +90,7 @@ class SpikeDetection(Callback):
         values = [each for each in trainer.engine.ranks.exchange(value, "SpikeDetection") if each is not None]
         if not values:
             return
+        # fsum raises for inf and -inf together.
         mean = math.fsum(values) / len(values) if all(map(math.isfinite, values)) else math.nan
         self._seen += 1
         if self._seen > self.warmup and self._is_spike(mean):
@@ -100,6 +101,7 @@ class SpikeDetection(Callback):
                 batch_idx,
                 f"The loss of batch {batch_idx} in epoch {trainer.current_epoch} is {mean:.6g}, {others}.{failure}",
             )
+        # One infinity would make the mean infinite for a whole window.
         if math.isfinite(mean):
             self._losses.append(mean)
 

@@ -129,6 +129,7 @@ class StochasticWeightAveraging(Averaging):
             )
 
     def _make_scheduler(self, optimizer: Optimizer) -> Any:
+        # Until the first average the module's scheduler stays.
         if self._swa_scheduler is None and self.n_averaged:
             rates: Any = self._swa_lrs if len(self._swa_lrs) > 1 else self._swa_lrs[0]
             self._swa_scheduler = SWALR(optimizer, rates, self._annealing_epochs, self._annealing_strategy)
@@ -190,6 +191,7 @@ def _renew(
         total = reduce(count.float(), "sum")
         for value in means:
             wide = value.float() if value.dtype in LOW else value
+            # Weighted by the batches of each rank, which may differ by one.
             value.copy_(reduce(wide * count, "sum") / total)
         count.copy_(total)
         if not total:

@@ -92,6 +92,7 @@ class Timer(Callback):
 
     def on_train_batch_end(self, trainer: Trainer, module: Module, outputs: Any, batch: Any, batch_idx: int) -> None:
         if self._interval == "step" and not self._is_over and self._is_used_up():
+            # Not should_stop: the clocks of the ranks differ, and all stop at one step.
             trainer.stop_soon()
             self._note_end(trainer)
 

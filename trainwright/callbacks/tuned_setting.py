@@ -72,6 +72,7 @@ def _assign(holder: Any, key: str, value: Any) -> None:
 def _holders_of(name: str, owners: Sequence[Any]) -> Iterator[tuple[Any, str]]:
     *path, last = name.split(".")
     for owner in owners:
+        # Both, because save_hyperparameters keeps a copy, and the loader hook may read either.
         for start in (owner, getattr(owner, "hparams", None)):
             holder = start
             for part in path:

@@ -91,12 +91,15 @@ class _Encoder:
     def encode(self, value: Any, path: str, depth: int) -> Any:
         if depth > MAX_DEPTH:
             raise TypeError(f"{path[:200]} is nested deeper than {MAX_DEPTH} levels, or contains itself.")
+        # The exact type: a subclass (a named tuple, an IntEnum) would come back as the class that it derives from.
         kind = type(value)
         if value is None or kind is bool or kind is str:
             return value
         if kind is int:
+            # In hex, since Python neither writes nor reads decimal numbers of more than 4,300 digits.
             return value if -_JSON_INTEGERS <= value < _JSON_INTEGERS else {"$int": hex(value)}
         if kind is float:
+            # JSON has neither nan nor infinity, and a reader of the file refuses Python's words for them.
             return value if math.isfinite(value) else {"$float": repr(value)}
         if kind is list:
             return self._items(value, path, depth)
@@ -110,6 +113,7 @@ class _Encoder:
             return {"$tuple" if kind is tuple else "$size": self._items(value, path, depth)}
         if kind in (set, frozenset):
             members = [self.encode(member, f"{path}{{{index}}}", depth + 1) for index, member in enumerate(value)]
+            # Sorted, since each process iterates a set in another order, and one state is to give the same bytes.
             return {f"${kind.__name__}": sorted(members, key=json.dumps)}
         if kind in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer):
             return {"$tensor": self._set_aside(value, path)}
@@ -121,6 +125,7 @@ class _Encoder:
         return [self.encode(item, f"{path}[{index}]", depth + 1) for index, item in enumerate(value)]
 
     def _dict(self, value: dict[Any, Any], path: str, depth: int) -> Any:
+        # A key that begins with $ would be read as the name of a type.
         plain = {*map(type, value)} <= {str} and "$" not in {key[:1] for key in value}
         pairs = []
         for key, item in value.items():
@@ -161,6 +166,7 @@ class _Encoder:
         if isinstance(value, numpy.generic) and value.dtype.name in _NUMPY_SCALARS:
             return {"$numpy": [value.dtype.name, self.encode(value.item(), path, 0)]}
         if type(value) is numpy.ndarray and (value.dtype.name in _NUMPY_SCALARS or value.dtype == numpy.complex64):
+            # Torch takes the machine's byte order only, and warns of memory that it may not write to.
             copied = numpy.array(value, dtype=value.dtype.newbyteorder("="), order="C", copy=True)
             return {"$array": self._set_aside(torch.from_numpy(copied), path)}
         dtype = getattr(value, "dtype", None)
@@ -170,6 +176,7 @@ class _Encoder:
 
     def _set_aside(self, tensor: torch.Tensor, path: str) -> str:
         key = path
+        # Two paths may have one spelling: {"a.b": tensor} and {"a": {"b": tensor}}.
         while key in self.tensors:
             key += "+"
         self.tensors[key] = tensor.detach()
@@ -223,6 +230,7 @@ class _Decoder:
 
         if name not in _NUMPY_SCALARS:
             raise ValueError(f"{name!r} is not a numpy type of the format")
+        # [()] makes a scalar of an array without dimensions.
         return numpy.array(self.decode(value, MAX_DEPTH - 1), dtype=name)[()]
 
 

@@ -42,10 +42,12 @@ def checkpoint_command(arguments: Sequence[str], _: Any = None) -> int:
         return BAD_USAGE
     try:
         code = run(options)
+        # Flushed here, where a closed pipe is caught below.
         sys.stdout.flush()
         return code
     except (CheckpointError, OSError, ValueError, ImportError) as error:
         if isinstance(error, BrokenPipeError):  # the reader of the pipe has closed it (head, say)
+            # Otherwise the interpreter flushes into the closed pipe at its end, and prints that this failed.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return 0
         kind = "" if isinstance(error, CheckpointError) else f"{type(error).__name__}: "

@@ -43,6 +43,7 @@ MODEL, TRAINING, AVERAGE = "model", "training", "average"
 """The sections that hold tensors of the model's names and shapes."""
 EXTRA_STATE = "_extra_state"
 """The last part of the state_dict keys under which torch stores what a module's `get_extra_state` returned."""
+# A section of one of these names would collide with a file or a table of the plain data.
 _SECTION = re.compile(r"(?!(?:state|rank|manifest)$)[a-z][a-z0-9_]{0,63}", re.ASCII)
 
 
@@ -158,6 +159,7 @@ def describe_optimizer(optimizer: Optimizer, names: Mapping[Tensor, str], left_o
 
 def _check_keys(optimizer: Optimizer, state: Mapping[Any, Any]) -> None:
     for key in state:
+        # A stored name, "parameter/key", is split again at its last slash.
         if not isinstance(key, str) or "/" in key:
             raise CheckpointError(
                 f"the state of {type(optimizer).__name__} has the key {key!r}; a checkpoint stores names without a slash. "
@@ -211,6 +213,7 @@ def placed(value: Any, parameter: Tensor, was: torch.dtype | None) -> Any:
     """Return plain state with its tensors on the parameter's device, and in its dtype if they had that (`was`) at the save."""
 
     def moved(path: tuple[Any, ...], leaf: Any) -> Any:
+        # A count of steps in half precision would stop growing: bfloat16 counts to 256.
         if not isinstance(leaf, Tensor) or path[-1:] == (MappingKey("step"),):
             return leaf
         return leaf.to(parameter.device, parameter.dtype if leaf.dtype == was else leaf.dtype)

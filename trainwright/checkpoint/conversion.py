@@ -102,6 +102,7 @@ def export_tensors(
     shared: dict[str, str] = {}
     first: dict[Any, str] = {}
     for name, each in taken.items():
+        # Empty tensors all have the address 0, and are not tied.
         memory = (each.device, each.data_ptr(), each.shape, each.stride(), each.dtype) if each.numel() else name
         new = prefix + name.removeprefix(strip_prefix)
         if memory in first:
@@ -162,6 +163,7 @@ def _new_file(files: LocalFiles, target: str) -> Iterator[BinaryIO]:
         files.make_directories(os.path.dirname(target))
         with files.create(temporary) as stream:
             yield stream
+        # Again, since another program may have written it meanwhile, and a rename replaces what is there.
         _refuse_existing(files, target)
         files.rename(temporary, target)
         files.sync_directory(os.path.dirname(target))

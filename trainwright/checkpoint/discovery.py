@@ -180,6 +180,7 @@ def remove_checkpoint(path: str) -> None:
     if files.has_rename and present.keys() <= manifest.own_names:
         temporary = temporary_path(inside)
         files.rename(inside, temporary)
+        # Before anything in it goes: after a power loss the old name must not lead to half a checkpoint.
         files.sync_directory(os.path.dirname(inside))
         files.remove_tree(temporary)
         return
@@ -292,6 +293,7 @@ def replace_checkpoint(newer: str, path: str) -> None:
         if files.exists(target):
             refuse_irreplaceable(files, target)
             old = temporary_path(target)
+            # Two renames, because none replaces a directory that is not empty.
             files.rename(target, old)
         files.rename(source, target)
         files.sync_directory(os.path.dirname(target))

@@ -107,6 +107,7 @@ def load_state(module: nn.Module, state: Mapping[str, Any], strict: bool, path: 
         stored = {name: tuple(each.shape) for name, each in state.items() if isinstance(each, Tensor)}
         lazy = [name for name, each in own.items() if is_lazy(each)]
         pieces = [Piece(name, tuple(each.shape), 0, each) for name, each in own.items() if name not in lazy]
+        # It raises if names or shapes differ; whatever passes here, the module refuses for another reason.
         check_model(path, stored, pieces, strict, lazy)
         raise CheckpointError(f"{path}: the module does not accept it: {error}") from error
 

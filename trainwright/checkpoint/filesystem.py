@@ -58,6 +58,7 @@ class _Draining:
     def write(self, data: bytes | memoryview) -> int:
         left = memoryview(data)
         while left:
+            # An unbuffered file may take less than it is given.
             count = self._stream.write(left[:DRAINED_BYTES])
             left = left[count:]
             self._waiting += count
@@ -175,6 +176,7 @@ class RemoteFiles:
         self._fs = filesystem
 
     def exists(self, path: str) -> bool:
+        # Otherwise fsspec may answer with a listing from before another process's write.
         self._fs.invalidate_cache()
         return bool(self._fs.exists(path))
 
@@ -280,6 +282,7 @@ def temporary_path(path: str) -> str:
     """Return an unused name in the directory of a path, which records the process."""
     parent, name = os.path.split(path)
     pid = os.getpid()
+    # The dot in front keeps it out of every search for checkpoints.
     return f"{parent}/.{name}.tmp-{machine()}-{pid}-{process_start_time(pid)}-{uuid.uuid4().hex[:12]}"
 
 
@@ -307,6 +310,7 @@ def is_process_alive(pid: int, start: str) -> bool:
         os.kill(pid, 0)
     except (ProcessLookupError, OverflowError):
         return False
+    # Another user's process: the id is in use.
     except PermissionError:
         pass
     return process_start_time(pid) == start

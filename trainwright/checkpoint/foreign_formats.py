@@ -88,12 +88,15 @@ def read_weights(path: str | os.PathLike[str], verify: Verify = "full") -> Weigh
         if isinstance(filesystem, LocalFileSystem) and not os.path.isfile(inside):
             raise CheckpointError(f"{name} is a pipe or a device, not a file; accepted is {ACCEPTED}.")
         if inside.endswith(INDEX_SUFFIX):
+            # One byte more than an index may have shows that it is too large, without reading all of it.
             return _from_index(name, filesystem.cat_file(inside, 0, MAX_INDEX_BYTES + 1))
         with filesystem.open(inside, "rb") as stream:
             start = stream.read(9)
             stream.seek(0)
+            # torch.save writes a zip archive, and before torch 1.6 wrote a pickle of protocol 2.
             if start[:4] == b"PK\x03\x04" or start[:2] == b"\x80\x02":
                 return _from_torch_file(name, inside if isinstance(filesystem, LocalFileSystem) else stream)
+            # A safetensors file begins with the length of its header in 8 bytes, and the header is JSON.
             if start[8:] == b"{":
                 return _from_safetensors(name, stream.read())
     except OSError as error:

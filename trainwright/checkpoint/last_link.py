@@ -16,6 +16,7 @@ POINTER_NAME = "pointer.json"
 def point_to(link: str, target: str) -> None:
     """Let `link` lead to the checkpoint `target` in or below its folder, in one step; OSError if it cannot be written."""
     files, inside = resolve(link)
+    # Relative to the folder, so that the link still leads there once the folder has been moved.
     name = target.rstrip("/").removeprefix(f"{os.path.dirname(link)}/")
     if not files.has_rename:
         files.make_directories(inside)

@@ -34,6 +34,7 @@ CLAIM_SECONDS = 0.2
 NAMED_SECONDS = 0.5
 """How long a refused process waits for the holder to write its name."""
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
+# POSIX allows either for a lock that another process holds.
 _IS_HELD = (errno.EACCES, errno.EAGAIN)
 
 

@@ -88,6 +88,7 @@ def render(manifest: Manifest) -> bytes:
 def dump_json(value: Any, name: str) -> bytes:
     """Return compact JSON; refuse what would be too long to be read back."""
     data = json.dumps(value, separators=(",", ":"), allow_nan=False).encode()
+    # The manifest's digest and head are added to this, and a reader compares the whole with the limit.
     if len(data) > MAX_JSON_BYTES - 256:
         raise CheckpointError(f"{name} would take {len(data) >> 20} MiB; keep large values in tensors or numpy arrays.")
     return data
@@ -144,6 +145,7 @@ def parse(data: bytes) -> Manifest:
         )
     content = load_json(body, MANIFEST_NAME)
     try:
+        # First: in a newer version the rest may mean something else.
         _check_format(content)
         header = content["header"]
         for field in ("step", "epoch", "world_size"):
@@ -207,11 +209,13 @@ def check_tensors(manifest: Manifest) -> None:
                     )
                 if piece.numel * entry.dtype.itemsize > record.size:
                     raise CheckpointError(f"tensor {name!r} claims {piece.numel} elements of the smaller {piece.file}.")
+            # A reader allocates a whole tensor before it reads: a wrong shape must not claim all memory.
             if math.prod(entry.shape) * entry.dtype.itemsize > total:
                 raise CheckpointError(f"tensor {name!r} claims shape {entry.shape}, more than all files hold.")
 
 
 def _are_counts(values: Sequence[Any]) -> bool:
+    # By exact type, since to isinstance JSON's true is an int.
     return {*map(type, values)} <= {int} and min(values, default=0) >= 0 and max(values, default=0) < 1 << 62
 
 

@@ -21,6 +21,7 @@ from trainwright.distributed.ranks import Ranks
 from trainwright.errors import CheckpointError
 
 Verify = Literal["full", "size", "off"]
+# Linux lets a process open 1,024 files by default, and a checkpoint of many ranks may have more.
 MAX_OPEN_FILES = 128
 REMEDY = "Use another checkpoint, or a good copy of this one."
 
@@ -156,6 +157,7 @@ class Checkpoint:
                 data = stream.read()
         except OSError as error:
             raise CheckpointError(f"{self.path}: {name} cannot be read: {error}") from error
+        # The bytes that are used, which may differ from those of the verification, and "size" has hashed none.
         if self._verify != "off" and hashlib.sha256(data).hexdigest() != record.sha256:
             raise CheckpointError(f"{self.path}: {name} does not match its digest: it is damaged. {REMEDY}")
         tensors = self.read_tensors(section) if section in self._manifest.sections else {}
@@ -242,6 +244,7 @@ def open_checkpoint(path: str, verify: Verify = "full", *, ranks: Ranks | None =
         CheckpointError: it is not a checkpoint, is damaged, or has a newer format than this version reads.
     """
     check_verify(verify)
+    # Rank 0 follows the link for all, since a save may point it elsewhere between two ranks' looks.
     path = ranks.decide(partial(pointed, str(path)), "the opening of a checkpoint") if ranks else pointed(str(path))
     rank, world_size = (ranks.rank, ranks.world_size) if ranks else (0, 1)
     files, inside = resolve(path)
@@ -263,6 +266,7 @@ def open_checkpoint(path: str, verify: Verify = "full", *, ranks: Ranks | None =
         examine()
         return found[0]
     seen = ranks.run_on_all(examine, "the opening of a checkpoint", describe=partial(describe, path=inside))
+    # A folder that is not shared may hold another checkpoint of the same name on each machine.
     if len(set(seen)) > 1:
         raise CheckpointError(f"the ranks see different checkpoints at {path}; give a path that all of them share.")
     return found[0]
@@ -298,6 +302,7 @@ def faults(
 
 def _assigned(records: Mapping[str, FileRecord], rank: int, world_size: int) -> list[str]:
     loads, mine = [0] * world_size, []
+    # Every rank computes all parts, in the same order, so that they need not communicate.
     for name in sorted(records, key=lambda name: (-records[name].size, name)):
         chosen = loads.index(min(loads))
         loads[chosen] += records[name].size + 1

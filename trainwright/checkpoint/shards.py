@@ -59,6 +59,7 @@ class HashingStream:
             for begin in range(0, len(view), CHUNK_BYTES):
                 self.stream.write(view[begin : begin + CHUNK_BYTES])
         finally:
+            # After an error too: the caller may change the data that the thread still reads.
             if thread is not None:
                 thread.join()
         self.size += len(view)
@@ -105,6 +106,7 @@ def write_shard(out: HashingStream, file_name: str, pieces: Sequence[Piece]) -> 
 def check_storable(name: str, tensor: torch.Tensor) -> None:
     """Refuse a tensor whose kind or dtype a safetensors file cannot store (CheckpointError)."""
     own = type(tensor)
+    # A Parameter inherits it; a quantized weight or a DTensor, whose values are elsewhere, defines it.
     if own.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
         raise CheckpointError(
             f"tensor {name!r} is a {own.__module__}.{own.__qualname__}, which stores its values in its own format; a "
@@ -137,6 +139,7 @@ def render_header(
         begin, stop = stop, stop + math.prod(shape) * dtype.itemsize
         table[key] = {"dtype": DTYPE_NAMES[dtype], "shape": list(shape), "data_offsets": [begin, stop]}
     text = json.dumps(table, separators=(",", ":"), ensure_ascii=True).encode()
+    # Padded as the library pads it: the data behind it then begins at a multiple of 8 bytes.
     text += b" " * (-len(text) % 8)
     if len(text) > MAX_HEADER_BYTES:
         raise CheckpointError(
@@ -181,6 +184,7 @@ def read_header(stream: BinaryIO, name: str, size: int) -> dict[str, StoredArray
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{name}: its safetensors header is not valid ({error}); the file is damaged.") from error
     reached = 0
+    # Then by their ends, because an empty tensor begins where the next one does.
     for array, stop in sorted(arrays.values(), key=lambda item: (item[0].offset, item[1])):
         if array.offset != reached or stop - array.offset != array.numel * array.dtype.itemsize:
             raise CheckpointError(
@@ -269,6 +273,7 @@ def copy_into(
     if target.numel() == 0:
         return
     straight = target.dtype == dtype and target.device.type == "cpu" and target.is_contiguous() and not target.is_neg()
+    # Read straight into the destination where nothing is to be converted, without a second copy in memory.
     buffer = target if straight and not target.is_conj() else torch.empty(target.shape, dtype=dtype)
     view = as_bytes(buffer).numpy().data
     for copy in copies:
@@ -288,6 +293,7 @@ def copy_into(
 def copy_whole(target: torch.Tensor, values: torch.Tensor) -> None:
     """Copy values into a tensor of their shape; RuntimeError if an expanded one would get unequal elements."""
     for dim, (size, stride) in enumerate(zip(target.shape, target.stride(), strict=True)):
+        # torch refuses to write into expanded memory, where one element is several of the tensor's.
         if stride == 0 and size > 1:
             first = values.narrow(dim, 0, 1)
             if not torch.equal(first.expand_as(values), values):

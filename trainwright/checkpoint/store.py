@@ -76,6 +76,7 @@ class CheckpointWriter:
 
         `directory` is what `stage` returned for this path.
         """
+        # The save in flight uses the host memory and the channel that this one needs.
         self.finish()
         files, inside = resolve(path)
         path = inside if files.has_rename else path  # the working directory may change before the thread runs
@@ -312,6 +313,7 @@ class _RankFiles:
     @contextlib.contextmanager
     def _file(self, name: str) -> Iterator[HashingStream]:
         path = f"{self._directory}/{name}"
+        # Noted first: an object store may have the file despite an error.
         self._created.append(name)
         try:
             with self._files.create(path) as stream:
@@ -332,6 +334,7 @@ def _begin(files: Files, target: str, header: Mapping[str, Any], overwrite: bool
     for field in ("step", "epoch", "world_size"):
         if type(header.get(field)) is not int or header[field] < 0:
             raise CheckpointError(f"the header's {field} is {header.get(field)!r}; accepted is a whole number from 0.")
+    # A header that is not JSON is refused now, not once all ranks have written.
     dump_json(dict(header), "the header")
     return _stage(files, target, overwrite) if staged is None else staged
 
@@ -391,6 +394,7 @@ def _commit(
     files.put(f"{directory}/{MANIFEST_NAME}", data)
     # Before the rename: a power loss after it could otherwise leave the final name on a directory without all of its files.
     files.sync_directory(directory)
+    # The new one is durable under a free name before the old one goes, so one of them is whole at any moment.
     free = versioned_path(files, target) if overwrite and files.exists(target) else target
     files.rename(directory, free)
     try:

@@ -112,6 +112,7 @@ def tied_groups(pieces: Iterable[Piece]) -> list[list[Piece]]:
 
 def _identity(piece: Piece) -> Hashable:
     tensor = piece.tensor
+    # Memory that was freed (by FSDP, say) has one address for all tensors, which are not tied.
     if tensor.is_meta or tensor.layout is not torch.strided or tensor.untyped_storage().nbytes() == 0:
         return None
     memory = (tensor.device, tensor.untyped_storage().data_ptr(), tensor.storage_offset())
@@ -160,6 +161,7 @@ def merge(tables: Iterable[Mapping[str, TensorEntry]]) -> dict[str, TensorEntry]
             found.setdefault(name, []).extend(entry.pieces)
     for name, entry in merged.items():
         pieces = sorted(found[name], key=attrgetter("start", "numel"))
+        # Each rank that holds an empty tensor stores a piece without elements; one says it all.
         merged[name] = replace(entry, pieces=tuple(pieces if entry.numel else pieces[:1]))
         check_coverage(name, merged[name])
     return merged
@@ -209,6 +211,7 @@ class RankPart(Tensor):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         parts = [each for each in tree_leaves((args, kwargs)) if isinstance(each, RankPart)]
+        # Results are plain tensors then, and no operation in here comes back to this method.
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **(kwargs or {}))
             ranges = {(each.source.shape, each.source.start) for each in parts}

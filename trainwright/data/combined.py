@@ -131,6 +131,7 @@ class ShardedCombination(StatefulLoader):
         if index + 1 < len(begun) and begun[index + 1] <= batch:
             had = begun[index + 1] - begun[index]
             size, order = shard.item_size, shard.order
+            # A pass that is over, so that a run that resumes here does not begin this loader again.
             return {"batch": had, "passes": 1, "items": 0, "size": size, "order": order, "digest": 0}
         if index < len(begun) and begun[index] <= batch:  # else it was only read ahead
             return shard.position(batch - begun[index])
@@ -194,6 +195,7 @@ class ShardedCombination(StatefulLoader):
                     iterators[index] = iter(())  # drops the iterator, which ends its workers
                 batches.append(batch)
             there = [part for part, batch in zip(self.parts, batches, strict=True) if batch is not END]
+            # Without lengths nothing stops cycling loaders: the epoch ends once each has had its first pass.
             if not there or (is_cycle and not any(_is_before(number, part.shard.first_pass) for part in self.parts)):
                 return
             if self._pads:

@@ -160,6 +160,7 @@ class DataModule(HyperParameters):
         lines = [f"{type(self).__name__}:"]
         for stage in STAGES:
             name = f"{stage}_dataloader"
+            # from_datasets sets the method on the instance.
             is_own = name in vars(self) or getattr(type(self), name) is not getattr(DataModule, name)
             lines.append(f"  {stage:8}{_described(getattr(self, name)) if is_own else 'none'}")
         return "\n".join(lines)
@@ -177,6 +178,7 @@ def _make_loaders(datasets: Datasets, *, shuffle: bool, batch_size: int, num_wor
 
     def make(dataset: Dataset[Any]) -> DataLoader[Any]:
         shuffled = shuffle and not isinstance(dataset, IterableDataset)
+        # torch refuses persistent_workers=True for a loader without workers.
         return DataLoader(dataset, batch_size, shuffled, num_workers=num_workers, persistent_workers=num_workers > 0)
 
     if isinstance(datasets, Mapping):

@@ -152,6 +152,7 @@ class DispatchedLoader(StatefulLoader):
         items = iter(inner)
         held = list(islice(items, ranks))
         while held:
+            # Read before this round is sent, because only a last round may be uneven.
             following = list(islice(items, 1))
             if len(held) < ranks and self._drops_short_round:
                 break

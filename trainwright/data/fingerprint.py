@@ -37,6 +37,7 @@ def _values(batch: Any) -> Iterator[Any]:
     if isinstance(batch, (bool, int, float, type(None))):
         yield batch
     elif isinstance(batch, (str, bytes)):
+        # Not hash(), which gives each process another number for the same text.
         yield zlib.crc32(batch.encode() if isinstance(batch, str) else batch)
     elif isinstance(batch, Mapping):
         for key, value in batch.items():

@@ -293,6 +293,7 @@ def with_last(
     """
     if length is not None:
         is_whole = length == loader.exact_length
+        # An exact length is not cut off here, so that a batch beyond it is noticed.
         for index, batch in enumerate(loader if is_whole else islice(loader, max(0, length - start)), start=start + 1):
             if index > length:
                 refuse_length(length)
@@ -304,6 +305,7 @@ def with_last(
         batch = next(batches, END)
         is_there = batch is not END
         if all_have is not None:
+            # NOTE: a collective. A rank calls it at its end too, or those that still have a batch would wait.
             is_there = all_have(is_there)
         if held is not END:
             yield held, not is_there

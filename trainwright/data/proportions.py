@@ -14,6 +14,7 @@ def in_proportion(samples: list[int], ranks: int, batch_sizes: list[int]) -> lis
     No rank gets more samples in all than a full batch of each loader has. If the sizes allow no such split, each loader is
     split by itself, over as many ranks as possible.
     """
+    # A unit is the smallest part of the round that has all loaders in the round's proportion.
     units = gcd(*samples)
     in_unit = [each // units for each in samples]
     most = sum(batch_sizes) // sum(in_unit)

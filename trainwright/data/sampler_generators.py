@@ -76,6 +76,7 @@ def _kind_of(found: Any) -> tuple[Callable[[int], Any], Callable[[], Any]] | Non
         return lambda seed: numpy.RandomState(seed % 2**32), found.get_state
     if type(found) is numpy.Generator:
         bits = type(found.bit_generator)
+        # The constructor of another library's BitGenerator may take no seed.
         known = bits if getattr(numpy, bits.__name__, None) is bits else numpy.PCG64
         return lambda seed: numpy.Generator(known(seed)), lambda: found.bit_generator.state
     return None

@@ -39,6 +39,7 @@ def seed_everything(seed: int | None = None, workers: bool = False, verbose: boo
         raise TypeError(f"seed={seed!r} is a {type(seed).__name__}; accepted is an int from 0 to 2**32 - 1, or None.")
     if not 0 <= seed < 2**32:
         raise ValueError(f"seed={seed} is out of range; accepted is an int from 0 to 2**32 - 1, or None.")
+    # Imported if nothing has yet: its generator would begin unseeded at a later import.
     import numpy
 
     random.seed(seed)
@@ -53,6 +54,7 @@ def _choose_seed(environment: Environment) -> int:
     """Return a random seed; if several ranks need the same, one derived from the job's address."""
     if environment.world_size == 1:
         return random.SystemRandom().randrange(2**32)
+    # Before the process group exists, the ranks have in common the job's address and the number of this call.
     job = f"{environment.main_address}:{environment.main_port}:{environment.restart_count}:{next(_chosen)}"
     return int.from_bytes(hashlib.sha256(job.encode()).digest()[:4], "big")
 
@@ -73,6 +75,7 @@ def isolate_rng(include_cuda: bool = True) -> Iterator[None]:
 def derive_seed(*parts: int) -> int:
     """Return a 63-bit seed that is a pure function of the parts; other parts give another seed."""
     digest = hashlib.sha256(",".join(map(str, parts)).encode()).digest()
+    # 63 bits, because seeds travel to workers in tensors of int64.
     return int.from_bytes(digest[:8], "big") >> 1
 
 

@@ -43,6 +43,7 @@ class StatefulReader:
         self._is_fresh = True
 
     def state(self) -> Any:
+        # A source may return what it works with, which the next item changes.
         return copy.deepcopy(self._source.state_dict())
 
     def begin_fresh(self, epoch: int) -> Iterator[Any]:
@@ -71,9 +72,11 @@ class StatefulReader:
         try:
             set_epoch_of(self._source, epoch)
             self._source.load_state_dict(copy.deepcopy(state["source"]))
+            # The generators come after it, since a DataLoader draws its workers' seed here.
             items = iter(self._source)
             if state["generators"] is not None:
                 set_host_state(state["generators"])
+            # Read inside the try: a source that is a generator function loads its state at its first item.
             first = next(items, END)
         except Exception as error:
             raise StateRejected(f"{type(error).__name__}: {error}") from error

@@ -72,6 +72,7 @@ def launch_command(arguments: Sequence[str], check_names: NameCheck) -> int:
         sources.check_names(check_names, settings)
         if not command:
             raise ValueError("no script was given; pass one, or -m and a module, after the options.")
+        # Python runs a folder by its __main__.py.
         inside = os.path.join(command[0], "__main__.py") if os.path.isdir(command[0]) else command[0]
         if command[0] != "-m" and not os.path.exists(inside):
             raise ValueError(
@@ -175,6 +176,7 @@ def resolve(sources: Sources) -> dict[str, Setting]:
             "this process is itself a rank of a job (the environment has RANK); start one launcher on each machine. Run the "
             "script without trainwright launch here, or unset the variable."
         )
+    # Not at the top: it imports torch, which looks for GPUs as the config's variables say.
     from trainwright.devices import accelerator
 
     on_cpu = sources.on_cpu()
@@ -298,6 +300,7 @@ def _text(given: Given | None, default: str | None) -> Setting:
 def _number(given: Given | None, *, default: int | None, least: int = 0, more: str = "") -> Setting:
     if given is None:
         return Setting(default, "default")
+    # int() alone also takes " 5" and "1_000"; isdigit alone takes superscripts, which int() refuses.
     if not (given.text.isascii() and given.text.isdigit()) or int(given.text) < least:
         raise ValueError(f"{given.label}: expected a whole number from {least}{more}.")
     return Setting(int(given.text), given.source)

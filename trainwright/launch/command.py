@@ -72,12 +72,14 @@ def _find_obstacle() -> Obstacle | None:
     main_file = getattr(sys.modules["__main__"], "__file__", None)
     if main_file == "<stdin>" or (main_file is None and "-c" not in sys.orig_argv):
         return Obstacle("from standard input", function, can_call_workers=True)
+    # The __main__.py of a zip archive is in no folder, but the archive can be run again.
     if main_file is not None and not (os.path.isfile(main_file) or "__main__" in main_file):
         return Obstacle(f"from {main_file}, which can be read only once", function, can_call_workers=True)
     return None
 
 
 def _find_test_runner() -> str | None:
+    # The stack, not sys.modules: a script may import unittest without being run by it.
     for frame, _ in traceback.walk_stack(sys._getframe()):
         module = f"{frame.f_globals.get('__name__', '')}."
         for runner in TEST_RUNNERS:
@@ -90,6 +92,7 @@ def _start_directory() -> str:
     """Return the directory in which the command was started, even if the script has left it since."""
     main = sys.modules["__main__"]
     main_file = getattr(main, "__file__", None)
+    # With -m there is a __spec__, and no argument holds the file's path.
     if main_file is None or not os.path.isabs(main_file) or getattr(main, "__spec__", None) is not None:
         return os.getcwd()
     # Python makes __main__.__file__ absolute at the start: the part that is not in the argument is the directory.

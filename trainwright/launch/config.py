@@ -114,6 +114,7 @@ def _parse(path: str, text: str) -> tuple[dict[str, Entry], dict[str, Entry]]:
     import yaml
 
     try:
+        # Nodes rather than values: a node knows its line, and how the file spells it.
         root = yaml.compose(text, yaml.SafeLoader)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark

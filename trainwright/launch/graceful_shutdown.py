@@ -58,6 +58,7 @@ class GracefulShutdown:
     def _handle(self, number: int, _: FrameType | None) -> None:
         self._interrupts += number == signal.SIGINT
         if self._interrupts > 1:
+            # Not raised here, where it would interrupt elastic anywhere: the monitor's next look finds the time over.
             self.number, self._deadline = signal.SIGINT, 0.0
         elif not self.number:
             self.number = number

@@ -51,6 +51,7 @@ class Heartbeat:
         for peer in list(self._strangers):
             peer.setblocking(False)
             try:
+                # Peeked, so that a number of which only a part has arrived stays for the next look.
                 data = peer.recv(_NUMBER.size, socket.MSG_PEEK)
             except BlockingIOError:
                 continue
@@ -71,6 +72,7 @@ class Heartbeat:
         peer.setblocking(False)
         peer.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         if hasattr(socket, "TCP_KEEPIDLE"):  # else the kernel probes a silent machine every two hours
+            # Half of the time without a sign, then three probes a sixth apart: SILENCE_SECONDS in all.
             for option, value in (("TCP_KEEPIDLE", SILENCE_SECONDS // 2), ("TCP_KEEPINTVL", SILENCE_SECONDS // 6)):
                 peer.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
             peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
@@ -92,6 +94,7 @@ class Heartbeat:
 
 def _is_open(peer: socket.socket) -> bool:
     try:
+        # After its number a node sends nothing, so data of no length is the end that the kernel reports.
         return peer.recv(1) != b""
     except BlockingIOError:
         return True

@@ -58,6 +58,7 @@ def run_in_workers(
     lists = {"path": [str(entry) for entry in sys.path], "argv": [str(each) for each in sys.argv]}
     (folder / SEARCH_PATH).write_text(json.dumps({**lists, "defaults": defaults or {}}), encoding="utf-8")
     worker = str(Path(__file__).with_name("worker.py"))
+    # -W, -X, -O and others of this interpreter, which a new one would not have.
     flags = cast("list[str]", cast(Any, subprocess)._args_from_interpreter_flags())
     command = [sys.executable, *flags, worker, str(folder)]
     code = run_launcher(launcher_command(num_processes, command, nodes, report=str(folder / REPORT)))
@@ -65,6 +66,7 @@ def run_in_workers(
         return None
     result = folder / RESULT
     stopped = (STOPPED_EXIT_CODE, *(128 + number for number in STOP_SIGNALS))
+    # The launcher reports only a rank that has failed, which counts more than a signal that came after it.
     if code in stopped and not (folder / REPORT).exists():
         raise RunStopped(code)
     if code != 0 or not result.exists():
@@ -87,6 +89,7 @@ def work(folder: str) -> None:
         result = named.pop("the function")(path, **named)
         if rank == 0:
             write_result(path / f"{RESULT}.part", result)
+            # Renamed, so that a rank that is killed while it writes leaves no half of a result.
             os.rename(path / f"{RESULT}.part", path / RESULT)
     except Exception as error:
         carried = {"summary": summarize(error), "traceback": carry(error)}

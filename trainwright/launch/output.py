@@ -47,6 +47,7 @@ class PrefixedOutput:
         read_fd, write_fd = os.pipe()
         self._write_fds.append(write_fd)
         self._selector.register(read_fd, selectors.EVENT_READ, _Source(prefix.encode(), target, log))
+        # Elastic takes a path and opens it itself.
         return f"/dev/fd/{write_fd}"
 
     def start(self) -> None:

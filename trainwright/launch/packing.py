@@ -42,6 +42,7 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             super().dump(obj)
         finally:
             for module in self._carried:
+                # The registry is that of the whole process, which may use cloudpickle itself.
                 cloudpickle.unregister_pickle_by_value(module)
             self._carried.clear()
 

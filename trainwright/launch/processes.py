@@ -40,6 +40,7 @@ def launch(num_processes: int, *, num_nodes: int = 1, reason: str = "this script
     nodes = nodes_of(num_nodes, os.environ)
     grace_seconds(os.environ)
     command, directory = own_command(reason)
+    # execv skips Python's exit handlers, so loader workers would stay and buffered output would be lost.
     for child in multiprocessing.active_children():
         child.terminate()
         child.join(timeout=5)
@@ -129,6 +130,7 @@ def _prepare_environment(job: Job, defaults: dict[str, str | None]) -> None:
         os.environ["GLOO_SOCKET_IFNAME"] = loopback
         os.environ.setdefault("NCCL_SOCKET_IFNAME", loopback)
     if "OMP_NUM_THREADS" not in os.environ:
+        # Without it each rank's torch starts one thread per core.
         os.environ["OMP_NUM_THREADS"] = str(max(1, num_cores() // job.num_processes))
     for name in ("TORCHELASTIC_ENABLE_FILE_TIMER", "TORCHELASTIC_HEALTH_CHECK_PORT"):
         os.environ.pop(name, None)  # they would open a file and a port

@@ -169,6 +169,7 @@ class NodeRendezvous(RendezvousHandler):
         self._arrival = self._agents.add("arrivals", 1)
         post(self._agents, f"node/{self._arrival}", json.dumps(asdict(self.own)))
         post(self._agents, f"ready/{self._arrival}", "-1")
+        # Last: for each node that has connected, the main node reads both keys, and would wait for them.
         self.heartbeat.connect(self._arrival, main["heartbeat"])
         threading.Thread(target=self._watch_main, name="trainwright-heartbeat", daemon=True).start()
 

@@ -109,6 +109,7 @@ class Roster:
         last, members = self.round, [self._members[each] for each in arrivals]
         restarts = last.restarts + (last.number >= 0)
         self.round = Round(last.number + 1, restarts, arrivals, members)
+        # Before the number of the latest, because nodes that read that fetch this round at once.
         post(self._store, f"round/{self.round.number}", self.round.to_json())
         post(self._store, "latest", str(self.round.number))
         return self.round

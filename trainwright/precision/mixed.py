@@ -107,6 +107,7 @@ class MixedPrecision(Precision):
         for part, device in _by_kind(optimizer):
             with self._scale_on(device):
                 self.scaler.unscale_(part)
+            # Taken out, because the scaler refuses a second unscale_ of one optimizer before its next update.
             for where, value in self.scaler._per_optimizer_states.pop(id(part))["found_inf_per_device"].items():
                 known = unscaled.found.get(where)
                 unscaled.found[where] = value if known is None else torch.maximum(known, value)
@@ -168,6 +169,7 @@ class MixedPrecision(Precision):
         self.unscale(optimizer)
         unscaled = self._unscaled[id(optimizer)]
         skipped = any(bool(value.item()) for value in unscaled.found.values())
+        # Not scaler.step: it would divide again, since its record of the optimizer was taken out.
         if not skipped:
             optimizer.step()
         unscaled.has_stepped = True
@@ -194,6 +196,7 @@ class MixedPrecision(Precision):
 
     def _adapt(self, divided: Collection[int]) -> None:
         """Update the scale, and rescale pending gradients except the unscaled ones."""
+        # A copy, because the scaler overwrites its scale.
         before = self._scale.clone()
         self._update_scale()
         held = {id(grad): grad for each in self._tracked for _, grad in _with_gradients(each)}
@@ -226,6 +229,7 @@ class MixedPrecision(Precision):
         if self.scaler is None or not self._found:
             return
         for number, found in self._found.items():
+            # The scaler reads the infs from its own records, and refuses to update without any.
             self.scaler._per_optimizer_states[number]["found_inf_per_device"] = found
         self.scaler.update()
         self._found.clear()

@@ -61,6 +61,7 @@ class SingleDtypePrecision(Precision):
             each.is_meta or each.dtype == self.param_dtype or not each.dtype.is_floating_point for each in own
         )
         is_sharded = any(map(is_dtensor, own))  # which torch cannot swap, for equal ones either
+        # A class with its own _apply may hold tensors that are neither; torch's RNNs only flatten their weights again.
         if is_done and (is_sharded or type(module)._apply is nn.Module._apply or isinstance(module, nn.RNNBase)):
             return
         module._apply(self._converted, **({} if own_way else {"recurse": False}))  # type: ignore[no-untyped-call]

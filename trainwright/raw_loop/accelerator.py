@@ -133,6 +133,7 @@ class Accelerator(Collectives):
             fused_optimizers=fused_optimizers,
             scale_schedulers=scale_schedulers,
         )
+        # Every setting is checked before the Engine is made, which may start the job's processes.
         project, loggers = chosen_project(project_dir, project_config), chosen_loggers(log_with)
         settings = LoopSettings(
             mixed_precision,
@@ -282,6 +283,7 @@ class Accelerator(Collectives):
                 optimizer was prepared.
             RuntimeError: nothing was prepared.
         """
+        # First, because divide counts the loss as sent backward.
         self._loss_check.check(loss, options)
         loss = self._preparations.windows.divide(loss)
         if self._weighs_rounds:
@@ -344,6 +346,7 @@ class Accelerator(Collectives):
         for each in [given] if isinstance(given, Optimizer) else given:
             prepared = self._preparations.optimizer_of(each)
             if self.sync_gradients:
+                # Without a limit this only averages and unscales the gradients.
                 prepared.clip(None, None)
 
     def prepare_model(

@@ -72,9 +72,11 @@ def find_executable_batch_size(
             except (RuntimeError, MemoryError) as error:
                 if not is_out_of_memory(error):
                     raise
+                # Its text alone: the error's traceback holds the tensors of the failed try.
                 failure = str(error) or type(error).__name__
             if not (failures := _failures(failure, size)):
                 return result
+            # On a rank whose try has succeeded, the result may hold a model.
             result = None
             give_back()
             smaller = int(size * REDUCED_TO) if reduce_batch_size_fn is None else reduce_batch_size_fn()
@@ -104,6 +106,7 @@ def _failures(failure: str, size: int) -> list[str]:
     """Return the failures of all ranks; of this one, "" if its try has succeeded. Collective."""
     if Environment.detect().world_size == 1:
         return [failure] if failure else []
+    # The try may have failed before the function made an Accelerator, which joins the job.
     connection = open_connection() or PartialState().engine.connection
     ranks = Ranks(connection.channel, PATIENCE_SECONDS if failure else TRY_SECONDS)
     try:

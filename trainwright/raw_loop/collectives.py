@@ -102,6 +102,7 @@ class Collectives(Processes):
         """Return whether a rank has called `set_trigger` since the last check. Collective: call on every rank."""
         found = self.engine.reduce(torch.tensor(int(self._is_triggered), device=self.device), "max")
         self._is_triggered = False
+        # NOTE: waits for the device.
         return bool(found.item())
 
     @contextmanager
@@ -111,6 +112,7 @@ class Collectives(Processes):
         In the last round a rank without a sample works on another rank's, with weight zero in `backward`, so no rank waits
         for one that has ended, under every strategy and with either value of `even_batches`.
         """
+        # A Sequential would pass for a list of models.
         if isinstance(joinables, nn.Module) or not all(isinstance(each, nn.Module) for each in joinables):
             raise TypeError("join_uneven_inputs takes a list of models, such as [model].")
         yield

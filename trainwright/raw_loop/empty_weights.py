@@ -43,6 +43,7 @@ def init_on_device(device: torch.device | str | int, include_buffers: bool = Fal
         is_there = given.device.type == device.type and device.index in (None, given.device.index)
         if is_there or is_lazy(given):
             return None  # the parameter itself, so that tied ones stay tied
+        # Not by the constructor of a subclass, which may take other arguments; its attributes come along.
         moved = Tensor._make_subclass(type(given), given.detach().to(device), given.requires_grad)
         vars(moved).update(vars(given))
         return moved

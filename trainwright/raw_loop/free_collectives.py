@@ -28,6 +28,7 @@ def gather(tensor: Any) -> Any:
     return gathering.gather(tensor, join, None, lambda value: ranks.exchange(value, "gather"))
 
 
+# "mean" is the default of Accelerate's function, "sum" that of its method.
 @refuses_unknown
 def reduce(tensor: Any, reduction: str = "mean", scale: float = 1.0) -> Any:
     """Return the mean, sum, min or max over the ranks: see `Accelerator.reduce`. Collective: call on every rank."""
@@ -51,6 +52,7 @@ def pad_across_processes(tensor: Any, dim: int = 0, pad_index: float = 0, pad_fi
 
     Collective: call on every rank.
     """
+    # It joins the job, if nothing has yet.
     _ranks()
     return gathering.pad(tensor, dim, pad_index, pad_first)
 

@@ -105,6 +105,7 @@ def _launch(
 def _port(given: int | str | None, num_nodes: int) -> int:
     if given is None:
         return DEFAULT_PORT if num_nodes != 1 else 0
+    # Scripts for Accelerate pass a text, as its default is "29500".
     if isinstance(given, bool) or not str(given).isdecimal() or not 0 < int(given) < 65536:
         raise ValueError(f"use_port={given!r} is not accepted; pass a port from 1 to 65535.")
     return int(given)

@@ -115,6 +115,7 @@ def synchronize(rng_types: Iterable[Any], generator: torch.Generator | None, bro
         if name == "generator":
             if generator is None:
                 raise ValueError('rng_types has "generator", but no generator was given; pass generator=.')
+            # Generators take states in host memory; the broadcast may have put them on the device.
             generator.set_state(broadcast(generator.get_state()).cpu())
         elif name == "torch":
             torch.set_rng_state(broadcast(torch.get_rng_state()).cpu())
@@ -177,6 +178,7 @@ def skip_first_batches(dataloader: Any, num_batches: int = 0) -> SkippedBatches:
 
 def _iterated(loader: Iterable[Any], skipped: int) -> Iterator[Any]:
     is_plain = isinstance(loader, DataLoader) and type(loader).__iter__ is DataLoader.__iter__
+    # Where no sampler gives indices, batches can only be skipped by reading them.
     if not skipped or not is_plain or isinstance(loader.dataset, IterableDataset):  # type: ignore[attr-defined]
         return islice(iter(loader), skipped, None)
     name = "sampler" if loader.batch_sampler is None else "batch_sampler"  # type: ignore[attr-defined]

@@ -106,6 +106,7 @@ class LocalSGD:
                 for parameter in group["params"] if not own.isdisjoint(group["params"]) else ():
                     state = optimizer.state.get(parameter, {})
                     moments += [each for each in state.values() if _is_moment(each, parameter)]
+        # Compared before the collectives, which would hang or mix tensors up if the ranks' lists differ.
         counts = engine.ranks.exchange([list(each.shape) for each in moments], "the end of LocalSGD")
         if any(each != counts[0] for each in counts):
             raise RuntimeError(
@@ -124,6 +125,7 @@ class LocalSGD:
 
 
 def _is_moment(value: Any, parameter: Tensor) -> bool:
+    # A count of steps, which has another shape, is the same on all ranks.
     return isinstance(value, Tensor) and value.is_floating_point() and value.shape == parameter.shape
 
 
@@ -132,6 +134,7 @@ def _buckets(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
     size = 0
     for each in tensors:
         size += each.nbytes
+        # By dtype, since torch.cat would convert the tensors to one.
         if not buckets or each.dtype != buckets[-1][0].dtype or size > BUCKET_BYTES:
             buckets.append([])
             size = each.nbytes

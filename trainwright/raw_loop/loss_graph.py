@@ -69,6 +69,7 @@ class LossCheck:
             return
         # A walk of a large graph takes as long as a small step does, so ever fewer of the unclear losses get one.
         number = self._unclear + 1
+        # `number & (number - 1)` is 0 for powers of two.
         if found is None and number & (number - 1):
             self._unclear = number
             return

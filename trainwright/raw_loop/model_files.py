@@ -92,6 +92,7 @@ def _write_model(state: Mapping[str, Any], files: Files, folder: str, limit: int
     groups = tied_groups([Piece(name, tuple(each.shape), 0, each.detach()) for name, each in tensors.items()])
     kept = {group[0].name: group[0].tensor for group in groups}  # of tied names the model's first, as an embedding's
     tied = {other.name: group[0].name for group in groups for other in group[1:]}
+    # All before the first file is written, so that a refused one leaves the earlier files.
     for name, tensor in kept.items():
         check_storable(name, tensor)
     shards = _divided(kept, limit)
@@ -117,6 +118,7 @@ def _write_model(state: Mapping[str, Any], files: Files, folder: str, limit: int
             files.remove_file(f"{folder}/{name}")
     for name, path in zip(names, written, strict=True):
         _move(files, path, f"{folder}/{name}")
+    # The index comes last: without it readers find no model, and so no part of one.
     if len(shards) > 1:
         total = sum(each.nbytes for each in kept.values())
         homes = {name: file for file, shard in zip(names, shards, strict=True) for name in shard}
@@ -179,6 +181,7 @@ def save_object(obj: Any, path: str | os.PathLike[str], *, is_writer: bool) -> N
         tensors = dict(obj)
     for name, tensor in tensors.items():
         check_storable(name, tensor)
+    # After the checks, so that a wrong object is refused on every rank.
     if not is_writer:
         return
     if tensors and str(path).endswith(PICKLED):
@@ -215,6 +218,7 @@ def load_object(path: str | os.PathLike[str]) -> Any:
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
     length = int.from_bytes(data[:8], "little")
+    # A safetensors file begins with its header's length in 8 bytes, then JSON; `save` has written any other as JSON alone.
     if data[8:9] != b"{" or length > len(data) - 8:
         return decode(load_json(data, str(path)), {})
     try:

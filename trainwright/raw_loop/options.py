@@ -82,6 +82,7 @@ class DistributedDataParallelKwargs(NamedArguments):
         names = ("auto", REPLICATING)
         if chosen not in names:
             return chosen  # as scripts pass these options whatever the strategy is
+        # Members of Accelerate's enum have the same values.
         hook = getattr(self.comm_hook, "value", self.comm_hook)
         return make_strategy(
             REPLICATING,

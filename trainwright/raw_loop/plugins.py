@@ -105,10 +105,12 @@ class FullyShardedDataParallelPlugin(NamedArguments):
 
     def strategy(self) -> Strategy:
         """Return the strategy of these settings."""
+        # 2 is the number of SHARD_GRAD_OP in Accelerate's configs.
         is_grad_only = self.sharding_strategy in (2, "SHARD_GRAD_OP")
         reshards = not is_grad_only if self.reshard_after_forward is None else self.reshard_after_forward
         options: dict[str, Any] = {
             "reshard_after_forward": bool(reshards),
+            # A bool, or torch's CPUOffload, which holds one.
             "cpu_offload": bool(getattr(self.cpu_offload, "offload_params", self.cpu_offload)),
             "mixed_precision": self.mixed_precision_policy,
             "auto_wrap_policy": self._policy(),

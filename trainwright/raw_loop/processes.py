@@ -182,5 +182,6 @@ class PartialState(Processes):
 
     @refuses_unknown
     def __init__(self, cpu: bool = False) -> None:
+        # Without a launcher "auto" would start a process for each GPU.
         is_launched = Environment.detect().launched_by != "single"
         super().__init__(Engine(devices="auto" if is_launched else 1, accelerator="cpu" if cpu else "auto"))

@@ -73,6 +73,7 @@ def profiled(options: ProfileKwargs) -> Iterator[profile]:
             number = f"-{recordings}" if recordings > 1 else ""
             files.write(f"{number}.json", recorder.export_chrome_trace)
 
+    # torch's schedule has no defaults for these three.
     phases = {"wait": 0, "warmup": 0, "active": 1, **(options.schedule_option or {})}
     with profile(
         activities=None if options.activities is None else [ACTIVITIES[each] for each in options.activities],

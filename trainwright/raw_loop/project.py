@@ -192,6 +192,7 @@ class NumberedCheckpoints:
         """Hold the folder, on rank 0, until this process ends or drops the Accelerator; remove what killed writers left."""
         if not self._is_locked:
             lock = lock_folder(folder)
+            # It also runs at the interpreter's exit.
             weakref.finalize(self, lock.release)
             self._is_locked = True
             sweep_temporaries(folder)
@@ -201,6 +202,7 @@ class NumberedCheckpoints:
         if self._committing is None:
             return
         path, save = self._committing
+        # Without waiting: the next save and the end look again.
         if save is not None and not save.wait(0):
             return
         self._committing = None
@@ -209,6 +211,7 @@ class NumberedCheckpoints:
             return
         entries = [each.path for _, each in _entries(os.path.dirname(path)) if not each.damage]
         if len(entries) > limit:
+            # One with missing files must not count among those that stay.
             whole = [each for each in entries if _is_whole(each)]
             remove_older([each for each in whole[:-limit] if not same_path(each, self._source)], path)
 

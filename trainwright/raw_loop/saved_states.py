@@ -85,6 +85,7 @@ class SavedStates:
                 stacklevel=3,
             )
         loaders = [loader.state_dict() for loader in preparation.loaders]
+        # They differ by rank, so each rank stores its list.
         sources = [loader.pop("sources") for loader in loaders]
         position = loaders[0] if loaders else {"epoch": 0, "batch": 0}
         state = {
@@ -156,9 +157,11 @@ class SavedStates:
             position = {"epoch": position["epoch"] + 1, "batch": 0}
         states = state.get("loaders", [position])
         sources = chain(restored.nearest_rank_state.get("sources", ()), repeat(()))
+        # A Trainer's checkpoint has a position for the first loader only.
         for loader, each, source in zip(preparation.loaders, states, sources, strict=False):
             loader.load_state_dict({**each, "sources": source})
         self._load_objects(state.get("registered", []), path)
+        # After the loads, which may draw.
         if restored.rng is not None:
             set_rng_state(restored.rng)
         if input_dir is not None:

@@ -29,4 +29,5 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
     if deterministic:
         prepare_deterministic()
         torch.use_deterministic_algorithms(True)
+        # cuDNN's search may choose another algorithm in each run.
         cuda.try_algorithms(False)

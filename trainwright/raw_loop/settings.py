@@ -106,6 +106,7 @@ class LoopSettings:
         plugin = _of_kind(self.gradient_accumulation_plugin, GradientAccumulationPlugin, "gradient_accumulation_plugin")
         deepspeed = _of_kind(self.deepspeed_plugin, DeepSpeedPlugin, "deepspeed_plugin")
         lengths = {
+            # 1 is the default, so it contradicts no plugin.
             "gradient_accumulation_steps": None
             if self.gradient_accumulation_steps == 1
             else self.gradient_accumulation_steps,
@@ -149,8 +150,10 @@ def _compiler(given: Any) -> str | None:
     name = str(getattr(given, "value", given)).lower()
     if given is None or name == "no":
         return None
+    # Imported only where models are compiled, because it takes long.
     from torch._dynamo import list_backends
 
+    # torch's default leaves out the backends for debugging, such as "eager".
     known = list_backends(exclude_tags=())
     if name not in known:
         close = difflib.get_close_matches(name, known, n=1)

@@ -117,6 +117,7 @@ class Trackers:
         if self._ranks.rank == 0:
             self._ranks.announce(f"made {self._runs}")
         else:
+            # Nothing is broadcast, since rank 0 may be the only one that calls this.
             start_loggers([each.logger for each in made], lambda text: text, is_writer=False)
 
     @property
@@ -166,6 +167,7 @@ class Trackers:
     def end(self) -> None:
         """Close the loggers; the next `init` begins another run."""
         if self._is_made and self._ranks.rank == 0:
+            # A run without a row gets its hyper-parameters and its end too.
             self._start()
             for tracker in reversed(self._trackers):
                 tracker.logger.finalize("success")

@@ -24,6 +24,7 @@ def extract_model_from_parallel(
     """
     inner = _unwrapped(model, keep_torch_compile)
     if recursive:
+        # A list, because children are replaced meanwhile.
         for parent in list(inner.modules()):
             for name, child in parent.named_children():
                 if isinstance(child, WRAPPERS):

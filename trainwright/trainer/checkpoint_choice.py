@@ -139,6 +139,7 @@ class CheckpointSearch:
                 "where": f" in {', '.join(folders)}" if folders else " yet",
                 "found": [asdict(each) for each in reversed(found)],  # plain data, which can go to the other ranks
                 "weights": weights[-1].path if weights else "",
+                # Compared again once the folders are locked: until then another run may save there.
                 "names": {folder: _names(folder, extensions) for folder in folders},
             }
 
@@ -231,6 +232,7 @@ def _names(folder: str, extensions: tuple[str, ...]) -> list[str]:
 
 def _first_filled(folders: list[str], takes_weights: bool) -> tuple[str | None, list[CheckpointEntry]]:
     """Return the first folder that holds a checkpoint, else the first of all, and what it holds."""
+    # A run that ended before its first save has left an empty folder, which hides no older one.
     for folder in folders:
         if entries := [each for each in find_candidates(folder) if takes_weights or not each.weights_only]:
             return folder, entries

@@ -88,6 +88,7 @@ class Evaluation:
         )
         if self.source.owner is None:
             self._refuse_empty()
+        # Before any batch: the ranks with a batch would wait in its forward for those without.
         for _, loader in self.loaders:
             if engine.strategy.forward_is_collective and isinstance(loader, ShardedCombination):
                 loader.refuse_parted_rounds(self.limit_of(loader))
@@ -202,6 +203,7 @@ def run_loader(
     run, stage, module = evaluation.run, evaluation.stage, evaluation.module
     engine, hooks, loader = run.engine, run.hooks, evaluation.loaders[loader_index][1]
     step, transfer = f"{stage}_step", evaluation.transfer
+    # Epoch 0 each time, so that every evaluation has the same batches in the same order.
     loader.set_epoch(engine.seed, 0)
     length = loader.exact_length
     is_limited = most is not None or getattr(run.settings, LIMITS[stage]) is not None
@@ -215,6 +217,7 @@ def run_loader(
         return
     several = (loader_index,) if len(evaluation.loaders) > 1 else ()
     noted = loader.note_indices() if stage == "predict" and isinstance(loader, ShardedLoader) else None
+    # OwnRounds counts by itself, since dummy batches come after this rank's own.
     batches: Iterator[Any] = islice(source, None if is_own else count)
     if is_measuring(run.profiler):
         batches = run.profiler.timed_iterator(batches, f"{stage}_dataloader_next")
@@ -228,11 +231,13 @@ def run_loader(
             evaluation.shown.note_indices(noted.popleft())
         if transfer is not None:
             batch = transfer(batch, loader_index)
+        # Only in a last round may the ranks have unequal numbers of samples; without a length each may be the last.
         collector.begin_batch(batch, step, is_own or length is None or index == length - 1)
         arguments = evaluation.arguments.of(batch, index, loader_index)
         if is_dummy:
             run_dummy(evaluation, collector, batch, arguments, (index, *several))
             continue
+        # The first batch shows what communicates, and so what a dummy batch has to run for the other ranks.
         is_first = index == 0
         counts = [collectives.count_issued()] if is_first else []
         hooks.call(f"on_{stage}_batch_start", batch, index, *several)
@@ -346,6 +351,7 @@ def sanity_check(evaluation: Evaluation) -> None:
 @contextmanager
 def evaluation_mode(module: Module, stage: str = "") -> Iterator[None]:
     """Put every submodule into evaluation mode, and back to the mode that it was in, unless the module's hooks do it."""
+    # Each by itself, since users keep some in evaluation mode while they train (a frozen batch norm).
     was_training = {child: child.training for child in module.modules()}
     (hook_of(module, f"on_{stage}_model_eval", Module) if stage else module.eval)()
     try:

@@ -80,6 +80,7 @@ def fit(run: TrainingRun, resumption: Resumption | None) -> None:
         resumption.generators()
     check_state(run)
     stop.agree()
+    # A validation that was abandoned has saved the run, so only the fit's end is left.
     with suppress(EvaluationAbandoned):
         while not run.is_done:
             fit_epoch(run)
@@ -109,6 +110,7 @@ def begin_epoch(run: TrainingRun) -> None:
     run.set_waiting_generators()
     run.logbook.resume_epoch()
     run.begin_windows()
+    # After the hooks of the epoch's start, which may freeze or unfreeze layers.
     run.engine.refresh_trainable()
     run.engine.sync_gradients(True)
     if run.settings.fused_optimizers:
@@ -213,6 +215,7 @@ def leave_epoch(run: TrainingRun) -> None:
 def close_epoch(run: TrainingRun, is_complete: bool) -> None:
     """Step the epoch-wise schedulers, validate if due, call on_train_epoch_end and reduce the metrics. Collective."""
     state, hooks, logbook = run.state, run.hooks, run.logbook
+    # Not again in a run that was saved in this epoch's validation and resumes here.
     if is_complete and not state.schedulers_stepped:
         step_schedulers(run, "epoch", state.epoch + 1, plateau=False)
         state.note_schedulers_stepped()
@@ -223,6 +226,7 @@ def close_epoch(run: TrainingRun, is_complete: bool) -> None:
     hooks.call("on_train_epoch_end")
     logbook.finish(run.module)
     if is_complete:
+        # After the reduction that gives the metrics which these follow.
         step_schedulers(run, "epoch", state.epoch + 1, plateau=True)
     state.end_epoch(is_complete)
 
@@ -250,7 +254,9 @@ def train_batch(run: TrainingRun, batch: Any, index: int, is_last: bool) -> Any:
     elif optimizer is not None:
         backward(run, loss, weight)
     if run.uneven_round is not None:
+        # Before the step, whose changes stay on a rank without a sample too.
         run.uneven_round.put_back()
+    # A window whose batches all returned None has nothing to step with.
     if window.is_at_end and (window.has_gradients or optimizer is None):
         step(run, optimizer, arguments, loss, weight)
     window.end_batch()

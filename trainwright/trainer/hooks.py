@@ -78,6 +78,7 @@ class HookTable:
         logbook: Logbook,
         profiler: Profiler | None = None,
     ) -> None:
+        # sorted is stable, so both kinds stay in the order of the list.
         ordered = sorted(callbacks, key=lambda callback: callback.runs_last)
         self._logbook = logbook
         self._calls: dict[str, tuple[Callable[..., Any], ...]] = {}
@@ -102,6 +103,7 @@ class HookTable:
                 calls.append(own if profiler is None else profiler.timed(own, f"[module] {name}"))
             calls += [bound(each, name) for each in after]
             if name.endswith(("_batch_start", "_batch_end")) and "train" not in name:
+                # The arguments before the loader's index: batch and batch_idx, at a batch's end outputs too.
                 calls = [_with_loader_index(each, 2 if name.endswith("_start") else 3) for each in calls]
             self._calls[name] = tuple(calls)
         readers = [

@@ -51,6 +51,7 @@ LOG_RULES: dict[str, LogRule] = {
 }
 """Each step and hook that may log, in the order of a run. The others collect nothing."""
 
+# By name, or by the functions that scripts written for Lightning pass.
 _REDUCTIONS: dict[str, tuple[Any, ...]] = {
     "mean": ("mean", "avg", torch.mean),
     "sum": ("sum", sum, torch.sum),

@@ -188,6 +188,7 @@ class Logbook:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the latest value of every metric, for a checkpoint. NOTE: waits for the device."""
+        # A sanity check's values are dropped at its end, so no save within it may keep them.
         if self._is_silent:
             return {}
         self._keep_steps()
@@ -240,6 +241,7 @@ class Logbook:
 
     def monitored(self, name: str, asker: str) -> float:
         """Return a metric that `asker` follows; ValueError naming the logged ones if it was not logged."""
+        # NOTE: float() below waits for the device if the value is a step's.
         metrics = self.callback_metrics
         if name not in metrics:
             raise ValueError(
@@ -309,6 +311,7 @@ class Logbook:
             for name in (key.base_name, key.epoch_name):
                 self._callback[name] = number
                 self._scored_at.pop(name, None)
+                # What an evaluation scored are the weights of this step; after the next one the value is outdated.
                 if self.collector is not self.training_collector:
                     self._scored_at[name] = self._state.step
         if key.logger:
@@ -333,6 +336,7 @@ class Logbook:
 
 def _as_tensors(values: Mapping[str, Tensor | float]) -> dict[str, Tensor]:
     return {
+        # float64, or a Python number would be rounded.
         name: value if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64)
         for name, value in values.items()
     }

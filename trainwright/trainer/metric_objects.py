@@ -39,6 +39,7 @@ def found_at(module: nn.Module, path: str) -> Any:
 
 def step_value(name: str, metric: Metric) -> Tensor | None:
     """Return the result of a Metric's latest forward; None if it was only updated."""
+    # Not compute(), which would gather over the ranks and return the value of all batches so far.
     value: Any = metric._forward_cache
     if value is None:
         return None
@@ -92,6 +93,7 @@ def states_of_metrics(module: nn.Module, paths: Iterable[str]) -> dict[str, Any]
         metric: Any = module.get_submodule(path)
         values = {name: getattr(metric, name) for name in metric._defaults}
         values = {name: value if isinstance(value, Tensor) else list(value) for name, value in values.items()}
+        # Of any size: some metrics keep every prediction of the epoch.
         if is_plain(values, largest_tensor=sys.maxsize):
             states[path] = {"updates": metric._update_count, "states": values}
         elif not metric.__dict__.get("_has_warned_of_its_state"):
@@ -116,6 +118,7 @@ def restore_metrics(module: nn.Module, states: dict[str, Any]) -> None:
             metric.reset()
         if path not in states:
             continue
+        # With compute_on_cpu torchmetrics moves lists of states to the host at each update.
         list_device = torch.device("cpu") if metric.compute_on_cpu else metric.device
         for name, value in states[path]["states"].items():
             if name in metric._defaults and isinstance(value, Tensor):

@@ -135,6 +135,7 @@ def leave_window(run: TrainingRun) -> None:
         run.optimizer.zero_grad()
         run.window.drop()
         run.engine.sync_gradients(True)
+        # Saves that were requested within the window have waited for its end.
         save_waiting(run)
 
 
@@ -164,6 +165,8 @@ def step(
     if optimizer is None:  # training without an optimizer still counts its steps
         state.count_steps(1, 0)
         return
+    # The window ended early, or half precision rounded what its losses were divided by (engine/window.py). Hooks and
+    # clipping are to see the gradients of the window's mean.
     if run.accumulate > 1 and (correction := run.window.correction) != 1.0:
         run.engine.strategy.clip_gradients(optimizer, Clipping(scale=correction))
     if run.before_step:
@@ -192,6 +195,7 @@ def step_by_module(
     prepared = run.trained.prepared_optimizers[0]
     run.engine.strategy.finalize(optimizer)
     clip_gradients(run, optimizer)
+    # After the clipping: the closure notes the present gradients, to see later changes.
     closure = StepClosure(run, optimizer, arguments, loss, weight)
     if "optimizer_step" in run.own:
         index = run.state.batch
@@ -258,6 +262,7 @@ class StepClosure:
                 "setting at its default, or choose an optimizer that looks at the gradients once."
             )
         self._optimizer.zero_grad()
+        # Optimizers step under no_grad.
         with torch.enable_grad(), discarded(run.module, run.logbook.collector):
             loss = read_loss(run.engine.run(run.module, "training_step", *self._arguments), run.engine.world_size)
             if loss is None:
@@ -278,6 +283,7 @@ def closure_is_wanted(run_accumulate: int, engine: Any, optimizer: Optimizer) ->
     Raises:
         ValueError: it needs one, which these settings rule out.
     """
+    # A later call could repeat only the window's last batch, and would use scaled gradients under a loss scale.
     can_be_given = run_accumulate == 1 and engine.precision.takes_closure and engine.strategy.takes_closure
     if needs_closure(optimizer) and not can_be_given:
         raise ValueError(
@@ -320,6 +326,7 @@ def _monitored(run: TrainingRun, config: SchedulerConfig) -> float | None:
         return logbook.monitored(name, asker) if config.strict or name in logbook.callback_metrics else None
 
     ranks = run.engine.ranks
+    # Rank 0's, because a step's value differs on each rank, and so would the learning rates.
     found = value() if ranks.world_size == 1 else ranks.decide(value, "the score that a scheduler follows")
     if found is None:
         rank_zero_warn(

@@ -23,6 +23,7 @@ def pass_over(run: TrainingRun) -> bool:
     collector = run.logbook.collector or run.logbook.start(module)
     with isolate_rng(), torch.no_grad(), discarded(module, collector):
         loader = run.data.again()
+        # Where loaders end at different batches, a rank would wait in the forward for one that has ended.
         if run.pulls or not loader.ends_together:
             rank_zero_warn(
                 "no pass over the training data is made at the end, because training_step takes its batches from "
@@ -33,6 +34,7 @@ def pass_over(run: TrainingRun) -> bool:
         try:
             for index, batch in enumerate(islice(loader, limited(loader.length, run.settings.limit_train_batches))):
                 is_dummy = loader.real_length is not None and index >= loader.real_length
+                # A dummy batch runs for the other ranks' collectives, and must not count in batch-norm statistics.
                 buffers = [(each, each.clone()) for each in module.buffers()] if is_dummy else []
                 collector.begin_batch(batch)
                 if run.transfer is not None:

@@ -75,6 +75,7 @@ class Progress:
     def fail(self, obstacle: str) -> None:
         """Note that the run has failed, and why it cannot be saved here; "" if it can."""
         self.obstacle = obstacle
+        # In EPOCH_LEFT a save would wait for an end of the epoch that does not come.
         if not obstacle and self.phase is Phase.EPOCH_LEFT:
             self.phase = Phase.STOPPED
 

@@ -82,6 +82,7 @@ def _load_weights(run: Run, path: str, buffers: dict[str, Any]) -> None:
     if is_overridden("configure_model", module, Module):
         with engine.precision.init_context():
             module.configure_model()
+    # A module without values got its memory in the workers only.
     if any(each.is_meta for each in (*module.parameters(), *module.buffers())):
         module.to_empty(device=engine.device)
         engine.precision.convert_module(module)
@@ -102,6 +103,7 @@ def _load_changes(run: Run, changed: dict[str, Any]) -> None:
     """Load what the workers report of the run into this process's objects."""
     module = run.module
     assert module is not None
+    # The optimizers ended with the workers.
     run.engine.modules, run.engine.optimizers = [module], []
     module.trainer = run.trainer
     run.load_changes(changed["run"])
@@ -118,9 +120,11 @@ def changes(run: Run, result: Any, folder: Path) -> dict[str, Any]:
     """Return what a worker reports of the run that it has made, and save the weights in the folder. Collective."""
     module = run.module
     assert module is not None
+    # Every other call leaves the weights that the module here has.
     has_weights = run.call == "fit" or run.ckpt_path is not None
     if has_weights:
         run.engine.save(str(folder / WEIGHTS), step=0, epoch=0, state={}, weights_only=True)
+    # Buffers with persistent=False are in no checkpoint, so they come back by themselves.
     kept = module.state_dict(keep_vars=True)
     return {
         "result": result,

@@ -52,6 +52,7 @@ def read_evaluation(
     module: Any = model if model is not None else latest.module
     check_module(module, [] if stage == "predict" else [f"{stage}_step"], call)
     loaders, given_datamodule = read_datamodule(loaders, datamodule, "dataloaders", call)
+    # Without a module the call is about the latest run, and so about its data.
     if given_datamodule is None and loaders is None and model is None:
         given_datamodule = latest.datamodule
     source = find_source(stage, loaders, given_datamodule, module, "dataloaders", call)

@@ -161,6 +161,7 @@ class Resumption:
         checkpoint, engine = self._checkpoint, self._run.engine
         if checkpoint.world_size == engine.world_size:
             return (own or {}).get("metrics")
+        # Each saved rank's values go to exactly one rank, or the epoch's sums would count them twice.
         ranks = range(engine.rank, checkpoint.world_size, engine.world_size)
         states = [(checkpoint.rank_state(rank) or {}).get("metrics") for rank in ranks]
         together, left_out = merged([each for each in states if each], self._run.module)

@@ -146,6 +146,7 @@ class Run:
             self.engine,
             self.settings,
             self.state,
+            # The first one alone: others would save the same state again.
             save=lambda name: "".join(each.save_stop(trainer, name) for each in saving[:1]),
             keeps_any=bool(saving),
         )
@@ -202,6 +203,7 @@ class Run:
             raise ValueError(f"gradient_clip_algorithm={algorithm!r} is unknown; choose from norm, value.")
         if limit:
             prepared = self.trained.prepared_optimizers
+            # Users pass what self.optimizers() returns, and the strategy knows what is in that.
             inner = next((each.optimizer for each in prepared if optimizer in (each, each.optimizer)), optimizer)
             clipping = Clipping(value=limit) if algorithm == "value" else Clipping(norm=limit)
             self.engine.strategy.clip_gradients(inner, clipping)
@@ -265,6 +267,7 @@ class Run:
         self.stop.note_end(None)
         self.state.progress.enter(Phase.OUTSIDE)
         outer = trainer_of(module)
+        # What is registered is called from the last to the first: teardowns, loggers, locks, then the rest.
         with ExitStack() as stack:
             if outer is not None and outer.run.stage is not None:  # a hook of that Trainer's run has made this call
                 stack.callback(setattr, module, "trainer", outer)
@@ -285,6 +288,7 @@ class Run:
             stack.callback(locks.release)
             for logger in reversed(self.loggers) if engine.rank == 0 else ():
                 stack.callback(self._close_logger, logger, outcome)
+            # Reversed, so that they are called in the order of the hooks.
             for hook in reversed(self.hooks["teardown"]):
                 stack.callback(outcome.after, hook, self.call)
             if datamodule is not None:
@@ -293,6 +297,7 @@ class Run:
                 self._start_loggers(locks)
                 self._set_up()
                 yield
+                # Within the try, so that an error of the save in flight is the run's, and on_exception sees it.
                 engine.finish_save()
             except BaseException as error:
                 outcome.error = error
@@ -322,6 +327,7 @@ class Run:
     def _start_loggers(self, locks: FolderLocks) -> None:
         """Let the loggers choose their folders, and lock those of checkpoints before anything is written. Collective."""
         ranks, choice = self.engine.ranks, self.choice
+        # Rank 0's, because the working directories of the ranks may differ.
         self.root = ranks.broadcast(self.root, START_OF_LOGGERS)
         saving = self.checkpoint_callbacks if self.call == "fit" and not self.settings.fast_dev_run else []
         locks.take(each.given_dirpath for each in saving)
@@ -330,7 +336,9 @@ class Run:
             matches = ranks.decide(lambda: match_states(self.loggers, choice.loggers, path), START_OF_LOGGERS)
             resume_loggers(self.loggers, choice.loggers, path, matches)
         start_loggers(self.loggers, partial(ranks.broadcast, call=START_OF_LOGGERS), is_writer=self.engine.rank == 0)
+        # Default folders are in the loggers' run folders, which are known from here on.
         locks.take(each.folder_in(self.trainer) for each in saving)
+        # Under the locks no other run can change the folders any more.
         choice.refuse_overtaken(ranks)
 
     def _set_up(self) -> None:
@@ -374,6 +382,7 @@ class Run:
             self.datamodule.trainer = None
         for child in self.module.modules() if self.module is not None else ():
             if isinstance(child, Module):
+                # A run that failed after toggle_optimizer has left parameters frozen.
                 child.untoggle_optimizer()
         for close in self._closing:
             outcome.after(close)

@@ -170,6 +170,7 @@ def save_checkpoint(run: Run, path: str, weights_only: bool, blocking: bool, ove
         return False
     if run.logbook.owes_row:
         run.logbook.log_step()  # no resumed run would write it
+    # Before the state is read, because the checkpoint holds its own number.
     run.state.count_save()
     data = None if weights_only else position_in_data(run)
     callbacks = run.trainer.callbacks
@@ -198,6 +199,7 @@ def save_waiting(run: TrainingRun) -> None:
 def rank_state(run: Run, data: LoaderState) -> dict[str, Any]:
     """Return what a checkpoint holds of this rank alone, such as what it has logged in the epoch and its data's sources."""
     assert run.module is not None
+    # A callback that has stopped the run stops a resumed one again by itself.
     own_stop = run.stop.requested and not stop_themselves(run.trainer.callbacks)
     epoch = run.state.open_epoch
     return {

@@ -184,5 +184,6 @@ class PulledBatches(Iterator[tuple[Any, int, int]]):
         self.is_at_end = self._held is None
         self.count += 1
         if self._logbook.collector is not None:
+            # self.log finds the batch size in it.
             self._logbook.collector.take_batch(self.latest)
         return self.latest, self.count - 1, self._loader_index

@@ -90,6 +90,7 @@ class TrainerState:
         """Return whether a run resumed from a checkpoint with these counters would continue from here."""
         other, own = TrainerState(), TrainerState()
         other.load_state_dict(saved)
+        # The number of saves orders checkpoints, and does not change where a run continues.
         own.load_state_dict({**self.state_dict(), "saves": other.saves})
         return own._counters() == other._counters()
 
@@ -100,7 +101,9 @@ class TrainerState:
         """Load the counters; one that an older version did not know keeps its value."""
         for each in fields(self):
             if each.metadata.get("counts", True) and each.name in state:
+                # Types of fields are texts here, under `from __future__ import annotations`.
                 setattr(self, each.name, (bool if each.type == "bool" else int)(state[each.name]))
+        # The checkpoint was saved before next_epoch, which the interrupted run would have called now.
         if self.epoch_ended:
             self.loaded_end = {name: getattr(self, name) for name in OF_THE_END}
             self.next_epoch()

@@ -51,6 +51,7 @@ class Forwarded(Generic[T]):
         found = self._read(trainer)
         return cast(T, self._default if found is None else found)
 
+    # Without it an assignment would hide the attribute on this Trainer.
     def __set__(self, trainer: Any, value: Any) -> None:
         raise AttributeError(
             f"trainer.{self._name} cannot be set: it shows what the Trainer was given, or what it does."
@@ -85,6 +86,7 @@ class Status:
                 f"trainer.{name} was set while trainer.{self.run.stage} runs, which has read it at its start; set it before "
                 "that call."
             )
+        # All settings are checked again: the new value may conflict with another one.
         changed = {**self._arguments, name: value}
         self._settings, self._arguments = settings_of(changed), changed
 
@@ -249,6 +251,7 @@ class Status:
             return limit
         schedulers = self._all(GradientAccumulationScheduler)
         if not schedulers:
+            # Rounded up in each epoch, because no window reaches into the next one.
             return min(math.ceil(batches / self.run.trained.accumulate_grad_batches) * last, limit)
         windows = [schedulers[0].get_accumulate_grad_batches(epoch) for epoch in range(last)]
         return min(sum(math.ceil(batches / window) for window in windows), limit)

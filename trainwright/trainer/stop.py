@@ -80,10 +80,12 @@ class Stop:
         self.point = self._abandonment = None
         if self.number and error is None:
             self._announce()  # while a second signal can still interrupt it
+        # Before a signal is sent again: from here on the handlers from before the fit get it.
         self._watch.close()
         if not self.number:
             self._watch.deliver()
         elif error is None:
+            # Ctrl-C in a session ends what runs there; RunStopped, a SystemExit, would end the session.
             if self.number == signal.SIGINT and is_interactive():
                 raise KeyboardInterrupt
             raise RunStopped(self._code)
@@ -122,6 +124,7 @@ class Stop:
             return False
         if self.point is not None:
             if self.point.is_reached(state.step):
+                # The point serves both: without a signal, some rank has set should_stop or called stop_soon.
                 if not self.agree_on_signal():
                     self.requested = self.is_agreed = True
             elif self.requested and not self.is_agreed and not is_alone:
@@ -167,6 +170,7 @@ class Stop:
     def is_left(self, loader: int, batch: int) -> bool:
         """Return whether all ranks abandon the running evaluation before this batch."""
         assert self._abandonment is not None
+        # Sync points compare numbers, so each batch of the fit's evaluations has a larger one than those before.
         return self._abandonment.is_reached((self._evaluations << 64) + (loader << 48) + batch)
 
     def after_loader(self) -> None:

@@ -170,9 +170,11 @@ class Trainer(Status):
         fused_optimizers: bool = True,
         **unknown: Any,
     ) -> None:
+        # First, while the local variables are the arguments alone.
         given = locals()
         self._arguments = {name: value for name, value in given.items() if name not in ("self", "unknown")}
         refuse_unknown("Trainer", unknown, self._arguments, REPLACED)
+        # Before the engine connects the originals to this job.
         self._fresh = {name: copied(given[name]) for name in PARTS}
         """Copies of parts that were given as objects, for another Trainer."""
         self._settings = settings_of(self._arguments)
@@ -237,6 +239,7 @@ class Trainer(Status):
         self.run = run = TrainingRun(
             parts, model, request.datamodule, choice, self.run, request.source, val_dataloaders
         )
+        # The stop is outermost, because it raises RunStopped once everything else is closed.
         with run.stop, run.opened(), torch.autograd.set_detect_anomaly(self._settings.detect_anomaly):
             run.stop.open()
             resumption = None if choice.checkpoint is None else Resumption(run, choice.checkpoint)
@@ -244,6 +247,7 @@ class Trainer(Status):
                 resumption.parts()
             prepare_fit(run)
             run.hooks.call("on_fit_start")
+            # Before the schedulers' state is loaded, since a callback's scheduler has state as well.
             run.replace_schedulers()
             if resumption is not None:
                 resumption.state()
@@ -420,6 +424,7 @@ class Trainer(Status):
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
+        # Not type(self): a subclass's constructor may take other arguments.
         Trainer.__init__(self, **state["arguments"])
         self._take_parts(state["others"], *state["parts"])
         self.run.load_changes(state["run"])
@@ -438,6 +443,7 @@ class Trainer(Status):
 
     def _begin(self, request: Request) -> tuple[Parts, Choice]:
         """Return the parts of a call and its checkpoint, once the module has given its callbacks. Collective."""
+        # First: configure_callbacks may return the ModelCheckpoint that ckpt_path='best' or 'last' is about.
         self.callbacks = self._callbacks_for(request.module, request.call)
         parts = self._parts(self.run.root)
         return parts, choose_checkpoint(parts, self.checkpoint_callbacks, request)
@@ -489,6 +495,7 @@ class Trainer(Status):
         stays = bool(trained) and not engine.strategy.keeps_optimizers
         self.run = run
         with run.opened(stays):
+            # Before the strategy wraps the module, since on_load_checkpoint may still build layers.
             opened = open_with_hooks(run, choice.checkpoint) if choice.checkpoint is not None else None
             run.prepare_module(module)
             if not stays:

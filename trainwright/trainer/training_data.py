@@ -170,6 +170,7 @@ class TrainData:
         """
         state, loader = self._state, self.loader
         loader.set_epoch(self._engine.seed, state.epoch, state.batch)
+        # Again: an epoch that resumes at another world size has another length.
         self._measure()
         if loader.starts_beyond or (self.num_batches is not None and state.batch > self.num_batches):
             whole = limited(loader.whole_length, self._settings.limit_train_batches)
@@ -196,6 +197,7 @@ class TrainData:
         state of an earlier batch.
         """
         settings, state = self._settings, self._state
+        # A limit ends the epoch within the source's pass, and the next epoch continues from there.
         pairs = [] if self.most_batches is None else [(ONCE, self.most_batches)]
         if settings.max_steps > state.step:
             pairs.append((ONCE, state.batch + (settings.max_steps - state.step) * window))
@@ -203,6 +205,7 @@ class TrainData:
         if saving:
             pairs.append((SPACING, 0))
             if self.validate_every is not None:
+                # An interval that counts across epochs began so many batches before this epoch.
                 begun = 0 if settings.check_val_every_n_epoch is not None else state.total_batches - state.batch
                 pairs.append((self.validate_every, -begun))
             steps = [each.every_n_train_steps for each in saving if each.every_n_train_steps > 0]

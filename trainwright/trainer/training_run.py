@@ -139,6 +139,7 @@ class TrainingRun(Run):
         """Replace the schedulers by the one of a callback, if it has one."""
         optimizer = self.optimizer
         scheduler = None if optimizer is None else make_scheduler(self.callbacks, unwrap_optimizer(optimizer))
+        # It is returned at each epoch's start, and replaces the others once.
         if scheduler is not None and all(each.scheduler is not scheduler for each in self.schedulers):
             self.take_schedulers([SchedulerConfig(scheduler)])
 
@@ -235,6 +236,7 @@ class TrainingRun(Run):
         """Return whether each rank still has a batch. Collective: call on every rank."""
         if self.engine.world_size == 1:
             return has_batch
+        # NOTE: waits for the device at each batch; with a length, or sharded loaders, it is not called.
         return bool(self.engine.reduce(torch.tensor([int(has_batch)]), "min").item())
 
     def _pulled(self, pairs: Iterator[tuple[Any, bool]]) -> Iterator[tuple[Any, bool]]:
@@ -286,6 +288,7 @@ class TrainingRun(Run):
         is_at_end = phase in (Phase.EPOCH_END, Phase.VALIDATION_AT_END) or self.stages.train_dataloader is None
         if is_at_end or state.epoch_ended or state.batch >= self.stages.num_training_batches:
             return "the run failed at the end of an epoch"
+        # The validation is counted by then, so a resumed run would leave it out.
         if self.progress.is_evaluating and state.validated_at == state.total_batches:
             return "the run failed at the end of a validation"
         return ""

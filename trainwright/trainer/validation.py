@@ -21,6 +21,7 @@ def validation_is_due(run: TrainingRun, at_end: bool = False) -> bool:
     """
     settings, state = run.settings, run.state
     every = settings.check_val_every_n_epoch
+    # Once after a batch: an interval may end with the epoch, and a resumed run may have validated before its save.
     if run.validation is None or state.validated_at == state.total_batches:
         return False
     if every is not None and (state.epoch + 1) % every:
@@ -30,6 +31,7 @@ def validation_is_due(run: TrainingRun, at_end: bool = False) -> bool:
     if run.data.validate_every is None:
         return at_end
     count = state.total_batches if every is None else state.batch
+    # Whether an interval ended in the batches since the latest check, of which a window makes several.
     has_passed = count // run.data.validate_every > max(0, count - state.unchecked_batches) // run.data.validate_every
     return has_passed or (at_end and run.data.num_batches is None and every is not None)
 
