@@ -408,13 +408,17 @@ class Module(HyperParameters, ModuleHooks, nn.Module):
         except ImportError as error:
             raise ImportError('to_onnx needs torch\'s exporter: pip install "onnx" "onnxscript"') from error
         sample = to_device(sample, self.device)
-        was_training = self.training
+        was_training = {child: child.training for child in self.modules()}
         self.eval()
         try:
             with torch.no_grad():
                 return torch.onnx.export(self, sample if isinstance(sample, tuple) else (sample,), file_path, **kwargs)
         finally:
-            self.train(was_training)
+            for (
+                child,
+                training,
+            ) in was_training.items():  # each by itself: some are in evaluation mode while others train
+                child.training = training
 
     @property
     def trainer(self) -> Trainer:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import pickle
+import sys
+import types
 from pathlib import Path
 from typing import Any
 
@@ -476,3 +478,14 @@ def test_a_csv_file_of_other_columns_is_refused(tmp_path: Path) -> None:
     path.write_text("name,value\nlr,0.1\n")
     with pytest.raises(ValueError, match=r"has the columns .*; it must have key and value"):
         read_hyper_parameters(str(path))
+
+
+def test_an_export_leaves_the_mode_of_each_child(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "onnxscript", types.ModuleType("onnxscript"))
+    modes = []
+    monkeypatch.setattr(torch.onnx, "export", lambda module, *args, **options: modes.append(module.training))
+    module = Classifier().train()
+    frozen = next(each for each in module.modules() if isinstance(each, torch.nn.Linear)).eval()
+    module.to_onnx("unused.onnx", torch.zeros(1, 4))
+    assert modes == [False]
+    assert (module.training, frozen.training) == (True, False)

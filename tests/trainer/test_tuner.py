@@ -218,6 +218,16 @@ def test_negative_losses_do_not_end_a_search() -> None:
     assert len(search.results["loss"]) == 30
 
 
+def test_a_constant_loss_is_smoothed_to_itself() -> None:
+    class Constant(Rated):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            return super().training_step(batch, batch_idx) * 0.0 + 2.0
+
+    search = tw.Tuner(tw.Trainer(**QUIET, max_epochs=1)).lr_find(Constant(), num_training=20, update_attr=False)
+    assert search is not None
+    assert search.results["loss"] == pytest.approx([2.0] * 20)
+
+
 def test_losses_that_are_not_finite() -> None:
     class Spoils(Rated):
         first, last = 3, 3

@@ -224,4 +224,4 @@ class Sweep(Callback):
         """Take a loss into the running mean, and return it without what the mean's first value, 0, makes of it."""
         self._count += 1
         self._mean = SMOOTHING * self._mean + (1 - SMOOTHING) * loss
-        return self._mean / (1 - SMOOTHING ** (self._count + 1))
+        return self._mean / (1 - SMOOTHING**self._count)

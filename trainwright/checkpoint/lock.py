@@ -188,7 +188,7 @@ def _read(descriptor: int) -> dict[str, Any]:
         holder = json.loads(os.pread(descriptor, 4096, 0))
     except ValueError:
         return {}
-    return holder if isinstance(holder, dict) and {"pid", "start"} <= holder.keys() else {}
+    return holder if isinstance(holder, dict) and type(holder.get("pid")) is int and "start" in holder else {}
 
 
 def _read_soon(descriptor: int) -> dict[str, Any]:

@@ -50,6 +50,7 @@ def _values(batch: Any) -> Iterator[Any]:
         yield from batch.shape
         flat = batch.detach().reshape(-1)
         indices = torch.linspace(0, len(flat) - 1, min(len(flat), VALUES), device=flat.device).long()
+        indices = indices.clamp_(max=len(flat) - 1)  # above 2**24 elements float32 may round up to the length
         taken = flat[indices]
         yield from (torch.view_as_real(taken).reshape(-1) if taken.is_complex() else taken).tolist()
     elif "numpy" in sys.modules and isinstance(batch, sys.modules["numpy"].ndarray) and batch.dtype.kind in "biuf":
