@@ -99,7 +99,7 @@ class RemoteLogger(Logger):
         raise NotImplementedError
 
     def _rows_there(self) -> Iterable[tuple[int, int, str]]:
-        """Return the rows, images among them, that the service has of the open run: step, time and what `_unseen` names them."""
+        """Return the rows and images that the service has of the open run: step, time and what `_unseen` names them."""
         return ()
 
     def _unseen(self, step: int, values: dict[str, Any]) -> dict[str, Any]:
