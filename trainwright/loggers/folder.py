@@ -20,7 +20,8 @@ from fsspec.implementations.local import LocalFileSystem
 
 from trainwright.distributed.environment import Environment
 from trainwright.loggers.background import BackgroundWriter
-from trainwright.loggers.base import Logger, to_dict, to_numbers
+from trainwright.loggers.base import KeptCheckpoints, Logger, RunResult, to_dict, to_numbers
+from trainwright.loggers.run_record import LOOP, RunRecorder
 from trainwright.paths import absolute
 
 HPARAMS_NAME, HPARAMS_YAML = "hparams.json", "hparams.yaml"
@@ -73,9 +74,10 @@ class FolderLogger(Logger):
         self._is_new = False
         self._is_first_here = False
         """True in the logger's first run in a given folder, which an earlier run may have written to."""
-        self._step = 0
+        self._step, self._has_rows = 0, False
         self._written_at = 0.0
         self._writer = BackgroundWriter()
+        self._record = RunRecorder(write_file)
         self._is_resumed = False
         self._position: dict[str, Any] = {}
         """The position that a resumed run continues from, until its first row is written; empty then."""
@@ -158,11 +160,13 @@ class FolderLogger(Logger):
         self.save_dir = agreed(self.save_dir)  # working directories may differ by rank
         self._adopt(agreed)
         self._start(agreed, is_writer, None)
+        self._begin_record(LOOP)
 
     def _start_alone(self) -> None:
         """Begin a run folder for what is logged by hand, before a Trainer's run or without one."""
         if self._folder is None and not self._has_started:
             self._start(str, Environment.detect().rank == 0, None)
+            self._begin_record(LOOP)
 
     def _adopt(self, agreed: Callable[[str], str]) -> None:
         """Use the folder that rank 0 has begun by hand, if any. Collective."""
@@ -192,11 +196,18 @@ class FolderLogger(Logger):
         self._writes_hparams = shared is None  # in a shared folder, only its first logger
         self._set_folder(folder)
 
+    def _begin_record(self, call: str) -> None:
+        if self._is_writer and self._folder is not None and self._writes_hparams:
+            continues = not self._is_first_here or bool(self._position)
+            if work := self._record.begin(self._folder, call, continues=continues):
+                self._writer.submit(work)
+
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
         """Add a row, which is written soon, or by the next `flush`."""
         if not self._is_writer:
             return
-        self._step = step = self._step if step is None else step
+        self._step, self._has_rows = self._step if step is None else step, True
+        step = self._step
         self._add_row({"step": step, **to_numbers(metrics, self.prefix)})
         if len(self._rows) > self._rows_at_once or time.monotonic() - self._written_at > LONGEST_WAIT_SECONDS:
             self._submit_rows(all_but=1)  # the latest may still get more values
@@ -225,6 +236,9 @@ class FolderLogger(Logger):
         self._submit_hparams()
         self._submit_rows(all_but)
         self._submit_flush()
+        self._wait()
+
+    def _wait(self) -> None:
         try:
             self._writer.wait()
         except Exception as error:  # other libraries' writers raise other types
@@ -232,6 +246,20 @@ class FolderLogger(Logger):
                 f"{type(self).__name__} could not write to {self.log_dir}: {type(error).__name__}: {error}. Free space "
                 "there, or give the logger another save_dir."
             ) from error
+
+    def after_save_checkpoint(self, checkpoint_callback: KeptCheckpoints) -> None:
+        """Note in the run's record where its checkpoints are."""
+        if work := self._record.note_checkpoints(checkpoint_callback.last_model_path.rstrip("/").rpartition("/")[0]):
+            self._writer.submit(work)
+
+    def finalize(self, status: RunResult) -> None:
+        """Write what is buffered, and in the run's record how it ended."""
+        try:
+            self.flush()
+        finally:
+            if self._is_writer and (work := self._record.end(status, self._step if self._has_rows else None)):
+                self._writer.submit(work)
+                self._wait()
 
     def _submit_rows(self, all_but: int = 0) -> None:
         count = len(self._rows) - all_but
@@ -264,8 +292,12 @@ class FolderLogger(Logger):
         raise NotImplementedError
 
 
-def start_loggers(loggers: Sequence[Logger], agreed: Callable[[str], str], *, is_writer: bool) -> None:
+def start_loggers(
+    loggers: Sequence[Logger], agreed: Callable[[str], str], *, is_writer: bool, call: str = LOOP
+) -> None:
     """Start the loggers of a trainer; those of different kinds with the same save_dir and name share a folder. Collective.
+
+    `call` is what the trainer does, such as "fit"; the runs' records hold it.
 
     Raises:
         ValueError: two loggers of the same kind would write into one folder.
@@ -289,6 +321,8 @@ def start_loggers(loggers: Sequence[Logger], agreed: Callable[[str], str], *, is
                 "them different names or versions."
             )
         started.append(logger)
+    for logger in started:
+        logger._begin_record(call)
 
 
 def withdraw_loggers(loggers: Sequence[Logger]) -> None:
@@ -298,6 +332,8 @@ def withdraw_loggers(loggers: Sequence[Logger]) -> None:
     kept, and the logger's next run gets a new one.
     """
     for logger in loggers:
+        if isinstance(logger, FolderLogger):
+            logger._record.withdraw()
         if isinstance(logger, FolderLogger) and logger._is_resumed:
             logger._folder, logger._version, logger._is_resumed, logger._position = None, None, False, {}
             logger._has_started = False

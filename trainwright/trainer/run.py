@@ -329,7 +329,8 @@ class Run:
             path = choice.path or ""
             matches = ranks.decide(lambda: match_states(self.loggers, choice.loggers, path), START_OF_LOGGERS)
             resume_loggers(self.loggers, choice.loggers, path, matches)
-        start_loggers(self.loggers, partial(ranks.broadcast, call=START_OF_LOGGERS), is_writer=self.engine.rank == 0)
+        agreed = partial(ranks.broadcast, call=START_OF_LOGGERS)
+        start_loggers(self.loggers, agreed, is_writer=self.engine.rank == 0, call=self.call)
         locks.take(each.folder_in(self.trainer) for each in saving)
         choice.refuse_overtaken(ranks)
 
