@@ -14,6 +14,8 @@ import fsspec
 from trainwright.loggers.folder import FolderLogger, Row, is_local, write_file
 from trainwright.paths import open_no_link
 
+TABLE_NAME = "metrics.csv"
+
 
 class CSVLogger(FolderLogger):
     """Writes `<save_dir>/<name>/version_<n>/metrics.csv` and `hparams.json`.
@@ -56,7 +58,7 @@ class CSVLogger(FolderLogger):
     @property
     def metrics_path(self) -> str:
         """Return the path of metrics.csv."""
-        return f"{self.log_dir}/metrics.csv"
+        return f"{self.log_dir}/{TABLE_NAME}"
 
     @property
     def experiment(self) -> NoReturn:

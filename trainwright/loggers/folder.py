@@ -26,6 +26,8 @@ from trainwright.paths import absolute
 
 HPARAMS_NAME, HPARAMS_YAML = "hparams.json", "hparams.yaml"
 """The hyper-parameters, in both forms."""
+CURVES_NAME = "curves.html"
+"""The page of a run's curves."""
 LONGEST_WAIT_SECONDS = 10.0
 """The longest time that a row is buffered."""
 Row = dict[str, Any]
@@ -246,6 +248,27 @@ class FolderLogger(Logger):
                 f"{type(self).__name__} could not write to {self.log_dir}: {type(error).__name__}: {error}. Free space "
                 "there, or give the logger another save_dir."
             ) from error
+
+    def plot(self, path: str | os.PathLike[str] | None = None, metrics: Sequence[str] | None = None) -> str:
+        """Draw the curves of this run so far, and return the path of the file; only rank 0 draws.
+
+        The path ends in `.html`, for one page that needs nothing else, or in `.png`, which needs the extra `plot`; by default
+        it is `curves.html` in `log_dir`. `metrics` chooses some of the run's metrics by name.
+        """
+        from trainwright.loggers.run_files import read_history
+        from trainwright.plots import checked_format, draw
+
+        form = checked_format(os.fspath(path)) if path is not None else ".html"
+        self.flush()
+        if self._is_writer and self._folder is None:
+            raise RuntimeError(
+                f"{type(self).__name__}.plot() was called before anything was logged; call it after log_metrics, in a run or "
+                "after it."
+            )
+        target = absolute(path) if path is not None else f"{self.log_dir or self.root_dir}/{CURVES_NAME}"
+        if self._is_writer and self._folder is not None:
+            write_file(target, draw([read_history(self._folder, kind=self.kind)], form, metrics))
+        return target
 
     def after_save_checkpoint(self, checkpoint_callback: KeptCheckpoints) -> None:
         """Note in the run's record where its checkpoints are."""

@@ -66,7 +66,9 @@ class RunRecord:
             texts = (made.call, made.status, made.began, made.host, made.machine, made.process_start, *made.checkpoints)
             optional = [each for each in (made.ended, made.resumed) if each is not None]
             numbers = [made.pid, *([] if made.step is None else [made.step])]
-            is_ours = all(type(each) is str for each in (*texts, *optional)) and all(type(each) is int for each in numbers)
+            is_ours = all(type(each) is str for each in (*texts, *optional)) and all(
+                type(each) is int for each in numbers
+            )
             for moment in (made.began, *optional):
                 datetime.fromisoformat(moment)
         except (ValueError, TypeError, KeyError, RecursionError):
