@@ -9,7 +9,8 @@ from typing import Any
 
 from trainwright.launch.cli import Parser
 from trainwright.launch.variables import printable
-from trainwright.loggers.folder import CURVES_NAME, write_file
+from trainwright.loggers.files import write_file
+from trainwright.loggers.folder import CURVES_NAME
 from trainwright.loggers.run_files import read_history
 from trainwright.paths import absolute
 from trainwright.plots import AXES, History, checked_format, draw, panels_of
@@ -27,8 +28,7 @@ def plot_command(arguments: Sequence[str], _: Any) -> int:
     add(
         "--out",
         metavar="FILE",
-        help=f"a page (.html, which needs nothing else) or an image (.png); default: {CURVES_NAME} in the run's folder, or here "
-        "for several runs",
+        help=f"a page (.html) or an image (.png, with matplotlib); default: {CURVES_NAME} in the run, or here for several",
     )
     add("--metrics", action="append", metavar="A,B", help="the metrics to draw; default: all")
     add(

@@ -54,7 +54,7 @@ class Run:
     state: RunState
     record: RunRecord | None
     history: History
-    checkpoint: CheckpointEntry | None
+    checkpoint: CheckpointEntry | None = None
     monitors: dict[str, str] = field(default_factory=dict)
     """The modes of the metrics that a ModelCheckpoint monitors, by name."""
     scores: dict[str, float] = field(default_factory=dict)
@@ -64,16 +64,15 @@ class Run:
 
     @property
     def step(self) -> int | None:
-        known = (
-            self.history.last_step,
-            self.record and self.record.step,
-            self.checkpoint and int(self.checkpoint.step),
-        )
+        known = [self.history.last_step]
+        known += [self.record.step] if self.record is not None else []
+        known += [int(self.checkpoint.step)] if self.checkpoint is not None else []
         return max((each for each in known if each is not None), default=None)
 
     @property
     def epoch(self) -> int | None:
-        known = (self.history.last_epoch, self.checkpoint and self.checkpoint.epoch)
+        known = [self.history.last_epoch]
+        known += [self.checkpoint.epoch] if self.checkpoint is not None else []
         return max((each for each in known if each is not None), default=None)
 
     def best_of(self, metric: str) -> Best | None:
@@ -145,46 +144,49 @@ def list_runs(directory: str) -> list[Run]:
 
 
 def _run(root: str, folder: str) -> Run:
-    name = folder[len(root) :].strip("/") or "."
-    record, problems = read_record(folder), []
+    record = read_record(folder)
+    problems: list[str] = []
     try:
         history = read_history(folder)
         problems += history.problems
     except (ValueError, ImportError, OSError) as error:
         history = History(folder, {})
         problems.append(str(error))
-    state = record.state if record is not None else RunState("unknown", "")
-    run = Run(name, folder, state, record, history, None, problems=problems)
-    for entry in _checkpoints(folder, record, problems):
-        run.checkpoint = entry
+    state = record.state if record is not None else RunState("unknown")
+    run = Run(folder[len(root) :].strip("/") or ".", folder, state, record, history, problems=problems)
+    run.checkpoint = next(_checkpoints(folder, record, problems), None)
+    if run.checkpoint is not None:
         try:
-            states = dict(open_checkpoint(entry.path, "off").run_state().get("callbacks") or {})
+            _take_monitors(run, open_checkpoint(run.checkpoint.path, "off").run_state().get("callbacks"))
         except CheckpointError as error:
             problems.append(str(error))
-            break
-        for key, state_of in states.items():
-            if monitored := monitor_of(str(key)):
-                run.monitors[monitored[0]] = monitored[1]
-                score = state_of.get("best_model_score") if isinstance(state_of, Mapping) else None
-                if isinstance(score, (int, float)) and math.isfinite(score):
-                    run.scores[monitored[0]] = float(score)
-        break
     run.written_at = _written_at(run)
     return run
+
+
+def _take_monitors(run: Run, states: Any) -> None:
+    """Note what the ModelCheckpoints monitor whose states a checkpoint holds."""
+    for key, state in states.items() if isinstance(states, Mapping) else ():
+        if monitored := monitor_of(str(key)):
+            metric, mode = monitored
+            run.monitors[metric] = mode
+            score = state.get("best_model_score") if isinstance(state, Mapping) else None
+            if isinstance(score, (int, float)) and math.isfinite(score):
+                run.scores[metric] = float(score)
 
 
 def _checkpoints(folder: str, record: RunRecord | None, problems: list[str]) -> Iterator[CheckpointEntry]:
     """Yield the checkpoints of a run, the newest first."""
     own = f"{folder}/{CHECKPOINTS}"
-    places = [own, *(each for each in (record.checkpoints if record is not None else ()) if each != own)]
+    folders = [own, *(each for each in (record.checkpoints if record is not None else ()) if each != own)]
     found = []
-    for place in places:
+    for each in folders:
         try:
-            entries = find_checkpoints(place)
+            entries = find_checkpoints(each)
         except CheckpointError as error:
             problems.append(str(error))
             continue
-        is_inside = place == own or place.startswith(f"{folder}/")
+        is_inside = each == own or each.startswith(f"{folder}/")
         found += [(entry, is_inside) for entry in entries]
     for entry, is_inside in sorted(found, key=lambda each: each[0].order, reverse=True):
         if is_inside or _is_of(entry, folder):
@@ -192,7 +194,7 @@ def _checkpoints(folder: str, record: RunRecord | None, problems: list[str]) -> 
 
 
 def _is_of(entry: CheckpointEntry, folder: str) -> bool:
-    """Return whether a checkpoint in another folder, which runs may share, is of this run."""
+    """Return whether a checkpoint in another folder, which several runs may use, is of this run."""
     try:
         loggers = open_checkpoint(entry.path, "off").run_state().get("loggers") or []
         folders = [each["state"].get("folder", "") for each in loggers]
@@ -258,7 +260,7 @@ def _shown_best(run: Run, sort: str | None) -> dict[str, Best]:
 
 
 def _table(runs: Sequence[Run], directory: str, sort: str | None) -> list[str]:
-    rows = [("run", "state", "epoch", "step", "best", "newest checkpoint", "written")]
+    rows: list[tuple[str, ...]] = [("run", "state", "epoch", "step", "best", "newest checkpoint", "written")]
     for run in runs:
         remark = f" ({run.state.remark})" if run.state.remark else ""
         best = ", ".join(

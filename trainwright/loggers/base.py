@@ -91,7 +91,7 @@ class Logger:
         """Draw the curves of this run, and return the path of the file."""
         raise NotImplementedError(
             f"{type(self).__name__}.plot() was called, but it keeps no rows in files of ours; CSVLogger and TensorBoardLogger "
-            "can draw theirs. Pass the Trainer one of them beside this logger."
+            "can draw theirs. Pass the Trainer one of them too."
         )
 
     def after_save_checkpoint(self, checkpoint_callback: KeptCheckpoints) -> None:

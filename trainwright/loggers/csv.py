@@ -11,7 +11,8 @@ from typing import Any, NoReturn
 
 import fsspec
 
-from trainwright.loggers.folder import FolderLogger, Row, is_local, write_file
+from trainwright.loggers.files import is_local, write_file
+from trainwright.loggers.folder import FolderLogger, Row
 from trainwright.paths import open_no_link
 
 TABLE_NAME = "metrics.csv"

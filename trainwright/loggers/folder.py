@@ -8,7 +8,6 @@ import hashlib
 import json
 import os
 import re
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
@@ -16,11 +15,11 @@ from typing import Any, Self
 
 import fsspec
 import yaml
-from fsspec.implementations.local import LocalFileSystem
 
 from trainwright.distributed.environment import Environment
 from trainwright.loggers.background import BackgroundWriter
 from trainwright.loggers.base import KeptCheckpoints, Logger, RunResult, to_dict, to_numbers
+from trainwright.loggers.files import is_local, write_file
 from trainwright.loggers.run_record import LOOP, RunRecorder
 from trainwright.paths import absolute
 
@@ -79,7 +78,7 @@ class FolderLogger(Logger):
         self._step, self._has_rows = 0, False
         self._written_at = 0.0
         self._writer = BackgroundWriter()
-        self._record = RunRecorder(write_file)
+        self._record = RunRecorder()
         self._is_resumed = False
         self._position: dict[str, Any] = {}
         """The position that a resumed run continues from, until its first row is written; empty then."""
@@ -410,32 +409,6 @@ def _numbers(filesystem: Any, inside: str) -> list[int]:
 
 def _next_number(filesystem: Any, inside: str) -> int:
     return 1 + max(_numbers(filesystem, inside), default=-1)
-
-
-def is_local(path: str) -> bool:
-    return isinstance(fsspec.core.url_to_fs(path)[0], LocalFileSystem)
-
-
-def write_file(path: str, data: bytes) -> None:
-    """Write a whole file; on a local disk atomically and durably."""
-    filesystem, inside = fsspec.core.url_to_fs(path)
-    if not isinstance(filesystem, LocalFileSystem):
-        filesystem.pipe_file(inside, data)
-        return
-    os.makedirs(os.path.dirname(inside), exist_ok=True)  # the sub_dir of a TensorBoardLogger begins with this file
-    temporary = f"{inside}.{os.getpid()}-{threading.get_ident()}.tmp"
-    with contextlib.suppress(FileNotFoundError):
-        os.unlink(temporary)  # left by a killed process, or a link
-    try:
-        with open(temporary, "xb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, inside)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(temporary)
-        raise
 
 
 def _jsonable(value: Any) -> Any:

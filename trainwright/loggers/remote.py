@@ -220,7 +220,7 @@ class RemoteLogger(Logger):
         """Refuse: the rows are with the service, which draws them."""
         raise NotImplementedError(
             f"{type(self).__name__}.plot() was called, but its rows are with its service; look at {self.shown_in}, or pass the "
-            "Trainer a CSVLogger beside it, which can plot."
+            "Trainer a CSVLogger too, which can plot."
         )
 
     def state_dict(self) -> dict[str, Any]:

@@ -7,7 +7,7 @@ import io
 import posixpath
 import re
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import fsspec
@@ -137,8 +137,8 @@ def _series(steps: Numbers, values: Numbers, times: Numbers | None = None) -> Se
 
 
 def _of_events(folder: str, filesystem: Any, paths: list[str]) -> History:
-    rows: list[tuple[int, float, Mapping[str, float]]] = []
-    problems = []
+    rows: list[tuple[int, float, dict[str, float]]] = []
+    problems: list[str] = []
     for path in paths:
         for step, time, values, is_start in _events_of(filesystem, path, problems):
             if is_start:  # of a run that was resumed, which writes what follows again

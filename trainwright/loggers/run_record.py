@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, get_args
 import fsspec
 
 from trainwright.loggers.base import RunResult
+from trainwright.loggers.files import write_file
 from trainwright.process_identity import is_process_alive, machine, process_start_time
 
 RECORD_NAME = "run.json"
@@ -81,7 +82,7 @@ class RunRecord:
         if self.status != RUNNING:
             return RunState(RESULTS[self.status])
         if self.machine != machine():
-            return RunState(RUNNING, f"on {self.host or 'another machine'}, which cannot be asked from here")
+            return RunState(RUNNING, f"on {self.host or 'another machine'}, as far as this one can see")
         if is_process_alive(self.pid, self.process_start):
             return RunState(RUNNING)
         if self.call == LOOP:  # which need not say how it ended
@@ -112,8 +113,7 @@ def _bytes_in(folder: str) -> bytes | None:
 class RunRecorder:
     """Keeps the record of a logger's run; what it returns writes the file, and is run by the logger's thread."""
 
-    def __init__(self, write: Callable[[str, bytes], None]) -> None:
-        self._write = write
+    def __init__(self) -> None:
         self._folder = ""
         self._record: RunRecord | None = None
         self._before: bytes | None = None
@@ -170,7 +170,7 @@ class RunRecorder:
             return
         self._may_withdraw, path = False, f"{self._folder}/{RECORD_NAME}"
         if self._before is not None:
-            self._write(path, self._before)
+            write_file(path, self._before)
         else:
             filesystem, inside = fsspec.core.url_to_fs(path)
             with contextlib.suppress(FileNotFoundError):
@@ -179,7 +179,7 @@ class RunRecorder:
     def _writing(self) -> Work:
         assert self._record is not None
         path, data = f"{self._folder}/{RECORD_NAME}", self._record.to_bytes()
-        return lambda: self._write(path, data)
+        return lambda: write_file(path, data)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_record": None, "_may_withdraw": False}  # a copy has not begun anything

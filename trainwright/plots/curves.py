@@ -1,4 +1,4 @@
-"""Curves: which metrics share a panel, what a curve is called, and how many of its points are drawn."""
+"""Curves: which metrics are in one panel, what a curve is called, and how many of its points are drawn."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Curve:
     y: Numbers
     num_bad: int
     color: int
-    """The place in a list of colors, and of dashes."""
+    """The index in a list of colors, and of dashes."""
     dash: int
 
     @property
@@ -46,7 +46,7 @@ class Curve:
 
 @dataclass(frozen=True)
 class Panel:
-    """The curves that share a y axis."""
+    """The curves over one y axis."""
 
     group: str
     title: str
@@ -74,13 +74,13 @@ def panels_of(histories: Sequence[History], metrics: Sequence[str] | None = None
     names = list(dict.fromkeys(name for each in histories for name in each.series))
     chosen = [name for name in names if (name not in NOT_DRAWN if metrics is None else name in metrics)]
     titles = dict.fromkeys(
-        sorted(((*_place(name), name) for name in chosen), key=lambda each: (each[0], each[1].lower()))
+        sorted(((*_panel_of(name), name) for name in chosen), key=lambda each: (each[0], each[1].lower()))
     )
-    shared: dict[tuple[int, str], list[str]] = {}
+    together: dict[tuple[int, str], list[str]] = {}
     for group, title, name in titles:
-        shared.setdefault((group, title), []).append(name)
+        together.setdefault((group, title), []).append(name)
     panels = []
-    for (group, title), members in shared.items():
+    for (group, title), members in together.items():
         curves = [
             _curve(history, name, axis, run if len(runs) > 1 else "", at, runs.index(run) if len(runs) > 1 else None)
             for run, history in zip(runs, histories, strict=True)
@@ -98,7 +98,7 @@ def panels_of(histories: Sequence[History], metrics: Sequence[str] | None = None
 
 def _curve(history: History, name: str, axis: str, run: str, at: int, number: int | None) -> Curve:
     series = history.series[name]
-    x = history.places(series, axis)
+    x = history.x_of(series, axis)
     order = np.argsort(x, kind="stable")
     y = np.where(np.abs(series.values) <= LARGEST, series.values, np.nan)[order]
     # One run: a color for each metric. Several: a color for each run, and a dash for each metric.
@@ -106,7 +106,7 @@ def _curve(history: History, name: str, axis: str, run: str, at: int, number: in
     return Curve(run, name, x[order], y, int(np.isnan(y).sum()), color, dash)
 
 
-def _place(name: str) -> tuple[int, str]:
+def _panel_of(name: str) -> tuple[int, str]:
     """Return the group of a metric and the title of its panel."""
     if _SPEED.search(name):
         return GROUPS.index(THROUGHPUT), re.split(r"/", name)[-1]
@@ -119,7 +119,7 @@ def _place(name: str) -> tuple[int, str]:
 
 
 def _range(arrays: Sequence[Numbers]) -> tuple[float, float]:
-    """Return the least and the greatest finite number, apart in any case; 0 and 1 if there are none."""
+    """Return the least and the greatest finite number, apart in any case; without any, 0 and 1."""
     finite = [each[np.isfinite(each)] for each in arrays]
     finite = [each for each in finite if len(each)]
     if not finite:
@@ -171,7 +171,7 @@ def ticks(low: float, high: float, count: int) -> list[float]:
     power = 10.0 ** math.floor(math.log10(raw))
     step = next((factor * power for factor in (1, 2, 2.5, 5) if factor * power >= raw * 0.999), 10 * power)
     first = math.ceil(low / step - 1e-9)
-    found = []
+    found: list[float] = []
     while (first + len(found)) * step <= high + step * 1e-9 and len(found) <= 3 * count:
         found.append((first + len(found)) * step)
     return found

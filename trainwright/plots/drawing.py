@@ -31,7 +31,7 @@ def checked_metrics(histories: Sequence[History], metrics: Sequence[str]) -> lis
         if each not in known:
             close = difflib.get_close_matches(each, known, n=1)
             hint = f" Did you mean {close[0]!r}?" if close else ""
-            choice = f"choose from {', '.join(known)}" if known else "there are no rows yet"
+            choice = f"choose from {', '.join(known)}" if known else "the runs have no rows yet"
             raise ValueError(f"the metric {each!r} was not logged; {choice}.{hint}")
     return list(dict.fromkeys(metrics))
 

@@ -1,4 +1,4 @@
-"""History: the values that a run has logged, and their places on an axis of steps, epochs or time."""
+"""History: the values that a run has logged, and their x values on an axis of steps, epochs or time."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class History:
         """Return the highest epoch of a row, which counts from 0; None if no row names one."""
         return int(self.epochs[:, 1].max()) if len(self.epochs) else None
 
-    def places(self, series: Series, axis: str) -> Numbers:
+    def x_of(self, series: Series, axis: str) -> Numbers:
         """Return the x value of each value of a series; ValueError if the run's files do not say it."""
         if axis == "step":
             return series.steps
@@ -79,7 +79,7 @@ class History:
 
 
 def names_of_runs(folders: list[str]) -> list[str]:
-    """Return short names that distinguish folders: their paths without the part that all share."""
+    """Return short names that distinguish folders: their paths without the part that all have."""
     if len(folders) == 1:
         return ["/".join(_parts(folders[0])[-2:]) or folders[0]]
     parts = [_parts(each) for each in folders]

@@ -59,7 +59,7 @@ def _draw(axes: Any, panel: Panel, axis: str) -> None:
     axes.set_xlim(left / unit, right / unit)
     axes.set_ylim(low, high)
     axes.margins(0)
-    title = panel.title if panel.title.lower() == panel.group.lower() else f"{panel.group}: {panel.title}"
+    title = panel.group if panel.title.lower() == panel.group.lower() else f"{panel.group}: {panel.title}"
     axes.set_title(_shown(title), fontsize=10, loc="left", parse_math=False)
     axes.set_xlabel(label, fontsize=9)
     axes.tick_params(labelsize=8)
@@ -83,9 +83,13 @@ def _curve(axes: Any, curve: Curve, panel: Panel, unit: float) -> Any:
     """Draw the parts of a curve, and return what the legend shows of it."""
     from matplotlib.lines import Line2D
 
-    look = {"color": COLORS[curve.color % len(COLORS)], "linestyle": DASHES[curve.dash % len(DASHES)], "linewidth": 1.3}
+    look: dict[str, Any] = {
+        "color": COLORS[curve.color % len(COLORS)],
+        "linestyle": DASHES[curve.dash % len(DASHES)],
+        "linewidth": 1.3,
+    }
     for xs, ys in line_of(curve, panel.x_range, THINNED_TO).parts:
-        dot = {"marker": "o", "markersize": 3} if len(xs) == 1 else {}
+        dot: dict[str, Any] = {"marker": "o", "markersize": 3} if len(xs) == 1 else {}
         axes.plot(xs / unit, ys, **look, **dot)
     return Line2D([], [], **look)
 

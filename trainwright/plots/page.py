@@ -19,7 +19,7 @@ BANDS = 80
 MOST_VALUES = 24
 """The curves whose values a band shows."""
 COLORS = ("#3b7dd8", "#e0762f", "#3c9f5f", "#c94c5b", "#8c6bc8", "#8a6d4b", "#d465a8", "#7f8790", "#a6a02c", "#2ba7b5")
-"""Each can be told from the page in both settings."""
+"""Each is visible in both settings."""
 DASHES = ("", "7 4", "2 3", "10 3 2 3", "14 5")
 STYLE = """
 :root { color-scheme: light dark; --paper: #ffffff; --ink: #1d2126; --soft: #626b75; --grid: #dfe3e8; }
@@ -44,7 +44,7 @@ def page_of(panels: Sequence[Panel], axis: str, folders: Sequence[str], problems
     lines = [
         "<!doctype html>",
         '<html lang="en"><head><meta charset="utf-8">',
-        # The page needs nothing, so a browser is told to refuse whatever a name could have smuggled in.
+        # The page needs nothing, so a browser has to refuse whatever a name could have smuggled in.
         "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'\">",
         '<meta name="viewport" content="width=device-width, initial-scale=1">',
         f"<title>{_text(title)}</title>",
