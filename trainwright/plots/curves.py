@@ -54,7 +54,7 @@ class Panel:
 
     @property
     def x_range(self) -> tuple[float, float]:
-        return _range([curve.x for curve in self.curves])
+        return _range([curve.x for curve in self.curves], margin=1.0)
 
     @property
     def y_range(self) -> tuple[float, float]:
@@ -118,8 +118,8 @@ def _panel_of(name: str) -> tuple[int, str]:
     return GROUPS.index(METRICS), _STAGE.sub("", _STAGE.sub("", name)) or name
 
 
-def _range(arrays: Sequence[Numbers]) -> tuple[float, float]:
-    """Return the least and the greatest finite number, apart in any case; without any, 0 and 1."""
+def _range(arrays: Sequence[Numbers], margin: float | None = None) -> tuple[float, float]:
+    """Return the least and the greatest finite number; without any, 0 and 1. A single number gets a margin on both sides."""
     finite = [each[np.isfinite(each)] for each in arrays]
     finite = [each for each in finite if len(each)]
     if not finite:
@@ -127,7 +127,8 @@ def _range(arrays: Sequence[Numbers]) -> tuple[float, float]:
     low, high = float(min(each.min() for each in finite)), float(max(each.max() for each in finite))
     if high / 2 - low / 2 > abs(high) * 1e-12:
         return low, high
-    return low - (abs(low) * 0.05 or 0.5), high + (abs(high) * 0.05 or 0.5)
+    margin = margin or abs(high) * 0.05 or 0.5
+    return low - margin, high + margin
 
 
 @dataclass(frozen=True)
@@ -162,6 +163,17 @@ def line_of(curve: Curve, x_range: tuple[float, float], columns: int) -> Line:
         if len(finite) < end - start:
             found.append([])
     return Line(tuple((x[part], y[part]) for part in found if part), is_thinned=True)
+
+
+def thinning_of(panels: Sequence[Panel], columns: int) -> str:
+    """Return a sentence on how long curves are drawn; "" if all points are."""
+    most = max(len(curve.x) for panel in panels for curve in panel.curves)
+    if most <= POINTS_A_COLUMN * columns:
+        return ""
+    return (
+        f"Long curves, of up to {most:,} points, are drawn by the first, least, greatest and last value in each of {columns} "
+        "columns, so that no peak is lost."
+    )
 
 
 def ticks(low: float, high: float, count: int) -> list[float]:

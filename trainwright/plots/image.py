@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Sequence
 from typing import Any
 
-from trainwright.plots.curves import Curve, Panel, line_of, x_label
+from trainwright.plots.curves import Curve, Panel, line_of, thinning_of, x_label
 from trainwright.plots.page import COLORS
 
 COLUMNS = 2
@@ -47,6 +47,8 @@ def image_of(panels: Sequence[Panel], axis: str) -> bytes:
         FigureCanvasAgg(figure)
         for number, panel in enumerate(panels):
             _draw(figure.add_subplot(rows, columns, number + 1), panel, axis)
+        if note := thinning_of(panels, THINNED_TO):
+            figure.supxlabel(note, fontsize=7)
         data = io.BytesIO()
         figure.savefig(data, format="png")
     return data.getvalue()
@@ -89,7 +91,7 @@ def _curve(axes: Any, curve: Curve, panel: Panel, unit: float) -> Any:
         "linewidth": 1.3,
     }
     for xs, ys in line_of(curve, panel.x_range, THINNED_TO).parts:
-        dot: dict[str, Any] = {"marker": "o", "markersize": 3} if len(xs) == 1 else {}
+        dot: dict[str, Any] = {"marker": "o", "markersize": 3, "clip_on": False} if len(xs) == 1 else {}
         axes.plot(xs / unit, ys, **look, **dot)
     return Line2D([], [], **look)
 

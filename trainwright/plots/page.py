@@ -8,7 +8,7 @@ from itertools import groupby
 
 import numpy as np
 
-from trainwright.plots.curves import POINTS_A_COLUMN, Curve, Panel, line_of, ticks, x_label
+from trainwright.plots.curves import Curve, Panel, line_of, thinning_of, ticks, x_label
 from trainwright.plots.history import names_of_runs
 
 WIDTH, HEIGHT = 640, 300
@@ -57,12 +57,8 @@ def page_of(panels: Sequence[Panel], axis: str, folders: Sequence[str], problems
         lines.append(f'<li>{key} {_text(run)} <span class="soft">{_text(folder)}</span></li>')
     lines.append("</ul>")
     lines += [f"<p>{_text(each)}</p>" for each in problems]
-    most = max(len(curve.x) for panel in panels for curve in panel.curves)
-    if most > POINTS_A_COLUMN * PLOT_WIDTH:
-        lines.append(
-            f'<p class="soft">Long curves, of up to {most:,} points, are drawn by the first, least, greatest and last value in '
-            f"each of {PLOT_WIDTH} columns; so no peak is lost.</p>"
-        )
+    if note := thinning_of(panels, PLOT_WIDTH):
+        lines.append(f'<p class="soft">{note}</p>')
     lines.append('<p class="soft">Point at a panel to see the values there.</p>')
     for group, members in groupby(panels, lambda panel: panel.group):
         lines += [f"<h2>{_text(group)}</h2>", '<div class="panels">']
