@@ -243,7 +243,11 @@ def after(word: str) -> list[list[str]]:
 
 COMMANDS = list(commands())
 LAUNCHES = [rest for name, *rest in after("trainwright") if name == "launch" and rest and rest != ["--help"]]
-OTHERS = [words for words in after("trainwright") if words[0] in ("config", "test", "estimate", "env") and words[1:]]
+OTHERS = [
+    words
+    for words in after("trainwright")
+    if words[0] in ("config", "test", "estimate", "env", "runs", "plot") and words[1:]
+]
 CONFIGS = [block for block in BLOCKS if block.kind == "yaml"]
 CHECKPOINTS = [rest for name, *rest in after("trainwright") if name == "checkpoint" and rest and "|" not in rest[0]]
 
@@ -309,6 +313,9 @@ def test_the_other_commands_do_what_is_shown(
     words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("TRAINWRIGHT_CONFIG", str(Path("mine.yaml").absolute()))
+    for number in range(2):  # the runs of a reader
+        Path(f"trainwright_logs/version_{number}").mkdir(parents=True)
+        Path(f"trainwright_logs/version_{number}/metrics.csv").write_text("step,epoch,val_loss,val_acc\n8,0,0.5,0.9\n")
     Path("mine.yaml").write_text("devices: 2")
     monkeypatch.setattr("builtins.input", lambda _: "yes" if _.endswith("[no] ") else "")
     monkeypatch.setattr(Trials, "run", lambda self, strategies: print(strategies) or 0)

@@ -54,7 +54,7 @@ METHODS = {
         prepare_data save_hyperparameters setup state_dict teardown test_dataloader train_dataloader transfer_batch_to_device
         val_dataloader""",
     tw.Logger: """after_save_checkpoint close finalize flush load_state_dict log_graph log_hyperparams log_images log_metrics
-        save start state_dict""",
+        plot save start state_dict""",
 }
 CALLBACKS_MAY_USE = """accumulate_grad_batches batch_indices callback_metrics callbacks current_epoch datamodule
     default_root_dir enable_validation engine fast_dev_run global_rank global_step is_dummy_batch is_global_zero log_dir

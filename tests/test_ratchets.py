@@ -286,6 +286,10 @@ PACKAGE_LINES = [
         "trials with loggers and overfit_batches, loggers that are set, links into folders, an earlier run's checkpoints",
     ),
     (236, "comments that say why at the hard places"),
+    (
+        1_530,
+        "curves of runs as a page or an image, the list of runs, and the records of runs that say how they ended",
+    ),
 ]
 """Lines of the package: what is added to it, or taken off, with the reason. The sum is the limit."""
 
@@ -301,7 +305,7 @@ def test_lines_of_the_package() -> None:
 # -- the walk of a checkpoint (that of a batch is test_call_budget.py's) ----------------------------------------------------
 
 MOST_CALLS_OF_A_SAVE = 880
-MOST_FILES_OF_A_SAVE = 32  # goal: 20
+MOST_FILES_OF_A_SAVE = 33  # goal: 20; process_identity.py is a file of its own, which run records need too
 
 
 def test_the_walk_of_a_checkpoint(tmp_path: Path) -> None:

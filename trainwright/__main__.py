@@ -27,6 +27,8 @@ COMMANDS = {
     "test": ("trainwright.commands.trials:trials_command", "train under every strategy here, and compare"),
     "estimate": ("trainwright.commands.estimate:estimate_command", "the memory that training a model takes"),
     "env": ("trainwright.commands.environment_report:env_command", "versions, devices and settings, for a bug report"),
+    "runs": ("trainwright.commands.runs:runs_command", "list runs: state, best values, newest checkpoint"),
+    "plot": ("trainwright.commands.plot:plot_command", "draw the curves of runs as a page or an image"),
     "checkpoint": ("trainwright.checkpoint.commands:checkpoint_command", "show, verify, export or import a checkpoint"),
 }
 """The subcommands beside launch: "module:function", imported when chosen, and a line of help."""

@@ -18,9 +18,9 @@ import pytest
 from deadlines import deadline, wait_until
 
 from trainwright.checkpoint import lock
-from trainwright.checkpoint.filesystem import machine, process_start_time
 from trainwright.checkpoint.lock import LOCK_NAME, lock_folder
 from trainwright.errors import CheckpointError
+from trainwright.process_identity import machine, process_start_time
 
 
 def forked(work: Callable[[], object]) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import warnings
 from collections.abc import Collection
 from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
@@ -17,6 +18,13 @@ KEY_SETTINGS = (
     "monitor", "mode", "save_top_k", "every_n_train_steps", "every_n_epochs", "train_time_interval", "filename",
 )  # fmt: skip
 """The settings that distinguish one ModelCheckpoint's state from another's."""
+
+
+def monitor_of(state_key: str) -> tuple[str, str] | None:
+    """Return the metric that a ModelCheckpoint with this key of its state monitors, and its mode; None if it monitors none."""
+    found = re.search(r"\(monitor=(.+), mode=(min|max), save_top_k=", state_key)
+    return (found[1], found[2]) if found and found[1] != "None" else None
+
 
 COUNTERS = ("epoch", "step")
 """What a ModelCheckpoint may monitor without logging it."""

@@ -9,22 +9,21 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
-import hashlib
 import os
 import re
 import shutil
-import socket
 import stat
 import sys
 import time
 import uuid
 from collections.abc import Iterable, Iterator
-from pathlib import Path, PurePosixPath
+from pathlib import PurePosixPath
 from typing import Any, BinaryIO, cast
 
 import fsspec.core
 
 from trainwright.errors import CheckpointError
+from trainwright.process_identity import is_process_alive, machine, process_start_time
 
 RETRY_DELAYS_SECONDS = (0.5, 2.0)
 _NOT_RETRIED = (FileNotFoundError, PermissionError, FileExistsError, IsADirectoryError, NotADirectoryError)
@@ -284,36 +283,6 @@ def temporary_path(path: str) -> str:
     pid = os.getpid()
     # The dot in front keeps it out of every search for checkpoints.
     return f"{parent}/.{name}.tmp-{machine()}-{pid}-{process_start_time(pid)}-{uuid.uuid4().hex[:12]}"
-
-
-def machine() -> str:
-    """Return an identifier of this machine and its namespace of process ids, for file names."""
-    # Containers may share a host name; the namespace of process ids then differs.
-    namespace = ""
-    with contextlib.suppress(OSError):
-        namespace = os.readlink("/proc/self/ns/pid")
-    return hashlib.sha256(f"{socket.gethostname()} {namespace}".encode()).hexdigest()[:8]
-
-
-def process_start_time(pid: int) -> str:
-    """Return when a process of this machine started; empty if it has ended."""
-    # Process ids are reused, so the start time (ticks since boot) is stored with them; "0" if unknown.
-    with contextlib.suppress(OSError, IndexError):
-        fields = Path(f"/proc/{pid}/stat").read_text("utf-8", errors="replace").rpartition(")")[2].split()
-        return "" if fields[0] in "ZX" else fields[19]  # a zombie no longer writes
-    return "0"
-
-
-def is_process_alive(pid: int, start: str) -> bool:
-    """Return whether the process of this machine with this id and start time is alive."""
-    try:
-        os.kill(pid, 0)
-    except (ProcessLookupError, OverflowError):
-        return False
-    # Another user's process: the id is in use.
-    except PermissionError:
-        pass
-    return process_start_time(pid) == start
 
 
 def sweep_temporaries(directory: str) -> list[str]:

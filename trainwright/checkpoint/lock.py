@@ -23,9 +23,10 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
 
-from trainwright.checkpoint.filesystem import Files, describe, is_process_alive, machine, process_start_time, resolve
+from trainwright.checkpoint.filesystem import Files, describe, resolve
 from trainwright.errors import CheckpointError
 from trainwright.paths import open_no_link
+from trainwright.process_identity import is_process_alive, machine, process_start_time
 
 LOCK_NAME = ".lock"
 ATTEMPTS = 20

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import argparse
 import functools
-from collections.abc import Callable, Iterator, Mapping
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, Protocol, Self
 
 from trainwright.distributed.environment import Environment
@@ -86,6 +87,13 @@ class Logger:
         """Make what was logged durable; called at the end of each epoch."""
         self.save()
 
+    def plot(self, path: str | os.PathLike[str] | None = None, metrics: Sequence[str] | None = None) -> str:
+        """Draw the curves of this run, and return the path of the file."""
+        raise NotImplementedError(
+            f"{type(self).__name__}.plot() was called, but it keeps no rows in files of ours; CSVLogger and TensorBoardLogger "
+            "can draw theirs. Pass the Trainer one of them too."
+        )
+
     def after_save_checkpoint(self, checkpoint_callback: KeptCheckpoints) -> None:
         """Called on rank 0 once a checkpoint of a ModelCheckpoint is complete; with async_save, at the next save or the end."""
 
@@ -141,6 +149,9 @@ class SilentLogger(Logger):
 
     name = ""
     version = ""
+
+    def plot(self, path: str | os.PathLike[str] | None = None, metrics: Sequence[str] | None = None) -> str:
+        return ""
 
     def __init__(self) -> None:
         self.experiment = SilentExperiment()

@@ -11,8 +11,11 @@ from typing import Any, NoReturn
 
 import fsspec
 
-from trainwright.loggers.folder import FolderLogger, Row, is_local, write_file
+from trainwright.loggers.files import is_local, write_file
+from trainwright.loggers.folder import FolderLogger, Row
 from trainwright.paths import open_no_link
+
+TABLE_NAME = "metrics.csv"
 
 
 class CSVLogger(FolderLogger):
@@ -56,7 +59,7 @@ class CSVLogger(FolderLogger):
     @property
     def metrics_path(self) -> str:
         """Return the path of metrics.csv."""
-        return f"{self.log_dir}/metrics.csv"
+        return f"{self.log_dir}/{TABLE_NAME}"
 
     @property
     def experiment(self) -> NoReturn:

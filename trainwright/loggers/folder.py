@@ -8,7 +8,6 @@ import hashlib
 import json
 import os
 import re
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
@@ -16,15 +15,18 @@ from typing import Any, Self
 
 import fsspec
 import yaml
-from fsspec.implementations.local import LocalFileSystem
 
 from trainwright.distributed.environment import Environment
 from trainwright.loggers.background import BackgroundWriter
-from trainwright.loggers.base import Logger, to_dict, to_numbers
+from trainwright.loggers.base import KeptCheckpoints, Logger, RunResult, to_dict, to_numbers
+from trainwright.loggers.files import is_local, write_file
+from trainwright.loggers.run_record import LOOP, RunRecorder
 from trainwright.paths import absolute
 
 HPARAMS_NAME, HPARAMS_YAML = "hparams.json", "hparams.yaml"
 """The hyper-parameters, in both forms."""
+CURVES_NAME = "curves.html"
+"""The page of a run's curves."""
 LONGEST_WAIT_SECONDS = 10.0
 """The longest time that a row is buffered."""
 Row = dict[str, Any]
@@ -73,9 +75,10 @@ class FolderLogger(Logger):
         self._is_new = False
         self._is_first_here = False
         """True in the logger's first run in a given folder, which an earlier run may have written to."""
-        self._step = 0
+        self._step, self._has_rows = 0, False
         self._written_at = 0.0
         self._writer = BackgroundWriter()
+        self._record = RunRecorder()
         self._is_resumed = False
         self._position: dict[str, Any] = {}
         """The position that a resumed run continues from, until its first row is written; empty then."""
@@ -158,11 +161,13 @@ class FolderLogger(Logger):
         self.save_dir = agreed(self.save_dir)  # working directories may differ by rank
         self._adopt(agreed)
         self._start(agreed, is_writer, None)
+        self._begin_record(LOOP)
 
     def _start_alone(self) -> None:
         """Begin a run folder for what is logged by hand, before a Trainer's run or without one."""
         if self._folder is None and not self._has_started:
             self._start(str, Environment.detect().rank == 0, None)
+            self._begin_record(LOOP)
 
     def _adopt(self, agreed: Callable[[str], str]) -> None:
         """Use the folder that rank 0 has begun by hand, if any. Collective."""
@@ -192,11 +197,18 @@ class FolderLogger(Logger):
         self._writes_hparams = shared is None  # in a shared folder, only its first logger
         self._set_folder(folder)
 
+    def _begin_record(self, call: str) -> None:
+        if self._is_writer and self._folder is not None and self._writes_hparams:
+            continues = not self._is_first_here or bool(self._position)
+            if work := self._record.begin(self._folder, call, continues=continues):
+                self._writer.submit(work)
+
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
         """Add a row, which is written soon, or by the next `flush`."""
         if not self._is_writer:
             return
-        self._step = step = self._step if step is None else step
+        self._step, self._has_rows = self._step if step is None else step, True
+        step = self._step
         self._add_row({"step": step, **to_numbers(metrics, self.prefix)})
         if len(self._rows) > self._rows_at_once or time.monotonic() - self._written_at > LONGEST_WAIT_SECONDS:
             self._submit_rows(all_but=1)  # the latest may still get more values
@@ -225,6 +237,9 @@ class FolderLogger(Logger):
         self._submit_hparams()
         self._submit_rows(all_but)
         self._submit_flush()
+        self._wait()
+
+    def _wait(self) -> None:
         try:
             self._writer.wait()
         except Exception as error:  # other libraries' writers raise other types
@@ -232,6 +247,41 @@ class FolderLogger(Logger):
                 f"{type(self).__name__} could not write to {self.log_dir}: {type(error).__name__}: {error}. Free space "
                 "there, or give the logger another save_dir."
             ) from error
+
+    def plot(self, path: str | os.PathLike[str] | None = None, metrics: Sequence[str] | None = None) -> str:
+        """Draw the curves of this run so far, and return the path of the file; only rank 0 draws.
+
+        The path ends in `.html`, for one page that needs nothing else, or in `.png`, which needs the extra `plot`; by default
+        it is `curves.html` in `log_dir`. `metrics` chooses some of the run's metrics by name.
+        """
+        from trainwright.loggers.run_files import read_history
+        from trainwright.plots import checked_format, draw
+
+        form = checked_format(os.fspath(path)) if path is not None else ".html"
+        self.flush()
+        if self._is_writer and self._folder is None:
+            raise RuntimeError(
+                f"{type(self).__name__}.plot() was called before anything was logged; call it after log_metrics, in a run or "
+                "after it."
+            )
+        target = absolute(path) if path is not None else f"{self.log_dir or self.root_dir}/{CURVES_NAME}"
+        if self._is_writer and self._folder is not None:
+            write_file(target, draw([read_history(self._folder, kind=self.kind)], form, metrics))
+        return target
+
+    def after_save_checkpoint(self, checkpoint_callback: KeptCheckpoints) -> None:
+        """Note in the run's record where its checkpoints are."""
+        if work := self._record.note_checkpoints(checkpoint_callback.last_model_path.rstrip("/").rpartition("/")[0]):
+            self._writer.submit(work)
+
+    def finalize(self, status: RunResult) -> None:
+        """Write what is buffered, and in the run's record how it ended."""
+        try:
+            self.flush()
+        finally:
+            if self._is_writer and (work := self._record.end(status, self._step if self._has_rows else None)):
+                self._writer.submit(work)
+                self._wait()
 
     def _submit_rows(self, all_but: int = 0) -> None:
         count = len(self._rows) - all_but
@@ -264,8 +314,12 @@ class FolderLogger(Logger):
         raise NotImplementedError
 
 
-def start_loggers(loggers: Sequence[Logger], agreed: Callable[[str], str], *, is_writer: bool) -> None:
+def start_loggers(
+    loggers: Sequence[Logger], agreed: Callable[[str], str], *, is_writer: bool, call: str = LOOP
+) -> None:
     """Start the loggers of a trainer; those of different kinds with the same save_dir and name share a folder. Collective.
+
+    `call` is what the trainer does, such as "fit"; the runs' records hold it.
 
     Raises:
         ValueError: two loggers of the same kind would write into one folder.
@@ -289,6 +343,8 @@ def start_loggers(loggers: Sequence[Logger], agreed: Callable[[str], str], *, is
                 "them different names or versions."
             )
         started.append(logger)
+    for logger in started:
+        logger._begin_record(call)
 
 
 def withdraw_loggers(loggers: Sequence[Logger]) -> None:
@@ -298,6 +354,8 @@ def withdraw_loggers(loggers: Sequence[Logger]) -> None:
     kept, and the logger's next run gets a new one.
     """
     for logger in loggers:
+        if isinstance(logger, FolderLogger):
+            logger._record.withdraw()
         if isinstance(logger, FolderLogger) and logger._is_resumed:
             logger._folder, logger._version, logger._is_resumed, logger._position = None, None, False, {}
             logger._has_started = False
@@ -351,32 +409,6 @@ def _numbers(filesystem: Any, inside: str) -> list[int]:
 
 def _next_number(filesystem: Any, inside: str) -> int:
     return 1 + max(_numbers(filesystem, inside), default=-1)
-
-
-def is_local(path: str) -> bool:
-    return isinstance(fsspec.core.url_to_fs(path)[0], LocalFileSystem)
-
-
-def write_file(path: str, data: bytes) -> None:
-    """Write a whole file; on a local disk atomically and durably."""
-    filesystem, inside = fsspec.core.url_to_fs(path)
-    if not isinstance(filesystem, LocalFileSystem):
-        filesystem.pipe_file(inside, data)
-        return
-    os.makedirs(os.path.dirname(inside), exist_ok=True)  # the sub_dir of a TensorBoardLogger begins with this file
-    temporary = f"{inside}.{os.getpid()}-{threading.get_ident()}.tmp"
-    with contextlib.suppress(FileNotFoundError):
-        os.unlink(temporary)  # left by a killed process, or a link
-    try:
-        with open(temporary, "xb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, inside)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(temporary)
-        raise
 
 
 def _jsonable(value: Any) -> Any:

@@ -43,6 +43,8 @@ class MLFlowLogger(RemoteLogger):
         ModuleNotFoundError: mlflow is not installed.
     """
 
+    shown_in = "the pages of MLflow (`mlflow ui --backend-store-uri STORE` shows a local store)"
+
     def __init__(
         self,
         experiment_name: str = "trainwright_logs",

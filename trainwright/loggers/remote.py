@@ -8,7 +8,7 @@ import os
 import time
 import warnings
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from trainwright.distributed.environment import Environment
@@ -61,6 +61,9 @@ class RemoteLogger(Logger):
     A resumed run continues the checkpoint's run of the service, unless its logger was given the id of another. Rows that
     arrived there before the kill are left out when they come again.
     """
+
+    shown_in = "the pages of its service"
+    """Where users see the curves."""
 
     def __init__(self, prefix: str = "", log_model: bool | str = False, run_id: str | None = None) -> None:
         if log_model not in (True, False, "all"):
@@ -217,6 +220,13 @@ class RemoteLogger(Logger):
                 )
             else:
                 self._uploaded.append(path)
+
+    def plot(self, path: str | os.PathLike[str] | None = None, metrics: Sequence[str] | None = None) -> str:
+        """Refuse: the rows are with the service, which draws them."""
+        raise NotImplementedError(
+            f"{type(self).__name__}.plot() was called, but its rows are with its service; look at {self.shown_in}, or pass the "
+            "Trainer a CSVLogger too, which can plot."
+        )
 
     def state_dict(self) -> dict[str, Any]:
         self.flush()

@@ -20,7 +20,8 @@ from torch import nn
 
 from trainwright.devices.generators import forked_generators
 from trainwright.loggers.base import SilentExperiment, to_dict, to_numbers
-from trainwright.loggers.folder import FolderLogger, Row, is_local
+from trainwright.loggers.files import is_local
+from trainwright.loggers.folder import FolderLogger, Row
 from trainwright.paths import open_no_link
 
 if TYPE_CHECKING:

@@ -43,6 +43,8 @@ class WandbLogger(RemoteLogger):
         ModuleNotFoundError: wandb is not installed.
     """
 
+    shown_in = "the run's page (experiment.url; that of an offline run exists after `wandb sync`)"
+
     def __init__(
         self,
         name: str | None = None,

@@ -335,8 +335,9 @@ class Run:
             path = choice.path or ""
             matches = ranks.decide(lambda: match_states(self.loggers, choice.loggers, path), START_OF_LOGGERS)
             resume_loggers(self.loggers, choice.loggers, path, matches)
-        start_loggers(self.loggers, partial(ranks.broadcast, call=START_OF_LOGGERS), is_writer=self.engine.rank == 0)
         # Default folders are in the loggers' run folders, which are known from here on.
+        agreed = partial(ranks.broadcast, call=START_OF_LOGGERS)
+        start_loggers(self.loggers, agreed, is_writer=self.engine.rank == 0, call=self.call)
         locks.take(each.folder_in(self.trainer) for each in saving)
         # Under the locks no other run can change the folders any more.
         choice.refuse_overtaken(ranks)

@@ -1,0 +1,171 @@
+"""Run files: what is read of the tables and event files of runs, whole, damaged, resumed and none at all; `logger.plot`."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from small import QUIET, Classifier, loss_of, make_loader
+
+import trainwright as tw
+from trainwright.loggers import SilentLogger
+from trainwright.loggers.run_files import find_runs, is_run, read_history
+
+
+class Scored(Classifier):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = loss_of(self.net, batch)
+        self.log("train_loss", loss)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", self.net(batch[0]).square().mean())
+
+
+def table(folder: Path, text: str | bytes) -> str:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "metrics.csv").write_bytes(text if isinstance(text, bytes) else text.encode())
+    return str(folder)
+
+
+def test_both_kinds_of_files_say_the_same(tmp_path: Path) -> None:
+    loggers = [tw.CSVLogger(tmp_path), tw.TensorBoardLogger(tmp_path, sub_dir="board")]
+    options = {**QUIET, "logger": loggers, "log_every_n_steps": 3, "enable_checkpointing": True}
+    tw.Trainer(**options, max_epochs=2).fit(Scored(), make_loader(), make_loader(8))
+    folder = str(tmp_path / "trainwright_logs/version_0")
+    by_table, by_events = (read_history(folder, kind=kind) for kind in ("csv", "tensorboard"))
+    assert set(by_table.series) == {"train_loss", "val_loss"} == set(by_events.series) - {"hp_metric"}
+    for name, series in by_table.series.items():
+        other = by_events.series[name]
+        assert (series.steps == other.steps).all()
+        np.testing.assert_allclose(series.values, other.values, rtol=1e-6)
+        assert series.times is None
+        assert other.times is not None
+        assert (np.diff(other.times) >= 0).all()
+    assert (by_table.last_step, by_table.last_epoch) == (by_events.last_step, by_events.last_epoch) == (22, 1)
+    assert by_table.x_of(by_table.series["val_loss"], "epoch").tolist() == [1, 2]
+    assert read_history(folder, with_times=True).series["val_loss"].times is not None
+    assert read_history(folder).series["val_loss"].times is None
+    assert find_runs(str(tmp_path)) == [folder]
+
+    assert loggers[0].plot() == f"{folder}/curves.html"
+    assert loggers[1].plot(metrics=["val_loss"]) == f"{folder}/board/curves.html"
+    page, one = (Path(each.log_dir or "", "curves.html").read_text() for each in loggers)
+    assert "train_loss" in page
+    assert "val_loss" in one
+    assert "train_loss" not in one
+    image = loggers[0].plot(tmp_path / "new" / "curves.png")
+    assert Path(image).read_bytes().startswith(b"\x89PNG")
+    assert os.listdir(tmp_path / "new") == ["curves.png"]
+    with pytest.raises(
+        ValueError, match=r"curves\.svg' does not say what to draw: accepted are names that end in \.html or"
+    ):
+        loggers[0].plot("curves.svg")
+    with pytest.raises(ValueError, match="the metric 'nothing' was not logged"):
+        loggers[0].plot(metrics=["nothing"])
+
+
+def test_events_after_a_resume(tmp_path: Path) -> None:
+    """A file whose writer was told of a start at a step takes the place of the rows from there on."""
+    logger = tw.TensorBoardLogger(tmp_path, name=None, version=0)
+    for step in range(6):
+        logger.log_metrics({"loss": 1.0}, step=step)
+    logger.close()
+    resumed = tw.TensorBoardLogger(tmp_path, name=None, version=0, purge_step=4)
+    for step in range(4, 7):
+        resumed.log_metrics({"loss": 2.0}, step=step)
+    resumed.close()
+    series = read_history(str(tmp_path / "version_0")).series["loss"]
+    assert series.steps.tolist() == [0, 1, 2, 3, 4, 5, 6]
+    assert series.values.tolist() == [1, 1, 1, 1, 2, 2, 2]
+    # A killed process leaves half of a record; and a file may be damaged.
+    newest = max((tmp_path / "version_0").glob("events*"), key=lambda each: each.stat().st_mtime_ns)
+    data = newest.read_bytes()
+    newest.write_bytes(data[:-5])
+    assert read_history(str(tmp_path / "version_0")).series["loss"].steps.tolist() == [0, 1, 2, 3, 4, 5]
+    newest.write_bytes(data[:60] + b"\xff" * (len(data) - 60))
+    damaged = read_history(str(tmp_path / "version_0"))
+    assert damaged.series["loss"].steps[0] == 0
+
+
+def test_events_without_tensorboard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    logger = tw.TensorBoardLogger(tmp_path, name=None)
+    logger.log_metrics({"loss": 1.0}, step=0)
+    logger.close()
+    monkeypatch.setitem(sys.modules, "tensorboard.compat.proto.event_pb2", None)
+    with pytest.raises(ImportError, match=r'pip install "trainwright\[tensorboard\]", or log with a CSVLogger'):
+        read_history(str(tmp_path / "version_0"))
+
+
+def test_tables(tmp_path: Path) -> None:
+    text = (
+        'step,epoch,loss,"odd, ""name""",note,flag\r\n5,1,2.5,,text,True\n0,0,nan,1,,\n,,7,,,\n3,0,inf,2,,False\n4,0,1'
+    )
+    history = read_history(table(tmp_path / "run", text))
+    assert set(history.series) == {"loss", 'odd, "name"', "flag"}
+    loss = history.series["loss"]
+    assert loss.steps.tolist() == [0, 3, 5]  # in order, without the row that ends within a value
+    assert [str(each) for each in loss.values] == ["nan", "inf", "2.5"]
+    assert loss.num_bad == 2
+    assert history.series["flag"].values.tolist() == [0, 1]
+    assert history.epochs.tolist() == [[5, 1], [0, 0], [3, 0]]
+    assert "1 rows without a step were left out" in history.problems[0]
+    assert "1 damaged rows" in read_history(table(tmp_path / "run", "step,a\n1,2\n3,4,5\n")).problems[0]
+    for empty in ("", "step", "step,epoch\n", "step,epoch,loss\n"):
+        found = read_history(table(tmp_path / "empty", empty))
+        assert (found.series, found.last_step, found.last_epoch) == ({}, None, None)
+    for data in ("a,b\n1,2\n", b"\xff\xfe\x00step\n", 'step,"a\n' + "x" * 200_000 + "\n"):
+        with pytest.raises(
+            ValueError, match=r"metrics\.csv is not a table of a CSVLogger: .* Give the folder of another run\."
+        ):
+            read_history(table(tmp_path / "foreign", data))
+
+
+def test_what_is_not_a_run(tmp_path: Path) -> None:
+    for number in (2, 10):
+        table(tmp_path / f"logs/version_{number}", "step,loss\n1,2\n")
+    (tmp_path / "logs/version_10/checkpoints/step=1.ckpt").mkdir(parents=True)
+    (tmp_path / "logs/.hidden").mkdir()
+    table(tmp_path / "logs/.hidden/version_0", "step,loss\n")
+    (tmp_path / "logs/link").symlink_to(tmp_path / "logs/version_2")
+    assert find_runs(str(tmp_path)) == [f"{tmp_path}/logs/version_2", f"{tmp_path}/logs/version_10"]
+    assert find_runs(str(tmp_path / "logs/version_2")) == [f"{tmp_path}/logs/version_2"]
+    assert not is_run(str(tmp_path))
+    for path, text in (
+        ("nowhere", r"nowhere is not a run folder: it does not exist\. A run folder is one that CSVLogger or"),
+        ("logs", r"logs is not a run folder: it holds 2 of them\. .*; did you mean .*/logs/version_10\?"),
+        (
+            "logs/version_10/checkpoints",
+            r"it has no metrics\.csv and no event files\. .*; did you mean .*/version_10, which it",
+        ),
+        ("logs/version_2/metrics.csv", r"it is a file\. .*; give .*/logs/version_2\."),
+    ):
+        with pytest.raises(ValueError, match=text):
+            read_history(f"{tmp_path}/{path}")
+
+
+def test_loggers_that_cannot_plot(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match=r"CSVLogger\.plot\(\) was called before anything was logged"):
+        tw.CSVLogger(tmp_path).plot()
+    assert os.listdir(tmp_path) == []
+    with pytest.raises(
+        NotImplementedError, match=r"WandbLogger\.plot\(\) was called, but its rows are with its service; look at"
+    ):
+        tw.WandbLogger(save_dir=tmp_path, offline=True).plot()
+    with pytest.raises(NotImplementedError, match="the pages of MLflow"):
+        tw.MLFlowLogger(save_dir=str(tmp_path)).plot()
+    with pytest.raises(NotImplementedError, match="keeps no rows in files of ours; CSVLogger and TensorBoardLogger"):
+        tw.Logger().plot()
+    assert SilentLogger().plot() == ""
+
+
+def test_a_run_in_memory() -> None:
+    logger = tw.CSVLogger("memory://plots", name="run")
+    logger.log_metrics({"loss": 1.0}, step=0)
+    assert logger.plot() == "memory://plots/run/version_0/curves.html"
+    assert find_runs("memory://plots") == ["memory://plots/run/version_0"]
+    assert read_history("memory://plots/run/version_0").series["loss"].values.tolist() == [1.0]

@@ -1,0 +1,195 @@
+"""The record of a run in its folder: what became of the run, for each way in which one ends."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from forked import run_python
+from jobs import run_job
+from small import QUIET, Classifier, make_loader
+
+import trainwright as tw
+from trainwright.loggers.run_record import RunRecord, read_record
+from trainwright.process_identity import machine, process_start_time
+
+
+class Raises(Classifier):
+    """Raises at a batch of the first epoch."""
+
+    def __init__(self, error: BaseException | None = None) -> None:
+        super().__init__()
+        self.error = error
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if self.error is not None and batch_idx == 2:
+            raise self.error
+
+
+def trainer_in(folder: Path, **options: Any) -> tw.Trainer:
+    logger = tw.CSVLogger(folder, name=None)
+    return tw.Trainer(**{**QUIET, "logger": logger, "max_epochs": 1, "log_every_n_steps": 1, **options})
+
+
+def record_in(folder: Path, run: str = "version_0") -> RunRecord:
+    found = read_record(str(folder / run))
+    assert found is not None
+    return found
+
+
+def test_a_run_that_finishes_and_is_tested(tmp_path: Path) -> None:
+    seen = []
+    watch = tw.LambdaCallback(
+        on_train_start=lambda trainer, module: trainer.loggers[0].flush() or seen.append(record_in(tmp_path))
+    )
+    saves = tw.ModelCheckpoint(tmp_path / "elsewhere")
+    trainer = trainer_in(tmp_path, callbacks=[watch, saves], enable_checkpointing=True)
+    trainer.validate(Classifier(), make_loader(), verbose=False)
+    assert (record_in(tmp_path).call, record_in(tmp_path).status) == ("validate", "success")
+    trainer.fit(Classifier(), make_loader())
+    (running,) = seen
+    assert (running.call, running.status, running.state.word, running.pid) == ("fit", "running", "running", os.getpid())
+    done = record_in(tmp_path)
+    assert (done.state, done.step, done.resumed) == (("finished", ""), 11, None)
+    assert done.ended is not None
+    assert done.checkpoints == (f"{tmp_path}/elsewhere",)
+    trainer.test(Classifier(), make_loader(), verbose=False)
+    assert record_in(tmp_path) == done  # how the training ended
+    trainer.fit(Classifier(), make_loader())
+    again = record_in(tmp_path)
+    assert (again.began, again.checkpoints, again.state.word) == (done.began, done.checkpoints, "finished")
+    assert again.resumed is not None
+
+
+@pytest.mark.parametrize(("error", "word"), [(ValueError("bad batch"), "failed"), (KeyboardInterrupt(), "stopped")])
+def test_a_run_that_fails_or_is_stopped_and_goes_on(tmp_path: Path, error: BaseException, word: str) -> None:
+    saves = tw.ModelCheckpoint(every_n_train_steps=1)
+    trainer = trainer_in(tmp_path, callbacks=saves, enable_checkpointing=True)
+    with contextlib.suppress(ValueError, KeyboardInterrupt):
+        trainer.fit(Raises(error), make_loader())
+    ended = record_in(tmp_path)
+    assert (ended.state.word, ended.step) == (word, 2)
+    resumed = trainer_in(tmp_path, callbacks=tw.ModelCheckpoint(), enable_checkpointing=True)
+    resumed.fit(Raises(), make_loader(), ckpt_path="auto")
+    assert os.listdir(tmp_path) == ["version_0"]
+    whole = record_in(tmp_path)
+    assert (whole.state.word, whole.began, whole.step) == ("finished", ended.began, 11)
+    assert whole.resumed is not None
+
+
+def test_a_run_that_is_refused_leaves_the_record_as_it_was(tmp_path: Path) -> None:
+    class Refused(Classifier):
+        def configure_optimizers(self) -> Any:
+            return "none"
+
+    with pytest.raises(TypeError):
+        trainer_in(tmp_path).fit(Refused(), make_loader())
+    assert os.listdir(tmp_path) == []
+    trainer = trainer_in(tmp_path)
+    trainer.fit(Classifier(), make_loader())
+    before = (tmp_path / "version_0/run.json").read_bytes()
+    with pytest.raises(TypeError):
+        trainer.fit(Refused(), make_loader())
+    assert (tmp_path / "version_0/run.json").read_bytes() == before
+
+
+KILLED = """
+import os, signal, sys
+from small import Classifier, make_loader, QUIET
+import trainwright as tw
+def kill(trainer, module, batch, batch_idx):
+    if batch_idx == 5:
+        os.kill(os.getpid(), signal.SIGKILL)
+logger = tw.CSVLogger(sys.argv[1], name=None)
+callback = tw.LambdaCallback(on_train_batch_start=kill)
+trainer = tw.Trainer(**{**QUIET, "logger": logger}, callbacks=callback, max_epochs=1, log_every_n_steps=1)
+trainer.fit(Classifier(), make_loader())
+"""
+
+
+@pytest.mark.launch
+def test_a_run_that_is_killed(tmp_path: Path) -> None:
+    assert run_python("-c", KILLED, tmp_path).returncode != 0
+    killed = record_in(tmp_path)
+    assert (killed.status, killed.machine) == ("running", machine())
+    assert killed.state == ("failed", "its process is gone")
+    elsewhere = replace(killed, machine="another", host="other-host")
+    assert elsewhere.state.word == "running"
+    assert "on other-host" in elsewhere.state.remark
+
+
+def test_the_state_of_a_process() -> None:
+    own = os.getpid()
+    record = RunRecord(
+        "fit", "running", "2026-01-01T00:00:00+00:00", machine=machine(), pid=own, process_start=process_start_time(own)
+    )
+    assert record.state == ("running", "")
+    assert replace(record, process_start="1").state.word == "failed"  # the id is another process's by now
+    ended = subprocess.Popen([sys.executable, "-S", "-c", ""])
+    ended.wait()
+    assert replace(record, pid=ended.pid).state.word == "failed"
+    assert replace(record, pid=ended.pid, call="loop").state.word == "ended"  # such a loop need not say how it ended
+
+
+def test_loops_by_hand(tmp_path: Path) -> None:
+    logger = tw.CSVLogger(tmp_path, name=None)
+    logger.log_metrics({"loss": 1.0}, step=4)
+    logger.finalize("success")  # writes what is buffered
+    assert (tmp_path / "version_0/metrics.csv").read_text() == "step,loss\n4,1.0\n"
+    assert (record_in(tmp_path).call, record_in(tmp_path).state.word, record_in(tmp_path).step) == (
+        "loop",
+        "finished",
+        4,
+    )
+    accelerator = tw.Accelerator(log_with=tw.CSVLogger(tmp_path, name=None), cpu=True)
+    accelerator.init_trackers("project")
+    accelerator.log({"loss": 1.0}, step=0)
+    accelerator.get_tracker("csv", unwrap=False).logger.flush()
+    assert record_in(tmp_path, "version_1").state.word == "running"
+    accelerator.end_training()
+    assert record_in(tmp_path, "version_1").state.word == "finished"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "[]",
+        "{",
+        '{"call": "fit"}',
+        '{"call": "fit", "status": "odd", "began": "2026-01-01T00:00:00+00:00"}',
+        '{"call": "fit", "status": "success", "began": "yesterday"}',
+        '{"call": "fit", "status": "running", "began": "2026-01-01T00:00:00+00:00", "pid": "1"}',
+        '{"call": "fit", "status": ["success"], "began": "2026-01-01T00:00:00+00:00"}',
+        '{"call": "fit", "status": "success", "began": "2026-01-01T00:00:00+00:00", "checkpoints": [1]}',
+        "[" * 10_000,
+    ],
+)
+def test_a_damaged_record_is_none(tmp_path: Path, text: str) -> None:
+    (tmp_path / "run.json").write_text(text)
+    assert read_record(str(tmp_path)) is None
+    trainer = tw.Trainer(**{**QUIET, "logger": tw.CSVLogger(tmp_path, name=None, version="")}, max_steps=1)
+    if not text:
+        trainer.fit(Classifier(), make_loader())
+        assert json.loads((tmp_path / "run.json").read_text())["status"] == "success"
+
+
+def two_ranks(folder: Path) -> str:
+    logger = tw.CSVLogger(folder, name=None)
+    options = {**QUIET, "logger": logger, "devices": "auto", "max_epochs": 1, "log_every_n_steps": 1}
+    tw.Trainer(**options).fit(Classifier(), make_loader())
+    return logger.plot()
+
+
+def test_two_ranks_write_one_record(tmp_path: Path) -> None:
+    plotted = run_job(two_ranks, 2, tmp_path)
+    assert plotted == [f"{tmp_path}/version_0/curves.html"] * 2
+    assert record_in(tmp_path).state.word == "finished"
+    assert sorted(os.listdir(tmp_path / "version_0")) == ["curves.html", "metrics.csv", "run.json"]

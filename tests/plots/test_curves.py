@@ -1,0 +1,207 @@
+"""Curves: axes, panels, legends, gaps, and how long curves are thinned out."""
+
+from __future__ import annotations
+
+import re
+import sys
+from html.parser import HTMLParser
+from typing import Any
+
+import numpy as np
+import pytest
+
+from trainwright.plots import History, Series, draw, panels_of
+from trainwright.plots.curves import line_of, ticks, x_label
+from trainwright.plots.history import names_of_runs
+
+ODD = ("_first", "$x_{", "<script>alert(1)</script>", "a&b\"'", "\u540d\u524d", "line\nbreak\x1b[31m", "with, comma")
+
+
+def history(folder: str = "runs/a", epochs: Any = (), **series: Any) -> History:
+    made = {}
+    for name, values in series.items():
+        values = np.asarray(values, float)
+        made[name] = Series(np.arange(len(values), dtype=float), values)
+    return History(folder, made, np.asarray(epochs, float).reshape(-1, 2))
+
+
+def test_panels() -> None:
+    names = (
+        *("train_loss_step", "train_loss_epoch", "val_loss", "loss", "g_loss", "nll/loss", "FocalLoss", "glossary"),
+        *("train_acc", "val_acc", "val_acc/dataloader_idx_1", "f1", "lr-Adam", "lr-Adam/pg1", "lr-Adam-momentum"),
+        *("train/samples_per_sec", "train/device/samples_per_sec", "train/device/mfu", "hp_metric"),
+    )
+    found = {
+        (panel.group, panel.title): {curve.metric for curve in panel.curves}
+        for panel in panels_of([history(**{name: [1, 2] for name in names})])
+    }
+    assert list(dict.fromkeys(group for group, _ in found)) == ["Loss", "Metrics", "Learning rate", "Throughput"]
+    assert found["Loss", "loss"] == {*names[:7]}
+    assert found["Metrics", "acc"] == {"train_acc", "val_acc", "val_acc/dataloader_idx_1"}
+    assert found["Metrics", "glossary"] == {"glossary"}
+    assert found["Learning rate", "learning rate"] == {"lr-Adam", "lr-Adam/pg1"}
+    assert found["Learning rate", "lr-Adam-momentum"] == {"lr-Adam-momentum"}
+    assert found["Throughput", "samples_per_sec"] == {"train/samples_per_sec", "train/device/samples_per_sec"}
+    assert "hp_metric" not in set().union(*found.values())
+
+
+def test_several_runs() -> None:
+    runs = [history("/logs/one/version_0", loss=[1], only=[2]), history("/logs/two/version_0", loss=[3], val_loss=[4])]
+    loss, only = panels_of(runs)
+    assert [(curve.label, curve.color, curve.dash) for curve in loss.curves] == [
+        ("one/version_0: loss", 0, 0),
+        ("two/version_0: loss", 1, 0),
+        ("two/version_0: val_loss", 1, 1),
+    ]
+    assert [curve.label for curve in only.curves] == ["one/version_0: only"]
+    assert names_of_runs(["/a/b/version_0"]) == ["b/version_0"]
+    assert names_of_runs(["/a/b", "/a/b/c"]) == ["b", "b/c"]
+    page = draw(runs, ".html").decode()
+    assert "Curves of 2 runs" in page
+    assert "/logs/two/version_0" in page
+
+
+def test_axes() -> None:
+    steps = np.array([0.0, 5, 10, 15, 20, 25])
+    epochs = np.array([[5, 0], [10, 0], [20, 1], [25, 2]])
+    series = Series(steps, steps, times=steps * 60 + 1e9)
+    run = History("run", {"loss": series, "early": Series(steps[:1], steps[:1], np.array([1e9 - 30]))}, epochs)
+    assert run.x_of(series, "step").tolist() == steps.tolist()
+    # Ten steps an epoch; the last is taken to be as long as the one before it.
+    assert run.x_of(series, "epoch").tolist() == [0, 0.5, 1, 1.5, 2, 2.5]
+    assert run.x_of(series, "time").tolist() == (steps * 60 + 30).tolist()
+    assert (run.last_step, run.last_epoch) == (25, 2)
+    assert x_label("time", 40) == ("time in seconds", 1.0)
+    assert x_label("time", 4000) == ("time in minutes", 60.0)
+    assert x_label("time", 9000) == ("time in hours", 3600.0)
+    for axis, text in (
+        ("epoch", "names no epochs"),
+        ("time", "has no times: metrics.csv holds steps and epochs alone"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            draw([history(loss=[1.0])], ".html", axis=axis)
+    with pytest.raises(ValueError, match=r"x='batch' is unknown; choose from step, epoch, time"):
+        draw([history(loss=[1.0])], ".html", axis="batch")
+
+
+def test_what_cannot_be_drawn() -> None:
+    with pytest.raises(ValueError, match="nothing to draw: runs/a has no rows"):
+        draw([history()], ".html")
+    with pytest.raises(ValueError, match=r"'val_los' was not logged; choose from val_loss\. Did you mean 'val_loss'\?"):
+        draw([history(val_loss=[1.0])], ".html", ["val_los"])
+    with pytest.raises(TypeError, match="pass a list of the names"):
+        draw([history(val_loss=[1.0])], ".html", "val_loss")
+
+
+def test_gaps() -> None:
+    nan, inf = float("nan"), float("inf")
+    (panel,) = panels_of([history(loss=[nan, 1, 2, nan, 3, inf, -inf, 1e308, 4, 5])])
+    (curve,) = panel.curves
+    assert curve.label == "loss (5 not finite)"
+    assert [ys.tolist() for _, ys in line_of(curve, panel.x_range, 100).parts] == [[1, 2], [3], [4, 5]]
+    page = draw([history(loss=[nan, 1, 2, nan, 3, inf])], ".html").decode()
+    assert "loss (3 not finite)" in page
+    assert page.count('r="2.5"') == 1  # the lone point
+    assert "nan" not in re.sub(r"<title>.*?</title>", "", page)
+
+
+def test_long_curves_keep_their_peaks() -> None:
+    rng, count, columns = np.random.default_rng(0), 200_000, 500
+    values = rng.standard_normal(count)
+    values[77_777], values[123_456] = 50.0, -60.0
+    values[100_000:110_000] = np.nan
+    (panel,) = panels_of([history(loss=values)])
+    (curve,) = panel.curves
+    line = line_of(curve, panel.x_range, columns)
+    xs, ys = (np.concatenate(each) for each in zip(*line.parts, strict=True))
+    assert line.is_thinned
+    assert len(xs) <= 4 * columns
+    assert (np.diff(xs) > 0).all()
+    assert (values[xs.astype(int)] == ys).all()
+    assert (ys.max(), ys.min(), xs[0], xs[-1]) == (50.0, -60.0, 0, count - 1)
+    # The extremes of each column are drawn.
+    column = (np.arange(count) / (count - 1) * columns).astype(int).clip(0, columns - 1)
+    drawn = (xs / (count - 1) * columns).astype(int).clip(0, columns - 1)
+    for each in (0, 200, columns - 1):
+        assert np.nanmax(values[column == each]) == ys[drawn == each].max()
+    assert not any((part >= 100_000).any() and (part < 100_000).any() for part, _ in line.parts)
+    page = draw([history(loss=values)], ".html").decode()
+    assert "of up to 200,000 points" in page
+    assert "least, greatest and last value in each of 564 columns" in page
+    assert len(page) < 120_000
+    assert not line_of(curve, panel.x_range, count).is_thinned
+
+
+class Page(HTMLParser):
+    """What a page holds: its elements, in pairs, and its text."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.names: set[str] = set()
+        self.attributes: set[str] = set()
+        self.text = ""
+        self.feed(page)
+
+    def handle_starttag(self, tag: str, attrs: Any) -> None:
+        self.handle_startendtag(tag, attrs)
+        if tag != "meta":
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: Any) -> None:
+        self.names.add(tag)
+        self.attributes |= {name for name, _ in attrs}
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+def test_the_page_is_self_contained_and_escapes_names() -> None:
+    runs = [
+        history(f"/logs/<img src=x onerror=alert(1)>/{each}", **{name: [1, each] for name in ODD}) for each in (1, 2)
+    ]
+    page = draw([*runs], ".html").decode()
+    found = Page(page)
+    assert not found.open
+    assert found.names == {
+        *("html", "head", "meta", "title", "style", "body", "h1", "h2", "p", "ul", "li", "span", "div"),
+        *("figure", "figcaption", "svg", "line", "text", "path", "rect"),
+    }
+    assert not found.attributes & {"src", "href", "onerror", "onclick", "onload", "srcset"}
+    assert "url(" not in page
+    assert "default-src 'none'" in page
+    assert "prefers-color-scheme: dark" in page
+    for name in ODD[:5]:
+        assert name in found.text
+    assert "line\\nbreak\\x1b[31m" in found.text
+    assert "\x1b" not in page
+    assert "1: _first = 1 at step 1\n2: _first = 2 at step 1" in found.text  # what the pointer shows
+
+
+def test_an_image(monkeypatch: pytest.MonkeyPatch) -> None:
+    was_there = "matplotlib.pyplot" in sys.modules
+    numbers = {"loss": [float("nan")], "one": [1], "big": [1e299, -1e299], "same": [3, 3]}
+    assert draw([history(**numbers)], ".html")
+    data = draw([history(epochs=[[0, 0], [1, 0]], **numbers, **{name: [1, 2] for name in ODD})], ".png", axis="epoch")
+    assert data.startswith(b"\x89PNG")
+    assert ("matplotlib.pyplot" in sys.modules) == was_there
+    with pytest.raises(ValueError, match="201 panels are too many"):
+        draw([history(**{f"m{number}": [1.0] for number in range(201)})], ".png")
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(ImportError, match=r'pip install "trainwright\[plot\]", or give a name that ends in \.html'):
+        draw([history(loss=[1.0])], ".png")
+    assert draw([history(loss=[1.0])], ".html")
+
+
+@pytest.mark.parametrize(
+    "low_high", [(0, 1), (0.1, 0.1001), (-1e299, 1e299), (1e-300, 3e-300), (999_990, 1_000_010), (-7, -6.5)]
+)
+def test_ticks(low_high: tuple[float, float]) -> None:
+    low, high = low_high
+    found = ticks(low, high, 5)
+    assert 2 <= len(found) <= 12
+    assert all(low - (high / 2 - low / 2) * 1e-6 <= each <= high + (high / 2 - low / 2) * 1e-6 for each in found)
+    assert found == sorted(set(found))

@@ -1,0 +1,36 @@
+"""Whole files of loggers, on a local disk or any other file system of fsspec."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+
+import fsspec
+from fsspec.implementations.local import LocalFileSystem
+
+
+def is_local(path: str) -> bool:
+    return isinstance(fsspec.core.url_to_fs(path)[0], LocalFileSystem)
+
+
+def write_file(path: str, data: bytes) -> None:
+    """Write a whole file; on a local disk atomically and durably."""
+    filesystem, inside = fsspec.core.url_to_fs(path)
+    if not isinstance(filesystem, LocalFileSystem):
+        filesystem.pipe_file(inside, data)
+        return
+    os.makedirs(os.path.dirname(inside), exist_ok=True)  # the sub_dir of a TensorBoardLogger begins with this file
+    temporary = f"{inside}.{os.getpid()}-{threading.get_ident()}.tmp"
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(temporary)  # left by a killed process, or a link
+    try:
+        with open(temporary, "xb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, inside)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)
+        raise

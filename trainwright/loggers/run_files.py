@@ -1,0 +1,235 @@
+"""Run files: which folders are those of runs, and what the files in them say that was logged."""
+
+from __future__ import annotations
+
+import csv
+import io
+import posixpath
+import re
+import struct
+from collections.abc import Iterator
+from typing import Any
+
+import fsspec
+import numpy as np
+
+from trainwright.loggers.csv import TABLE_NAME
+from trainwright.loggers.position import CHECKPOINTS
+from trainwright.loggers.run_record import RECORD_NAME
+from trainwright.plots.history import History, Numbers, Series
+
+EVENTS = "events.out.tfevents."
+"""How the names of event files begin."""
+DEEPEST = 12
+"""Levels of folders that are searched."""
+
+
+def find_runs(root: str) -> list[str]:
+    """Return the folders of runs at and below a folder, by name and number; links and hidden folders are left out."""
+    filesystem, inside = fsspec.core.url_to_fs(root)
+    found = [
+        root if at == inside else f"{root.rstrip('/')}/{at[len(inside) :].strip('/')}"
+        for at in _runs(filesystem, inside)
+    ]
+    return sorted(found, key=_natural)
+
+
+def is_run(folder: str) -> bool:
+    """Return whether a folder holds what a folder logger writes."""
+    filesystem, inside = fsspec.core.url_to_fs(folder)
+    return _has_run(name for name, _ in _listing(filesystem, inside))
+
+
+def refuse_other(folder: str) -> None:
+    """Refuse a path that is not the folder of a run, with what to give instead (ValueError)."""
+    filesystem, inside = fsspec.core.url_to_fs(folder)
+    accepted = f"A run folder is one that CSVLogger or TensorBoardLogger writes, with {TABLE_NAME} or event files in it"
+    if not filesystem.exists(inside):
+        raise ValueError(f"{folder} is not a run folder: it does not exist. {accepted}.")
+    if not filesystem.isdir(inside):
+        parent = posixpath.dirname(folder.rstrip("/")) or "."
+        hint = f"; give {parent}" if is_run(parent) else ""
+        raise ValueError(f"{folder} is not a run folder: it is a file. {accepted}{hint}.")
+    if is_run(folder):
+        return
+    within = find_runs(folder)
+    above = next((each for each in _parents(folder) if is_run(each)), None)
+    hint = f"; did you mean {within[-1]}?" if within else f"; did you mean {above}, which it is in?" if above else "."
+    count = f"it holds {len(within)} of them" if within else f"it has no {TABLE_NAME} and no event files"
+    raise ValueError(f"{folder} is not a run folder: {count}. {accepted}{hint}")
+
+
+def read_history(folder: str, *, with_times: bool = False, kind: str = "") -> History:
+    """Return what a run has logged: by its table, or else, or `with_times`, by its event files.
+
+    `kind` prefers the files of one kind of logger ("csv" or "tensorboard"), if they are there.
+
+    Raises:
+        ValueError: it is not the folder of a run, or a file in it is not what it seems.
+        ImportError: there are event files alone, and tensorboard is not installed.
+    """
+    refuse_other(folder)
+    filesystem, inside = fsspec.core.url_to_fs(folder)
+    has_table = filesystem.isfile(f"{inside}/{TABLE_NAME}")
+    events = sorted(_event_files(filesystem, inside), key=posixpath.basename)
+    if events and (with_times or kind == "tensorboard" or not has_table):
+        return _of_events(folder, filesystem, events)
+    if not has_table:
+        return History(folder, {})  # a run that has logged nothing yet
+    with filesystem.open(f"{inside}/{TABLE_NAME}", "rb") as file:
+        return _of_table(folder, file.read())
+
+
+# -- metrics.csv -----------------------------------------------------------------------------------------------------------
+
+
+def _of_table(folder: str, data: bytes) -> History:
+    path = f"{folder}/{TABLE_NAME}"
+    try:
+        text = data[: data.rfind(b"\n") + 1].decode("utf-8")  # the rest is a row that a killed process did not finish
+        names, *rows = csv.reader(io.StringIO(text, newline="")) if text else [["step"]]
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise ValueError(f"{path} is not a table of a CSVLogger: {error}. Give the folder of another run.") from error
+    if "step" not in names:
+        raise ValueError(
+            f"{path} is not a table of a CSVLogger: it has no column step. Give the folder of another run."
+        )
+    whole = [row for row in rows if len(row) == len(names)]
+    problems = [f"{path}: {len(rows) - len(whole)} damaged rows were left out."] if len(whole) < len(rows) else []
+    columns = dict(zip(names, zip(*whole, strict=True), strict=True)) if whole else {}
+    steps, has_step = _numbers(columns.pop("step", ()))
+    epochs, has_epoch = _numbers(columns.pop("epoch", ()))
+    if not has_step.all():
+        problems.append(f"{path}: {int((~has_step).sum())} rows without a step were left out.")
+    series = {}
+    for name, cells in columns.items():
+        values, is_there = _numbers(cells)
+        if (at := np.flatnonzero(is_there & has_step)).size:
+            series[name] = _series(steps[at], values[at])
+    both = np.flatnonzero(has_epoch & has_step) if len(has_epoch) else np.empty(0, int)
+    return History(
+        folder,
+        series,
+        np.stack([steps[both], epochs[both]], axis=1) if both.size else np.empty((0, 2)),
+        tuple(problems),
+    )
+
+
+def _numbers(cells: Any) -> tuple[Numbers, Any]:
+    """Return the numbers of a column, and which cells hold one; an empty cell and a text hold none."""
+    values, is_there = np.full(len(cells), np.nan), np.zeros(len(cells), bool)
+    for at, cell in enumerate(cells):
+        if cell:
+            try:
+                values[at], is_there[at] = float(cell), True
+            except ValueError:
+                is_there[at] = cell in ("True", "False")
+                values[at] = cell == "True"
+    return values, is_there
+
+
+def _series(steps: Numbers, values: Numbers, times: Numbers | None = None) -> Series:
+    order = np.argsort(steps, kind="stable")
+    return Series(steps[order], values[order], None if times is None else times[order])
+
+
+# -- event files -----------------------------------------------------------------------------------------------------------
+
+
+def _of_events(folder: str, filesystem: Any, paths: list[str]) -> History:
+    rows: list[tuple[int, float, dict[str, float]]] = []
+    problems: list[str] = []
+    for path in paths:
+        for step, time, values, is_start in _events_of(filesystem, path, problems):
+            if is_start:  # of a run that was resumed, which writes what follows again
+                rows = [row for row in rows if row[0] < step]
+            elif values:
+                rows.append((step, time, values))
+    columns: dict[str, list[tuple[float, float, float]]] = {}
+    for step, time, values in rows:
+        for name, value in values.items():
+            columns.setdefault(name, []).append((step, time, value))
+    epochs = [(row[0], row[2]["epoch"]) for row in rows if "epoch" in row[2]]
+    tables = {name: np.array(column) for name, column in columns.items() if name not in ("epoch", "step")}
+    series = {name: _series(table[:, 0], table[:, 2], table[:, 1]) for name, table in tables.items()}
+    return History(folder, series, np.array(epochs, float).reshape(-1, 2), tuple(problems))
+
+
+def _events_of(filesystem: Any, path: str, problems: list[str]) -> Iterator[tuple[int, float, dict[str, float], bool]]:
+    """Yield the step, time and numbers of each event of a file, and whether it marks a start.
+
+    The file is a sequence of records: the length in 8 bytes, 4 of its checksum, the event, 4 of its checksum.
+    """
+    try:
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog  # type: ignore[import-untyped]
+    except ImportError as error:
+        raise ImportError(
+            f'{path} is read with tensorboard: pip install "trainwright[tensorboard]", or log with a CSVLogger.'
+        ) from error
+    with filesystem.open(path, "rb") as file:
+        data = memoryview(file.read())
+    at = 0
+    while at + 12 <= len(data):
+        (length,) = struct.unpack_from("<Q", data, at)
+        if at + 16 + length > len(data):
+            break  # a record that a running process has not finished, or a killed one never will
+        try:
+            event = Event.FromString(data[at + 12 : at + 12 + length].tobytes())
+        except Exception:  # protobuf's DecodeError
+            problems.append(f"{path} is damaged after {at:,} bytes; what follows was left out.")
+            return
+        at += 16 + length
+        values = {
+            each.tag: each.simple_value for each in event.summary.value if each.WhichOneof("value") == "simple_value"
+        }
+        yield event.step, event.wall_time, values, event.session_log.status == SessionLog.START
+
+
+# -- folders ---------------------------------------------------------------------------------------------------------------
+
+
+def _runs(filesystem: Any, inside: str, depth: int = 0) -> Iterator[str]:
+    listed = list(_listing(filesystem, inside))
+    if _has_run(name for name, is_folder in listed if not is_folder):
+        yield inside
+        return
+    for name, is_folder in listed if depth < DEEPEST else ():
+        if is_folder and not name.startswith(".") and not name.endswith(".ckpt") and name != CHECKPOINTS:
+            yield from _runs(filesystem, f"{inside.rstrip('/')}/{name}", depth + 1)
+
+
+def _has_run(names: Iterator[str]) -> bool:
+    return any(name in (RECORD_NAME, TABLE_NAME) or name.startswith(EVENTS) for name in names)
+
+
+def _event_files(filesystem: Any, inside: str, depth: int = 0) -> Iterator[str]:
+    """Yield the event files of a run, also those in a `sub_dir`."""
+    for name, is_folder in _listing(filesystem, inside):
+        if not is_folder and name.startswith(EVENTS):
+            yield f"{inside}/{name}"
+        elif is_folder and depth < 3 and not name.endswith(".ckpt") and name != CHECKPOINTS:
+            yield from _event_files(filesystem, f"{inside}/{name}", depth + 1)
+
+
+def _listing(filesystem: Any, inside: str) -> Iterator[tuple[str, bool]]:
+    """Yield the names in a folder and whether each is a folder, without links; none if it cannot be read."""
+    filesystem.invalidate_cache()
+    try:
+        entries = filesystem.ls(inside, detail=True)
+    except OSError:
+        return
+    for entry in sorted(entries, key=lambda each: str(each["name"])):
+        name = str(entry["name"]).rstrip("/").rpartition("/")[2]
+        if name and not entry.get("islink") and entry["type"] in ("file", "directory"):
+            yield name, entry["type"] == "directory"
+
+
+def _parents(folder: str) -> Iterator[str]:
+    while (parent := posixpath.dirname(folder.rstrip("/"))) not in ("", folder) and not parent.endswith((":", ":/")):
+        yield parent
+        folder = parent
+
+
+def _natural(path: str) -> list[tuple[int, int, str]]:
+    """Return a key by which version_10 comes after version_9."""
+    return [(1, int(part), "") if part.isdigit() else (0, 0, part) for part in re.split(r"(\d+)", path)]

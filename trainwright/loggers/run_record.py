@@ -1,0 +1,189 @@
+"""The record of a run in its folder: what became of it, when, and which process wrote it.
+
+A folder logger writes `run.json` at the start and at the end of a run. A run that was killed leaves "running" with the process
+that wrote it, so that a reader on the same machine can see whether it still lives.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, fields, replace
+from datetime import UTC, datetime
+from typing import Any, NamedTuple, get_args
+
+import fsspec
+
+from trainwright.loggers.base import RunResult
+from trainwright.loggers.files import write_file
+from trainwright.process_identity import is_process_alive, machine, process_start_time
+
+RECORD_NAME = "run.json"
+RUNNING = "running"
+FIT, LOOP = "fit", "loop"
+"""What made a run: a Trainer's fit (other calls of it have their own names), or a loop that logs by itself."""
+RESULTS: dict[str, str] = {"success": "finished", "interrupted": "stopped", "failed": "failed"}
+"""The states of a run that ended, by its logger's result."""
+LONGEST_RECORD = 1 << 20
+Work = Callable[[], None]
+
+
+class RunState(NamedTuple):
+    """A run's state in a word (finished, stopped, failed, running, ended or unknown), and a remark or ""."""
+
+    word: str
+    remark: str = ""
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """What `run.json` holds; times are those of UTC, in ISO's format."""
+
+    call: str
+    status: str
+    began: str
+    ended: str | None = None
+    resumed: str | None = None
+    """When a later call, or another process, last continued the run."""
+    step: int | None = None
+    """That of the latest row at the run's end."""
+    checkpoints: tuple[str, ...] = ()
+    """The folders that its checkpoints were saved to."""
+    host: str = ""
+    machine: str = ""
+    pid: int = 0
+    process_start: str = ""
+
+    @classmethod
+    def parse(cls, data: bytes) -> RunRecord | None:
+        """Return the record in a file's bytes; None if they are none."""
+        try:
+            found = json.loads(data)
+            values = {each.name: found[each.name] for each in fields(cls) if each.name in found}
+            made = cls(**{**values, "checkpoints": tuple(values.get("checkpoints", ()))})
+            texts = (made.call, made.status, made.began, made.host, made.machine, made.process_start, *made.checkpoints)
+            optional = [each for each in (made.ended, made.resumed) if each is not None]
+            numbers = [made.pid, *([] if made.step is None else [made.step])]
+            is_ours = all(type(each) is str for each in (*texts, *optional)) and all(
+                type(each) is int for each in numbers
+            )
+            for moment in (made.began, *optional):
+                datetime.fromisoformat(moment)
+        except (ValueError, TypeError, KeyError, RecursionError):
+            return None
+        return made if is_ours and made.status in (RUNNING, *get_args(RunResult)) else None
+
+    @property
+    def state(self) -> RunState:
+        """Return the run's state; for one that says it is running, that of its process, if it was started on this machine."""
+        if self.status != RUNNING:
+            return RunState(RESULTS[self.status])
+        if self.machine != machine():
+            return RunState(RUNNING, f"on {self.host or 'another machine'}, as far as this one can see")
+        if is_process_alive(self.pid, self.process_start):
+            return RunState(RUNNING)
+        if self.call == LOOP:  # which need not say how it ended
+            return RunState("ended", "its process is gone, and did not say how the run ended")
+        return RunState("failed", "its process is gone")
+
+    def to_bytes(self) -> bytes:
+        return f"{json.dumps(asdict(self), indent=2)}\n".encode()
+
+
+def read_record(folder: str) -> RunRecord | None:
+    """Return the record of a run folder; None if it has none, or one that is damaged."""
+    data = _bytes_in(folder)
+    return None if data is None else RunRecord.parse(data)
+
+
+def _bytes_in(folder: str) -> bytes | None:
+    try:
+        filesystem, inside = fsspec.core.url_to_fs(f"{folder}/{RECORD_NAME}")
+        if not filesystem.isfile(inside):  # a pipe would block
+            return None
+        with filesystem.open(inside, "rb") as file:
+            return bytes(file.read(LONGEST_RECORD))
+    except OSError:
+        return None
+
+
+class RunRecorder:
+    """Keeps the record of a logger's run; what it returns writes the file, and is run by the logger's thread."""
+
+    def __init__(self) -> None:
+        self._folder = ""
+        self._record: RunRecord | None = None
+        self._before: bytes | None = None
+        """The file as it was before the latest call that has changed it."""
+        self._may_withdraw = False
+
+    def begin(self, folder: str, call: str, *, continues: bool) -> Work | None:
+        """Begin the record of a call; None if it leaves that of a training as it is.
+
+        If the run `continues` the one in the folder, the record keeps when that began and where it saved.
+        """
+        self._folder, self._record = folder, None
+        before = _bytes_in(folder)
+        earlier = RunRecord.parse(before) if before is not None else None
+        is_training = call in (FIT, LOOP)
+        if earlier is not None and earlier.call == FIT and not is_training:
+            return None  # a test after a training does not change how that ended
+        if not continues or (earlier is not None and is_training and earlier.call not in (FIT, LOOP)):
+            earlier = None
+        self._before = before
+        pid, now = os.getpid(), _now()
+        self._record = RunRecord(
+            call,
+            RUNNING,
+            began=now if earlier is None else earlier.began,
+            resumed=None if earlier is None else now,
+            checkpoints=() if earlier is None else earlier.checkpoints,
+            host=socket.gethostname(),
+            machine=machine(),
+            pid=pid,
+            process_start=process_start_time(pid),
+        )
+        return self._writing()
+
+    def note_checkpoints(self, folder: str) -> Work | None:
+        """Note where checkpoints are saved; None if that is known."""
+        if self._record is None or not folder or folder in self._record.checkpoints:
+            return None
+        self._record = replace(self._record, checkpoints=(*self._record.checkpoints, folder))
+        return self._writing()
+
+    def end(self, status: RunResult, step: int | None) -> Work | None:
+        """Note how the run ended; None if nothing was begun."""
+        self._may_withdraw = self._record is not None and status != "success"
+        if self._record is None:
+            return None
+        self._record = replace(self._record, status=status, ended=_now(), step=step)
+        work, self._record = self._writing(), None
+        return work
+
+    def withdraw(self) -> None:
+        """Leave the file as it was before a call that was refused, and has ended."""
+        if not self._may_withdraw:
+            return
+        self._may_withdraw, path = False, f"{self._folder}/{RECORD_NAME}"
+        if self._before is not None:
+            write_file(path, self._before)
+        else:
+            filesystem, inside = fsspec.core.url_to_fs(path)
+            with contextlib.suppress(FileNotFoundError):
+                filesystem.rm_file(inside)
+
+    def _writing(self) -> Work:
+        assert self._record is not None
+        path, data = f"{self._folder}/{RECORD_NAME}", self._record.to_bytes()
+        return lambda: write_file(path, data)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_record": None, "_may_withdraw": False}  # a copy has not begun anything
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")

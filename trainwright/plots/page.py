@@ -1,0 +1,168 @@
+"""The page: one HTML file with inline SVG. It loads nothing, runs no script, and follows a light or dark setting."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+
+import numpy as np
+
+from trainwright.plots.curves import Curve, Panel, line_of, thinning_of, ticks, x_label
+from trainwright.plots.history import names_of_runs
+
+WIDTH, HEIGHT = 640, 300
+LEFT, RIGHT, TOP, BOTTOM = 64, 12, 10, 40
+PLOT_WIDTH, PLOT_HEIGHT = WIDTH - LEFT - RIGHT, HEIGHT - TOP - BOTTOM
+BANDS = 80
+"""Columns that show the values below the pointer."""
+MOST_VALUES = 24
+"""The curves whose values a band shows."""
+COLORS = ("#3b7dd8", "#e0762f", "#3c9f5f", "#c94c5b", "#8c6bc8", "#8a6d4b", "#d465a8", "#7f8790", "#a6a02c", "#2ba7b5")
+"""Each is visible in both settings."""
+DASHES = ("", "7 4", "2 3", "10 3 2 3", "14 5")
+STYLE = """
+:root { color-scheme: light dark; --paper: #ffffff; --ink: #1d2126; --soft: #626b75; --grid: #dfe3e8; }
+@media (prefers-color-scheme: dark) { :root { --paper: #15181c; --ink: #e6e9ec; --soft: #9aa4ae; --grid: #30363d; } }
+body { margin: 1.5rem; background: var(--paper); color: var(--ink); font: 14px/1.45 system-ui, sans-serif; }
+h1 { font-size: 1.3rem; } h2 { font-size: 1.1rem; margin: 1.6rem 0 .4rem; }
+p, li, figcaption { overflow-wrap: anywhere; } ul { list-style: none; margin: .3rem 0; padding: 0; }
+.soft { color: var(--soft); }
+.panels { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 30rem), 1fr)); gap: 1rem; }
+figure { margin: 0; } figcaption { font-weight: 600; margin-left: 4rem; } figure ul { margin-left: 4rem; }
+svg { display: block; width: 100%; height: auto; } svg.key { display: inline-block; width: 30px; height: 10px; }
+svg text { fill: var(--soft); font-size: 12px; } .grid { stroke: var(--grid); stroke-width: 1; }
+.curve { fill: none; stroke-width: 1.6; stroke-linejoin: round; stroke-linecap: round; }
+.band { fill: var(--ink); fill-opacity: 0; } .band:hover { fill-opacity: .12; }
+""".strip()
+
+
+def page_of(panels: Sequence[Panel], axis: str, folders: Sequence[str], problems: Sequence[str] = ()) -> str:
+    """Return the page of some panels."""
+    runs = names_of_runs(list(folders))
+    title = f"Curves of {runs[0]}" if len(runs) == 1 else f"Curves of {len(runs)} runs"
+    lines = [
+        "<!doctype html>",
+        '<html lang="en"><head><meta charset="utf-8">',
+        # The page needs nothing, so a browser has to refuse whatever a name could have smuggled in.
+        "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'\">",
+        '<meta name="viewport" content="width=device-width, initial-scale=1">',
+        f"<title>{_text(title)}</title>",
+        f"<style>{STYLE}</style></head><body>",
+        f"<h1>{_text(title)}</h1>",
+        "<ul>",
+    ]
+    for number, (run, folder) in enumerate(zip(runs, folders, strict=True)):
+        key = _key(number, 0) if len(runs) > 1 else ""
+        lines.append(f'<li>{key} {_text(run)} <span class="soft">{_text(folder)}</span></li>')
+    lines.append("</ul>")
+    lines += [f"<p>{_text(each)}</p>" for each in problems]
+    if note := thinning_of(panels, PLOT_WIDTH):
+        lines.append(f'<p class="soft">{note}</p>')
+    lines.append('<p class="soft">Point at a panel to see the values there.</p>')
+    for group, members in groupby(panels, lambda panel: panel.group):
+        lines += [f"<h2>{_text(group)}</h2>", '<div class="panels">']
+        for panel in members:
+            lines += _figure(panel, axis)
+        lines.append("</div>")
+    return "\n".join([*lines, "</body></html>", ""])
+
+
+def _figure(panel: Panel, axis: str) -> Iterator[str]:
+    label, unit = x_label(axis, panel.x_range[1])
+    yield f"<figure><figcaption>{_text(panel.title)}</figcaption>"
+    yield f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{_text(panel.title)}">'
+    (left, right), (low, high) = panel.x_range, panel.y_range
+    for value in ticks(low, high, 5):
+        at = _y(value, low, high)
+        yield f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{at}" y2="{at}"/>'
+        yield f'<text x="{LEFT - 6}" y="{at + 4:.1f}" text-anchor="end">{value:.5g}</text>'
+    for value in ticks(left / unit, right / unit, 6):
+        at = _x(value * unit, left, right)
+        yield f'<line class="grid" x1="{at}" x2="{at}" y1="{TOP}" y2="{HEIGHT - BOTTOM}"/>'
+        yield f'<text x="{at}" y="{HEIGHT - BOTTOM + 16}" text-anchor="middle">{value:.10g}</text>'
+    yield f'<text x="{LEFT + PLOT_WIDTH / 2}" y="{HEIGHT - 6}" text-anchor="middle">{label}</text>'
+    for curve in panel.curves:
+        yield from _drawn(curve, panel)
+    yield from _bands(panel, axis, label, unit)
+    yield "</svg><ul>"
+    for curve in panel.curves:
+        finite = curve.y[~np.isnan(curve.y)]
+        values = (
+            f"last {finite[-1]:.5g}, least {finite.min():.5g}, greatest {finite.max():.5g}"
+            if len(finite)
+            else "no value"
+        )
+        yield f'<li>{_key(curve.color, curve.dash)} {_text(curve.label)} <span class="soft">{values}</span></li>'
+    yield "</ul></figure>"
+
+
+def _drawn(curve: Curve, panel: Panel) -> Iterator[str]:
+    """Draw a curve: a path of its parts, and a dot for each part of one point, which a path does not show."""
+    (left, right), (low, high) = panel.x_range, panel.y_range
+    color = COLORS[curve.color % len(COLORS)]
+    path = []
+    for xs, ys in line_of(curve, panel.x_range, PLOT_WIDTH).parts:
+        points = [f"{_x(x, left, right)} {_y(y, low, high)}" for x, y in zip(xs.tolist(), ys.tolist(), strict=True)]
+        if len(points) == 1:
+            x, y = points[0].split()
+            yield f'<circle cx="{x}" cy="{y}" r="2.5" fill="{color}"/>'
+        else:
+            path.append("M" + "L".join(points))
+    if path:
+        yield f'<path class="curve" stroke="{color}"{_dash(curve)} d="{"".join(path)}"/>'
+
+
+def _bands(panel: Panel, axis: str, label: str, unit: float) -> Iterator[str]:
+    """Draw columns without color; the title of each, which browsers show, has the value of each curve that is nearest to it."""
+    left, right = panel.x_range
+    width = PLOT_WIDTH / BANDS
+    shown = [(curve, ~np.isnan(curve.y)) for curve in panel.curves[:MOST_VALUES]]
+    for number in range(BANDS):
+        middle = left + (right - left) * (number + 0.5) / BANDS
+        lines = []
+        for curve, finite in shown:
+            xs, ys = curve.x[finite], curve.y[finite]
+            if len(xs):
+                after = min(int(np.searchsorted(xs, middle)), len(xs) - 1)
+                at = after - 1 if after and middle - xs[after - 1] < xs[after] - middle else after
+                name = f"{curve.run}: {curve.metric}" if curve.run else curve.metric
+                lines.append(f"{name} = {ys[at]:.6g} at {label} {xs[at] / unit:.6g}")
+        if len(panel.curves) > MOST_VALUES:
+            lines.append(f"and {len(panel.curves) - MOST_VALUES} more")
+        yield (
+            f'<rect class="band" x="{LEFT + number * width:.2f}" y="{TOP}" width="{width:.2f}" height="{PLOT_HEIGHT}">'
+            f"<title>{_text(chr(10).join(lines), keeps_lines=True)}</title></rect>"
+        )
+
+
+def _key(color: int, dash: int) -> str:
+    """Return a piece of line, as a curve's legend shows it."""
+    shown = DASHES[dash % len(DASHES)]
+    pattern = f' stroke-dasharray="{shown}"' if shown else ""
+    return (
+        '<svg class="key" viewBox="0 0 30 10" aria-hidden="true"><path class="curve" d="M1 5H29" '
+        f'stroke="{COLORS[color % len(COLORS)]}"{pattern}/></svg>'
+    )
+
+
+def _dash(curve: Curve) -> str:
+    shown = DASHES[curve.dash % len(DASHES)]
+    return f' stroke-dasharray="{shown}"' if shown else ""
+
+
+def _x(value: float, low: float, high: float) -> float:
+    return round(LEFT + (value - low) / (high - low) * PLOT_WIDTH, 2)
+
+
+def _y(value: float, low: float, high: float) -> float:
+    # Halves, since the range of very large numbers is infinite.
+    return round(TOP + (high / 2 - value / 2) / (high / 2 - low / 2) * PLOT_HEIGHT, 2)
+
+
+def _text(text: str, keeps_lines: bool = False) -> str:
+    """Return a text as HTML; names come from files, and may hold anything."""
+    shown = "".join(
+        each if each.isprintable() or (keeps_lines and each == "\n") else ascii(each)[1:-1] for each in text
+    )
+    return html.escape(shown)
