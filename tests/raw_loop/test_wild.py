@@ -178,6 +178,7 @@ def on_two(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, floa
     return metrics_by_script(printed, folder)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not ON_HOST, reason="computes on the CPU")
 @pytest.mark.parametrize("name", ON_TWO)
 def test_two_processes_compute_what_accelerate_computed(on_two: dict[str, dict[str, float]], name: str) -> None:

@@ -26,6 +26,7 @@ def main():
     test_dataloader = accelerator.prepare(DataLoader(TensorDataset(features[96:], labels[96:]), batch_size=20))
     test_predictions, test_references = [], None
     for fold in range(NUM_FOLDS):
+        set_seed(23 + fold)
         train_dataloader, valid_dataloader = get_fold_dataloaders(dataset, fold)
         model = torch.nn.Sequential(torch.nn.Linear(4, 32), torch.nn.ReLU(), torch.nn.Linear(32, 4))
         optimizer = torch.optim.Adam(model.parameters(), lr=0.02)
