@@ -10,8 +10,8 @@
 #   make test-device       tests on the simulated accelerator of tests/simulated_device, which the first run compiles: those of devices,
 #                          and the fast ones of the trainer, the data, the precisions and checkpoints; ARGS="tests/engine -x" for others
 #   make check             formatting, lint, types; make format mends the first two
-#   make bench             benchmarks/overhead.py (ARGS), benchmarks/strategies.py (STRATEGY_ARGS) and benchmarks/checkpoint.py
-#                          (CHECKPOINT_ARGS), beside other frameworks
+#   make bench             benchmarks/overhead.py (ARGS), ddp_overhead.py (DDP_ARGS), strategies.py (STRATEGY_ARGS) and checkpoint.py
+#                          (CHECKPOINT_ARGS), beside other frameworks and beside their goals
 #   make bench-gpu         benchmarks/gpu.py: on a machine with a GPU, ARGS="--minutes 9"; on its own torch with PYTHON=python3, which makes no
 #                          .venv and installs nothing; anywhere, ARGS="--device cpu --small"
 #   make soak              kill training runs at random and compare their ends; KILLS=200 SEED=0, SOAK_ARGS="--strategies ddp"
@@ -23,6 +23,7 @@ PYTHON ?= python3
 DEVICES ?= 1
 ARGS ?=
 WORKERS ?= 2
+DDP_ARGS ?=
 STRATEGY_ARGS ?=
 SOAK_ARGS ?=
 KILLS ?= 200
@@ -95,6 +96,7 @@ format: $(VENV)/test.stamp
 
 bench: $(VENV)/bench.stamp
 	$(BIN)/python benchmarks/overhead.py $(ARGS)
+	$(BIN)/python benchmarks/ddp_overhead.py $(DDP_ARGS)
 	$(BIN)/python benchmarks/strategies.py $(STRATEGY_ARGS)
 	$(BIN)/python benchmarks/checkpoint.py $(CHECKPOINT_ARGS)
 

@@ -1,7 +1,8 @@
 """The cost of a ddp step on two processes against torch's DistributedDataParallel in a hand-written loop.
 
 All train the same small model in the same two processes, in interleaved rounds; the median of the ratios counts. The Trainer
-and the Accelerator fuse AdamW by default, so there is a second ratio: to the hand-written loop with `fused=True`.
+and the Accelerator fuse AdamW by default, so their goal is a ratio to the hand-written loop with `fused=True`, whose flags are
+the same; the ratio to the one with torch's default flags stands beside it.
 
     python benchmarks/ddp_overhead.py [--rounds 9] [--steps 300]
 """
@@ -122,6 +123,11 @@ LOOPS: dict[str, Callable[[int], float]] = {
 }
 
 
+GOALS = {"Trainer": 1.03, "Accelerator": 1.03}
+"""The highest ratios to the hand-written loop with the same flags; nothing fails above them."""
+SAME_FLAGS = "hand-written, fused"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=9)
@@ -130,12 +136,19 @@ def main() -> None:
     trainer = make_trainer(Clock())  # starts the two processes
     torch.set_num_threads(1)
     rounds = [{name: loop(options.steps) for name, loop in LOOPS.items()} for _ in range(options.rounds + 1)]
+    trainer.print(
+        f"\n{'loop on two processes':28s} {'us a step':>10s} {'ratio':>7s} {'same flags':>11s} {'goal':>6s} {'lowest':>7s} "
+        f"{'highest':>8s}   ({options.rounds} rounds)"
+    )
     for name in LOOPS:
-        line = f"{name:20}{1e6 * statistics.median(each[name] for each in rounds[1:]) / options.steps:6.0f} us a step"
-        for base in ("hand-written", "hand-written, fused"):
-            ratios = [each[name] / each[base] for each in rounds[1:]]  # the first round warms up
-            line += f"; {statistics.median(ratios):.3f} of {base} ({min(ratios):.3f} to {max(ratios):.3f})"
-        trainer.print(line)
+        times = [each[name] for each in rounds[1:]]  # the first round warms up
+        ratio = statistics.median(each[name] / each["hand-written"] for each in rounds[1:])
+        ratios = [each[name] / each[SAME_FLAGS] for each in rounds[1:]]
+        goal = f"{GOALS[name]:.2f}" if name in GOALS else ""
+        trainer.print(
+            f"{name:28s} {1e6 * statistics.median(times) / options.steps:10.1f} {ratio:7.3f} {statistics.median(ratios):11.3f} "
+            f"{goal:>6s} {min(ratios):7.3f} {max(ratios):8.3f}"
+        )
 
 
 if __name__ == "__main__":

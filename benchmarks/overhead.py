@@ -3,7 +3,7 @@
 All do the same work: an MLP 32-64-10, batches of 8 that are collated beforehand, AdamW with torch's default flags, one
 thread. The Trainers log the loss in each step if they can log. They have neither progress bar nor checkpoint, except for the
 trainwright variants with everything on. The rounds are interleaved, so that noise hits everyone, and the median of each counts.
-Only the steps are timed.
+Only the steps are timed. ddp_overhead.py does the same on two processes.
 
     python benchmarks/overhead.py [--rounds 7] [--steps 1000] [--only hand_written,trainwright_trainer]
 """
@@ -323,6 +323,15 @@ LOOPS: tuple[Callable[[int], float], ...] = (
 )
 
 
+GOALS = {
+    "trainwright_trainer": 1.07,
+    "trainwright_trainer_out_of_the_box": 0.70,
+    "trainwright_accelerator": 1.03,
+    "trainwright_accelerator_out_of_the_box": 0.75,
+}
+"""The highest ratios that a loop is meant to have; nothing fails above them."""
+
+
 def installed(loops: list[Callable[[int], float]]) -> Iterator[Callable[[int], float]]:
     """Yield the loops whose packages are installed, after a short warm-up."""
     for loop in loops:
@@ -351,11 +360,15 @@ def main() -> None:
         raise SystemExit("the ratios need hand_written among --only")
     micros = {name: [1e6 * each / options.steps for each in times] for name, times in seconds.items()}
     base = micros[hand_written.__name__]
-    print(f"\n{'loop':28s} {'us a step':>10s} {'ratio':>7s} {'lowest':>7s} {'highest':>8s}   ({options.rounds} rounds)")
+    print(
+        f"\n{'loop':39s} {'us a step':>10s} {'ratio':>7s} {'goal':>6s} {'lowest':>7s} {'highest':>8s}"
+        f"   ({options.rounds} rounds)"
+    )
     for name, times in micros.items():
         ratios = [each / reference for each, reference in zip(times, base, strict=True)]  # within the same round
+        goal = f"{GOALS[name]:.2f}" if name in GOALS else ""
         print(
-            f"{name:28s} {statistics.median(times):10.1f} {statistics.median(ratios):7.3f} "
+            f"{name:39s} {statistics.median(times):10.1f} {statistics.median(ratios):7.3f} {goal:>6s} "
             f"{min(ratios):7.3f} {max(ratios):8.3f}"
         )
 

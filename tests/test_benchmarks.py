@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -37,6 +38,23 @@ def test_strategies_beside_hand_written_ones() -> None:
         assert milliseconds > 0
         assert peak > optimizer
         assert 0 < optimizer <= budget
+
+
+@pytest.mark.slow
+def test_steps_beside_hand_written_ones_and_their_goals() -> None:
+    names = ["hand_written", "trainwright_trainer", "trainwright_accelerator", "trainwright_accelerator_out_of_the_box"]
+    done = run_python(FOLDER / "overhead.py", "--rounds", "1", "--steps", "2", "--only", ",".join(names))
+    assert done.returncode == 0, done.stderr
+    rows = [line.split() for line in done.stdout.splitlines() if line.startswith(("hand", "train"))]
+    assert [row[0] for row in rows] == names
+    assert [row[3] for row in rows[1:]] == ["1.07", "1.03", "0.75"]
+    done = run("--rounds", "1", "--steps", "2", script="ddp_overhead.py")
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = dict(
+        re.findall(r"^(hand-written, fused|hand-written|Trainer|Accelerator) +(.*)", done.stdout, re.MULTILINE)
+    )
+    assert [len(row.split()) for row in found.values()] == [5, 5, 6, 6]
+    assert {found[name].split()[3] for name in ("Trainer", "Accelerator")} == {"1.03"}
 
 
 def test_unknown_strategy_is_refused() -> None:

@@ -55,6 +55,7 @@ def test_paths_of_accelerate(path: str, name: str) -> None:
 
 def test_hooks_of_ddp_by_their_enum() -> None:
     kind = importlib.import_module("trainwright.utils").DDPCommunicationHookType
+    assert kind is tw.DDPCommunicationHookType
     options = tw.DistributedDataParallelKwargs(comm_hook=kind.BF16)
     assert options.strategy("ddp").comm_hook == "bf16"  # type: ignore[union-attr]
 

@@ -71,6 +71,7 @@ if TYPE_CHECKING:
     from trainwright.raw_loop.memory import release_memory
     from trainwright.raw_loop.options import (
         AutocastKwargs,
+        DDPCommunicationHookType,
         DistributedDataParallelKwargs,
         GradScalerKwargs,
         InitProcessGroupKwargs,
@@ -111,7 +112,8 @@ _HOMES = {
     "trainwright.raw_loop.launchers": "debug_launcher notebook_launcher",
     "trainwright.raw_loop.local_sgd": "LocalSGD",
     "trainwright.raw_loop.memory": "release_memory",
-    "trainwright.raw_loop.options": "AutocastKwargs DistributedDataParallelKwargs GradScalerKwargs InitProcessGroupKwargs",
+    "trainwright.raw_loop.options": "AutocastKwargs DDPCommunicationHookType DistributedDataParallelKwargs GradScalerKwargs "
+    "InitProcessGroupKwargs",
     "trainwright.raw_loop.plugins": "DeepSpeedPlugin FullyShardedDataParallelPlugin GradientAccumulationPlugin",
     "trainwright.raw_loop.processes": "DistributedType PartialState",
     "trainwright.raw_loop.profiling": "ProfileKwargs",
@@ -154,6 +156,7 @@ __all__ = [
     "CheckpointError",
     "ClassificationReport",
     "CombinedLoader",
+    "DDPCommunicationHookType",
     "DDPStrategy",
     "DataLoaderConfiguration",
     "DataModule",

@@ -35,7 +35,6 @@ _OTHER_HOMES = {
     "trainwright.data.transfer": "to_device",
     "trainwright.engine.prepared": "PreparedOptimizer",
     "trainwright.gradient_norms": "grad_norm",
-    "trainwright.raw_loop.options": "DDPCommunicationHookType",
     "trainwright.hyperparameters": "AttributeDict HyperParameters",
     "trainwright.rank_zero": "rank_zero_debug rank_zero_deprecation",
     "trainwright.step_types": "EVAL_DATALOADERS LRSchedulerPLType LRSchedulerTypeUnion OptimizerLRScheduler "

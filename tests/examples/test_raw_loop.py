@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import difflib
+import io
 import os
 import re
+import runpy
 import shutil
-import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
-from deadlines import deadline
+import torch
 from forked import run_python
+from jobs import run_job
+from small import ON_HOST
 
 FOLDER = Path(__file__).parents[2] / "examples" / "raw_loop"
 MOST_CHANGES = {
@@ -59,7 +66,7 @@ def accuracies(output: str) -> list[float]:
     return [float(each) for each in re.findall(r"^epoch \d+: val_acc (.*)$", output, re.MULTILINE)]
 
 
-LATER = [pytest.param(name, marks=pytest.mark.launch) for name in ("multi_process_metrics", "local_sgd", "batch_size")]
+LATER = [pytest.param(name, marks=pytest.mark.launch) for name in ("multi_process_metrics", "local_sgd")]
 
 
 @pytest.mark.parametrize("name", ["base", "profiler", *LATER])
@@ -113,15 +120,70 @@ def test_tracking(tmp_path: Path) -> None:
     assert len([row for row in rows if row["loss"]]) == 5 * 29
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["base", "multi_process_metrics", "local_sgd", "checkpointing", "tracking"])
-def test_examples_on_two_processes(tmp_path: Path, name: str) -> None:
-    command = [sys.executable, "-m", "trainwright", "launch", "--cpu", "--devices", "2", str(FOLDER / f"{name}.py")]
-    variables = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(FOLDER.parents[1])}
-    done = subprocess.run(
-        command, cwd=tmp_path, env=variables, capture_output=True, text=True, timeout=deadline(120), check=False
-    )
-    assert done.returncode == 0, done.stderr
-    found = accuracies(done.stdout)
+@contextlib.contextmanager
+def memory_for(samples: int) -> Iterator[None]:
+    """Let memory run out where a loss of more samples than these is computed."""
+    whole = torch.nn.functional.cross_entropy
+
+    def limited(inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        if len(targets) > samples:
+            raise torch.OutOfMemoryError(f"no memory for {len(targets)} samples")
+        return whole(inputs, targets)
+
+    with mock.patch.object(torch.nn.functional, "cross_entropy", limited):
+        yield
+
+
+def run_here(name: str, *arguments: str) -> str:
+    """Run an example in this process, and return what it has printed."""
+    with contextlib.redirect_stdout(io.StringIO()) as printed, mock.patch.object(sys, "argv", [name, *arguments]):
+        runpy.run_path(str(FOLDER / f"{name}.py"), run_name="__main__")
+    return printed.getvalue()
+
+
+def check_sizes(output: str) -> None:
+    """Check that batches of 32 and three smaller sizes were too large, and that the next size was trained with."""
+    assert re.findall(r"batch size (\d+)", output) == ["32", "28", "25", "22", "19"]
+    found = accuracies(output)
     assert len(found) == 5
-    assert found[-1] > (0.85 if name == "local_sgd" else 0.93)
+    assert found[-1] > 0.9
+
+
+@pytest.mark.skipif(not ON_HOST, reason="computes on the CPU")
+def test_a_smaller_batch_size_is_taken_when_memory_runs_out() -> None:
+    with memory_for(20):
+        check_sizes(run_here("batch_size"))
+
+
+def on_two(folder: Path) -> dict[str, Any]:
+    """Run every example on this rank, in one job, and return what each has printed."""
+    outputs = {name: run_here(name) for name in ("base", *MOST_CHANGES) if name != "batch_size"}
+    if os.environ["RANK"] == "0":  # before the collectives of the next example
+        shutil.rmtree(sorted((folder / "runs/checkpointing/checkpoints").iterdir())[-1])
+    with memory_for(20):
+        outputs["batch_size"] = run_here("batch_size")
+    outputs["resumed"] = run_here("checkpointing", "--resume")
+    return outputs
+
+
+@pytest.mark.slow
+def test_every_example_on_two_processes(tmp_path: Path) -> None:
+    outputs, others = run_job(on_two, 2, tmp_path)
+    assert set(outputs) == {"base", *MOST_CHANGES, "resumed"}
+    assert not any(others.values()), "rank 0 alone prints"
+    check_sizes(outputs.pop("batch_size"))
+    found = {name: accuracies(output) for name, output in outputs.items()}
+    lowest = {"local_sgd": 0.85, "gradient_accumulation": 0.6}
+    for name in ("base", "multi_process_metrics", "checkpointing", "tracking", "profiler", *lowest):
+        assert len(found[name]) == 5
+        assert found[name][-1] > lowest.get(name, 0.9), name
+    for name in ("multi_process_metrics", "checkpointing", "tracking", "profiler"):
+        assert found[name] == found["base"], name
+    assert found["resumed"] == found["checkpointing"][-1:]
+    assert 0 < len(found["early_stopping"]) < 5
+    assert len(found["cross_validation"]) == 15
+    distances = re.findall(r"distance to the points (.*)", outputs["gan"])
+    assert len(distances) == 5
+    assert {each.name for each in (tmp_path / "runs/profile").iterdir()} == {"profile-0.json", "profile-1.json"}
+    (path,) = (tmp_path / "runs/tracking").rglob("metrics.csv")
+    assert len([row for row in csv.DictReader(path.read_text().splitlines()) if row["loss"]]) == 5 * 15

@@ -1,4 +1,4 @@
-"""Jobs of two machines, one of which is lost in the middle of the training: what is left trains on, from the last commit."""
+"""Jobs of two or three machines, one of which is lost in the middle of the training: the rest train on from the last commit."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from deadlines import wait_until
-from machines import ADDRESSES, Network, two_machines
+from deadlines import deadline, wait_until
+from machines import ADDRESSES, Network, machines
 from small import assert_equal
 from started import Started, python
 
@@ -85,7 +85,14 @@ if rank == "0":
 @pytest.fixture
 def network(tmp_path: Path) -> Iterator[Network]:
     (tmp_path / "train.py").write_text(SCRIPT)
-    with two_machines(tmp_path) as network:
+    with machines(tmp_path) as network:
+        yield network
+
+
+@pytest.fixture
+def three(tmp_path: Path) -> Iterator[Network]:
+    (tmp_path / "train.py").write_text(SCRIPT)
+    with machines(tmp_path, 3) as network:
         yield network
 
 
@@ -136,6 +143,26 @@ def test_the_nodes_that_are_left_train_on(network: Network, kind: str) -> None:
     assert "Traceback" not in jobs[0].stderr
     assert check_used_once(network.folder / "kept") == {0, 1}
     jobs[0].check_nothing_left()
+
+
+def test_two_of_three_nodes_train_on_without_the_middle_one(three: Network) -> None:
+    others = [start(three, node, "--nodes", "1:4") for node in (1, 2)]
+    for job in others:
+        job.wait_for_message("trainwright launch: ")
+    most = f"{deadline(15):.0f}"  # for the first start, which waits for a fourth node
+    jobs = [start(three, 0, "--nodes", "1:4", "--rendezvous-seconds", most), *others]
+    jobs[0].wait_for("start 0 step 8.")
+    entries = [(three.folder / "kept" / f"used-0-{rank}").read_text() for rank in range(3)]
+    assert all(entries)  # three ranks, each with samples of its own
+    jobs[1].process.send_signal(signal.SIGKILL)
+    jobs[1].check_nothing_left()
+    for job in (jobs[0], jobs[2]):
+        assert job.wait() == 0, job.stderr
+        assert job.stderr.count("; restarting all ranks on 2 node(s), restart 1 of 3.\n") == 1, job.stderr
+        assert "(its node was lost: the launcher there has ended or cannot be reached)" in job.stderr
+        job.check_nothing_left()
+    assert {path.name for path in (three.folder / "kept").glob("used-1-*")} == {"used-1-0", "used-1-1"}
+    assert check_used_once(three.folder / "kept") == {0, 1}
 
 
 @pytest.mark.parametrize("is_range", [True, False])

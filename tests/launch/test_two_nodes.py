@@ -12,7 +12,7 @@ import pytest
 import torch
 from deadlines import deadline
 from forked import interpret, run_ranks
-from machines import ADDRESSES, Network, two_machines
+from machines import ADDRESSES, Network, machines
 from small import assert_equal
 from started import GONE_SECONDS, Started, python
 
@@ -49,7 +49,7 @@ if trainer.is_global_zero:
 @pytest.fixture
 def network(tmp_path: Path) -> Iterator[Network]:
     (tmp_path / "train.py").write_text(SCRIPT)
-    with two_machines(tmp_path) as network:
+    with machines(tmp_path) as network:
         yield network
 
 

@@ -1,18 +1,24 @@
-"""The README's loop under every way to start it: python, trainwright launch with each strategy, torchrun, notebook_launcher."""
+"""The README's loop, as it stands there, under every way to start it: python, trainwright launch with each strategy, torchrun,
+notebook_launcher."""
 
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
 import pytest
 import torch
 from deadlines import deadline
+from forked import run_python
 from safetensors.torch import load_file
 from small import ON_HOST
 from started import ROOT
+
+from trainwright.strategies import STRATEGIES, VARIANTS, resolve_strategy
 
 pytestmark = [
     pytest.mark.launch,
@@ -21,63 +27,118 @@ pytestmark = [
 ]
 SCRIPT = """
 import sys
+
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
-from trainwright import Accelerator, notebook_launcher
+
+import trainwright as tw
+
+GLOBAL_BATCH = 8
 
 
-def train(path):
-    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+class Net(nn.Module):
+    # In float32 within the loop's bf16, whose gradients depend on how a batch is divided among processes. It has no linear
+    # layers, which fsdp gathers in bf16.
+    def __init__(self):
+        super().__init__()
+        self.hidden, self.out = nn.Parameter(torch.randn(4, 8)), nn.Parameter(torch.randn(8, 3))
+
+    def forward(self, inputs):
+        with torch.autocast(inputs.device.type, enabled=False):
+            return (inputs @ self.hidden).tanh() @ self.out
+
+
+def train(folder, processes):
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
+    model = Net()
+    loss_fn = nn.CrossEntropyLoss()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
-    data = TensorDataset(torch.randn(24, 4), torch.randint(0, 3, (24,)))
-    loader = DataLoader(data, batch_size=4 // accelerator.num_processes)
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.5)
-    model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
-    for inputs, targets in loader:
-        with accelerator.accumulate(model):
-            loss = nn.functional.cross_entropy(model(inputs), targets)
-            accelerator.backward(loss)
-            optimizer.step()
-            scheduler.step()
-            optimizer.zero_grad()
-    accelerator.save_model(model, path)
-    accelerator.print(accelerator.num_processes, accelerator.distributed_type)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    data = TensorDataset(torch.randn(80, 4), torch.randint(0, 3, (80,)))
+    loader = DataLoader(data, batch_size=GLOBAL_BATCH // processes)
+{loop}
+    accelerator.save_model(model, folder)
+    accelerator.print("trained:", accelerator.num_processes, accelerator.distributed_type, accelerator.step_count)
 
 
 if __name__ == "__main__":
-    if len(sys.argv) > 2:
-        notebook_launcher(train, (sys.argv[1],), num_processes=2)
+    if sys.argv[2:] == ["notebook"]:
+        tw.notebook_launcher(train, (sys.argv[1], 2), num_processes=2)
     else:
-        train(sys.argv[1])
+        train(sys.argv[1], {processes})
 """
 LAUNCH = ["-m", "trainwright", "launch", "--cpu", "--devices", "2"]
-STARTS = {
-    "python": ([], [], "1 NO"),
-    "ddp": (LAUNCH, [], "2 MULTI_CPU"),
-    "ddp_sharded": ([*LAUNCH, "--strategy", "ddp_sharded"], [], "2 MULTI_CPU"),
-    "fsdp": ([*LAUNCH, "--strategy", "fsdp"], [], "2 FSDP"),
-    "deepspeed_stage_2": ([*LAUNCH, "--strategy", "deepspeed_stage_2"], [], "2 DEEPSPEED"),
-    "deepspeed_stage_3": ([*LAUNCH, "--strategy", "deepspeed_stage_3"], [], "2 DEEPSPEED"),
-    "torchrun": (["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"], [], "2 MULTI_CPU"),
-    "notebook_launcher": ([], ["notebook"], "2 MULTI_CPU"),
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+KINDS = {
+    "ddp": "MULTI_CPU",
+    "ddp_sharded": "MULTI_CPU",
+    "fsdp": "FSDP",
+    "deepspeed_stage_1": "DEEPSPEED",
+    "deepspeed": "DEEPSPEED",
+    "deepspeed_stage_3": "DEEPSPEED",
+}
+"""What distributed_type names each strategy that is started here; `deepspeed` is deepspeed_stage_2 (a test holds that)."""
+STARTS: dict[str, tuple[list[str], list[str], str]] = {
+    "python": ([], [], "MULTI_CPU"),
+    **{name: ([*LAUNCH, "--strategy", name], [], kind) for name, kind in KINDS.items()},
+    "torchrun": (TORCHRUN, [], "MULTI_CPU"),
+    "notebook_launcher": ([], ["notebook"], "MULTI_CPU"),
 }
 
 
-def test_weights_are_those_of_one_process(tmp_path: Path) -> None:
-    script = tmp_path / "train.py"
-    script.write_text(SCRIPT)
-    saved = {}
-    for name, (launcher, more, printed) in STARTS.items():
-        command = [sys.executable, *launcher, str(script), str(tmp_path / name), *more]
-        variables = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-        done = subprocess.run(
-            command, cwd=tmp_path, capture_output=True, text=True, timeout=deadline(120), env=variables, check=False
-        )
-        assert done.returncode == 0, f"{name}: {done.stdout}{done.stderr}"
-        assert printed in done.stdout, f"{name}: {done.stdout}"
-        saved[name] = load_file(tmp_path / name / "model.safetensors")
-    for name, weights in saved.items():
-        torch.testing.assert_close(weights, saved["python"], msg=lambda text, name=name: f"{name}: {text}")
+def loop_of_readme() -> str:
+    """Return the block under the README's heading "Your own loop"."""
+    section = (ROOT / "README.md").read_text().partition("\n## Your own loop\n")[2].partition("\n## ")[0]
+    (block,) = re.findall(r"^```python\n(.*?)^```$", section, re.MULTILINE | re.DOTALL)
+    assert isinstance(block, str)
+    return block
+
+
+def script_of(loop: str, processes: int) -> str:
+    return SCRIPT.replace("{loop}", textwrap.indent(loop, "    ")).replace("{processes}", str(processes))
+
+
+def weights_of(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "model.safetensors")
+
+
+@pytest.fixture(scope="module")
+def one_process(tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor]:
+    """The weights of the same loop in one process, which has the global batch for its own."""
+    folder = tmp_path_factory.mktemp("one")
+    loop, changes = re.subn(r"devices=2\b", "devices=1", loop_of_readme())
+    assert changes == 1
+    (folder / "train.py").write_text(script_of(loop, 1))
+    done = run_python("train.py", "model", folder=folder, variables={"CUDA_VISIBLE_DEVICES": ""})
+    assert done.returncode == 0, done.stderr
+    assert "trained: 1 NO 3\n" in done.stdout  # windows of 4, 4 and 2 batches
+    return weights_of(folder / "model")
+
+
+@pytest.mark.parametrize("name", STARTS)
+def test_weights_are_those_of_one_process(tmp_path: Path, name: str, one_process: dict[str, torch.Tensor]) -> None:
+    (tmp_path / "train.py").write_text(script_of(loop_of_readme(), 2))
+    launcher, more, kind = STARTS[name]
+    done = subprocess.run(
+        [sys.executable, *launcher, "train.py", "model", *more],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=deadline(120),
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""},
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"trained: 2 {kind} 3\n" in done.stdout
+    torch.testing.assert_close(weights_of(tmp_path / "model"), one_process)
+
+
+def test_every_strategy_is_started() -> None:
+    """Those that are not are one of these under another name, without an option that needs a GPU to matter."""
+    stages = {name for name in VARIANTS if re.fullmatch(r"deepspeed_stage_\d", name)}
+    assert stages | set(STRATEGIES) == {*KINDS, "deepspeed_stage_2", "single_device"}
+    named, default = (vars(resolve_strategy(name, 2)) for name in ("deepspeed_stage_2", "deepspeed"))
+    assert {key: value for key, value in named.items() if isinstance(value, (bool, int, str))} == {
+        key: value for key, value in default.items() if isinstance(value, (bool, int, str))
+    }

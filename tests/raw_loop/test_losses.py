@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -16,6 +19,8 @@ from trainwright.raw_loop import loss_graph
 
 pytestmark = pytest.mark.skipif(not ON_HOST, reason="computes on the CPU")
 INPUTS = torch.ones(2, 4)
+MOST_CALLS = 15
+"""Of Python and of C, which the check of a loss makes, on several ranks too."""
 
 
 def made(accelerator: tw.Accelerator) -> tuple[Any, Any]:
@@ -27,6 +32,43 @@ def train(accelerator: tw.Accelerator, net: Any, optimizer: Any) -> None:
     accelerator.backward(net(INPUTS).mean())
     optimizer.step()
     optimizer.zero_grad()
+
+
+def calls_of_check(loop: Callable[[], None]) -> int:
+    """Return how many calls the check of a loss makes, in the one backward of this loop."""
+    checks: list[FrameType] = []
+    calls = 0
+
+    def profile(frame: FrameType, event: str, argument: Any) -> None:
+        nonlocal calls
+        if event == "call" and frame.f_code is loss_graph.LossCheck.check.__code__:
+            checks.append(frame)
+        if checks and event in ("call", "c_call"):
+            calls += 1
+        if event == "return" and checks[-1:] == [frame]:
+            checks.pop()
+
+    sys.setprofile(profile)
+    try:
+        loop()
+    finally:
+        sys.setprofile(None)
+    return calls
+
+
+def test_the_check_of_a_loss_is_a_few_calls() -> None:
+    accelerator = tw.Accelerator(cpu=True)
+    net = nn.Sequential(*(layer for _ in range(9) for layer in (nn.Linear(4, 4), nn.Tanh())))
+    model, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), 0.1))
+    counts = [calls_of_check(lambda: train(accelerator, model, optimizer)) for _ in range(4)]
+    assert counts[0] > MOST_CALLS, "the first two look for the parameters"
+    assert 0 < max(counts[2:]) <= MOST_CALLS, counts
+
+    def other_loss() -> None:
+        accelerator.backward(model(INPUTS).square().mean() + 1.0)
+
+    assert calls_of_check(other_loss) > MOST_CALLS, "the graph has changed"
+    assert calls_of_check(other_loss) <= MOST_CALLS
 
 
 def test_each_loss_is_checked_not_the_first_alone() -> None:
@@ -70,8 +112,8 @@ def test_a_large_graph_is_walked_ever_less_often(monkeypatch: pytest.MonkeyPatch
     whole: list[bool | None] = []
     walk = loss_graph._reaches
 
-    def counted(loss: Tensor, own: set[Tensor], most: int | None) -> bool | None:
-        found = walk(loss, own, most)
+    def counted(loss: Tensor, own: set[Tensor], most: int | None, way: list[int]) -> bool | None:
+        found = walk(loss, own, most, way)
         whole.extend([found] if most is None else [])
         return found
 
@@ -101,6 +143,9 @@ def on_ranks(folder: Path) -> bool:
     torch.manual_seed(accelerator.process_index)
     net, optimizer = made(accelerator)
     train(accelerator, net, optimizer)
+    train(accelerator, net, optimizer)
+    calls = calls_of_check(lambda: train(accelerator, net, optimizer))
+    assert 0 < calls <= MOST_CALLS, calls
     for _ in range(2):
         with pytest.raises(ValueError, match="or the model as it was before prepare"):
             accelerator.backward(accelerator.unwrap_model(net)(torch.randn(2, 4)).mean())

@@ -25,6 +25,8 @@ class LossCheck:
         """Whether a loss of a prepared model has come."""
         self._own: set[Tensor] = set()
         """Parameters of prepared models, and those that prepared optimizers step."""
+        self._way: list[int] = []
+        """Where the latest loss had one of them: which input to take at each node from the loss on; tried first."""
         self._unclear = 0
         """How many losses passed whose nearest nodes showed no such parameter."""
         self._forwards = self._steps = 0
@@ -64,7 +66,9 @@ class LossCheck:
 
     def _refuse_stranger(self, loss: Tensor) -> None:
         """Refuse a loss without a prepared parameter in its graph (ValueError)."""
-        found = _reaches(loss, self._own, MOST_NODES)
+        if self._own and _leads(loss, self._way, self._own):
+            return
+        found = _reaches(loss, self._own, MOST_NODES, self._way)
         if found:
             return
         # A walk of a large graph takes as long as a small step does, so ever fewer of the unclear losses get one.
@@ -75,7 +79,7 @@ class LossCheck:
             return
         modules, optimizers = self._engine.modules, self._preparation.optimizers
         self._own = {parameter for module in modules for parameter in module.parameters()} | stepped_by(*optimizers)
-        if not _reaches(loss, self._own, None):
+        if not _reaches(loss, self._own, None, []):
             raise ValueError(
                 "backward was given a loss that no prepared model made: none of their parameters are in its graph. Call the "
                 "model that accelerator.prepare returned."
@@ -98,37 +102,57 @@ class LossCheck:
 
     def _refuse_without_forward(self, options: dict[str, Any]) -> None:
         """Refuse a loss that no strategy averages: no prepared model was called since the optimizers stepped (ValueError)."""
-        wrapped = [each for each in self._preparation.models if isinstance(each, PreparedModule)]
-        forwards, steps = sum(each.forwards for each in wrapped), self._preparation.step_count
-        # One forward may have several backwards: of a kept graph, or of losses that several optimizers step on in turn.
-        is_old = self._has_passed and steps - self._steps >= max(1, len(self._preparation.optimizers))
-        if wrapped and forwards == self._forwards and not self._is_kept and (is_old or not forwards):
-            raise ValueError(
-                "backward was given a loss that a method of a prepared model made, or the model as it was before prepare, "
-                "whose gradients no strategy averages over the ranks; call the model that accelerator.prepare returned "
-                "itself, and let its forward call the method."
-            )
+        forwards, steps, is_wrapped = 0, self._preparation.step_count, False
+        for each in self._preparation.models:
+            if isinstance(each, PreparedModule):
+                forwards += each.forwards
+                is_wrapped = True
         if forwards != self._forwards:
             self._forwards, self._steps = forwards, steps
+        elif is_wrapped and not self._is_kept:
+            # One forward may have several backwards: of a kept graph, or of losses that several optimizers step on in turn.
+            is_old = self._has_passed and steps - self._steps >= max(1, len(self._preparation.optimizers))
+            if is_old or not forwards:
+                raise ValueError(
+                    "backward was given a loss that a method of a prepared model made, or the model as it was before prepare, "
+                    "whose gradients no strategy averages over the ranks; call the model that accelerator.prepare returned "
+                    "itself, and let its forward call the method."
+                )
         keeps = options.get("retain_graph")
         self._is_kept = bool(options.get("create_graph") if keeps is None else keeps)
 
 
-def _reaches(loss: Tensor, own: set[Tensor], most: int | None) -> bool | None:
+def _leads(loss: Tensor, way: list[int], own: set[Tensor]) -> bool:
+    """Return whether this way through a loss's graph leads to one of these tensors, or to a part that cannot be seen."""
+    node: Any = loss.grad_fn
+    for number in way:
+        if node is None or len(following := node.next_functions) <= number:
+            return False
+        node = following[number][0]
+    return getattr(node, "variable", None) in own or isinstance(node, BackwardCFunction)
+
+
+def _reaches(loss: Tensor, own: set[Tensor], most: int | None, way: list[int]) -> bool | None:
     """Return whether one of these tensors is in a loss's graph; None if the first `most` nodes do not show it.
 
-    A part that cannot be seen, such as a checkpoint's, which is built in backward, may hold one.
+    A part that cannot be seen, such as a checkpoint's, which is built in backward, may hold one. `way` becomes the way to what
+    was found.
     """
-    seen: set[Any] = set()
-    waiting: list[Any] = [loss.grad_fn]
+    came: dict[Any, tuple[Any, int]] = {}  # the node before, and which of its inputs this one is
+    waiting: list[tuple[Any, Any, int]] = [(loss.grad_fn, None, 0)]
     while waiting:
-        node = waiting.pop()
-        if node is None or node in seen:
+        node, before, number = waiting.pop()
+        if node is None or node in came:
             continue
+        came[node] = before, number
         if isinstance(node, BackwardCFunction) or getattr(node, "variable", None) in own:
+            way.clear()
+            while before is not None:
+                way.append(number)
+                before, number = came[before]
+            way.reverse()
             return True
-        seen.add(node)
-        if len(seen) == most:
+        if len(came) == most:
             return None
-        waiting.extend(each for each, _ in node.next_functions)
+        waiting.extend((each, node, place) for place, (each, _) in enumerate(node.next_functions))
     return loss in own  # a parameter itself

@@ -1,4 +1,4 @@
-"""Tracking: settings, losses and an accuracy in TensorBoard's files, with the loader shuffled."""
+"""Tracking: settings, losses and an accuracy in TensorBoard's files."""
 
 import torch
 from accelerate import Accelerator
@@ -16,7 +16,7 @@ def main():
     labels = torch.arange(240) % 3
     points = torch.eye(3)[labels] * 3 + torch.randn(240, 3, generator=generator)
     dataset = TensorDataset(points, labels)
-    train_dataloader = DataLoader(dataset, batch_size=config["batch_size"], shuffle=True)
+    train_dataloader = DataLoader(dataset, batch_size=config["batch_size"])
     eval_dataloader = DataLoader(dataset, batch_size=100)
     model = torch.nn.Linear(3, 3)
     optimizer = torch.optim.SGD(model.parameters(), lr=config["lr"], momentum=0.9)
