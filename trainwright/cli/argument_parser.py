@@ -71,7 +71,16 @@ class TrainwrightArgumentParser(ArgumentParser):
         self.subcommands: dict[str, TrainwrightArgumentParser] = {}
         """The parsers of the subcommands."""
         self._sources: list[ConfigSource] = []
+        """The configs that were read in this parse."""
         self._titles: dict[str, str] = {}
+        self._is_root = True
+
+    def parse_args(self, *args: Any, **kwargs: Any) -> Namespace:
+        """Return the config of a command's arguments; see jsonargparse."""
+        if self._is_root:
+            self._sources.clear()
+        parsed: Namespace = super().parse_args(*args, **kwargs)
+        return parsed
 
     def add_config_argument(self) -> None:
         """Add `--config` (`-c`), and with it `--print_config`."""
@@ -89,7 +98,7 @@ class TrainwrightArgumentParser(ArgumentParser):
 
     def share_sources(self, sources: list[ConfigSource], titles: dict[str, str]) -> None:
         """Keep the configs that were read in another parser's list, since either of the two may find an error."""
-        self._sources, self._titles = sources, titles
+        self._sources, self._titles, self._is_root = sources, titles, False
 
     def name_config(self, text: str, title: str) -> None:
         """Say how a config that is given as text is called in messages."""
@@ -170,7 +179,8 @@ class TrainwrightArgumentParser(ArgumentParser):
 
     def print_usage(self, file: Any = None) -> None:
         """Print how the program is called, without its hundred options."""
-        self._print_message(f"usage: {self.prog.replace(' [options]', '')} [options]\n", file)
+        names = f" {{{','.join(self.subcommands)}}}" if self.subcommands else ""
+        self._print_message(f"usage: {self.prog.replace(' [options]', '')}{names} [options]\n", file)
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         """End the program with exit code 2 and a message that says where a config is wrong."""

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import yaml
@@ -19,7 +21,6 @@ from trainwright.cli.argument_parser import (
     ReduceLROnPlateau,
     TrainwrightArgumentParser,
     as_class,
-    dumped,
     instantiate_class,
     instantiated,
     spec_of,
@@ -30,6 +31,7 @@ from trainwright.data.seeding import seed_everything
 from trainwright.errors import CheckpointError
 from trainwright.module import Module, is_overridden, replace_hook
 from trainwright.rank_zero import rank_zero_only, rank_zero_warn
+from trainwright.strategies import STRATEGIES
 from trainwright.trainer.trainer import Trainer
 
 ArgsType = Sequence[str] | dict[str, Any] | Namespace | None
@@ -41,10 +43,10 @@ SEARCHED = ("last", "auto")
 class TrainwrightCLI:
     """A program that trains, validates, tests and predicts, by its command line, config files and environment variables.
 
-    `python train.py fit --config config.yaml --trainer.max_epochs 5`: each argument of the Trainer, the model and the data is one
-    of the program, with the type that its signature gives. A later argument wins over an earlier one, the command line over
-    configs, and these over the defaults. What `fit` was called with is stored in the run's folder and in its checkpoints; with
-    `--ckpt_path` and without `--config`, what the command leaves out is taken from there.
+    `python train.py fit --config config.yaml --trainer.max_epochs 5`: each argument of the Trainer, the model and the data is
+    one of the program, with the type that its signature gives. A later argument wins over an earlier one, and all of them over
+    the defaults. What `fit` was called with is stored in the run's folder and in its checkpoints; with `--ckpt_path` and
+    without `--config`, what the command leaves out is taken from there.
 
     Args:
         model_class: the Module's class, or a function that returns one; None for any subclass, by `--model NAME`.
@@ -97,15 +99,21 @@ class TrainwrightCLI:
         }
         self._requires_data = datamodule_class is not None
         self.subcommand: str | None = None
+        self._notice = ""
         self.parser = self._make_parser(dict(parser_kwargs or {}), run)
         self.config: Namespace = self.parse_arguments(self.parser, args)
         """What was parsed: with subcommands, below the name of the one that was called."""
         self.subcommand = self.config.get("subcommand") if run else None
+        self._check_linked()
         self._seed()
         self.before_instantiate_classes()
         self.config_init: Namespace = Namespace()
         """The same, with the objects that it describes."""
         self.instantiate_classes()
+        if (
+            self._notice and rank_zero_only.rank == 0
+        ):  # once a Trainer is there, as it may have started the job's processes
+            print(self._notice, file=sys.stderr)
         if self.subcommand is not None:
             self._run(self.subcommand)
 
@@ -170,13 +178,17 @@ class TrainwrightCLI:
             callbacks.append(
                 self.save_config_callback(self._called_parser, self._of_command(self.config), **self.save_config_kwargs)
             )
-        return self.trainer_class(**{**arguments, "callbacks": callbacks})
+        if callbacks:
+            arguments["callbacks"] = callbacks
+        return self.trainer_class(**arguments)
 
     # The parsers.
 
     def _make_parser(self, options: dict[str, Any], run: bool) -> TrainwrightArgumentParser:
         names = self.subcommands() if run else {}
         own = {name: dict(options.pop(name)) for name in [*names] if isinstance(options.get(name), Mapping)}
+        for path in STRATEGIES.values():  # so that their short names are known
+            importlib.import_module(path.partition(":")[0])
         parser = self._new_parser(**options)
         if not run:
             self._add_arguments(parser)
@@ -185,7 +197,13 @@ class TrainwrightCLI:
         parsers = {}
         for name, left_out in names.items():
             method = getattr(trainer, name)
-            text = (inspect.getdoc(method) or "").partition("\n")[0]
+            text = (
+                (inspect.getdoc(method) or "")
+                .partition("\n")[0]
+                .removesuffix("Collective: call on every rank.")
+                .removesuffix("Collective.")
+                .strip()
+            )
             each = self._new_parser(**{"description": text, **_shared(options), **own.get(name, {})})
             self._add_arguments(each)
             skipped = {*left_out} & {*inspect.signature(method).parameters}
@@ -282,44 +300,46 @@ class TrainwrightCLI:
         header = "".join(f"{line}\n" for line in text.splitlines() if line.startswith("#"))
         text = f"{header}{yaml.safe_dump(stored, sort_keys=False)}"
         parser.name_config(text, f"the config in {path} (pass --config with another one to leave it out)")
-        if rank_zero_only.rank == 0:
-            print(f"trainwright: what the command leaves out is taken from the config in {path}", file=sys.stderr)
+        self._notice = f"trainwright: what the command leaves out is taken from the config in {path}"
         return [name, f"--config={text}", *words[1:]]
 
     # The objects.
 
+    def _check_linked(self) -> None:
+        """End the program if the config has a scheduler without an optimizer, or several of either."""
+        parser = self._called_parser
+        optimizers, schedulers = (self._chosen(linked) for linked in (parser.optimizers, parser.schedulers))
+        for keys in (optimizers, schedulers):
+            if len(keys) > 1:
+                parser.error(
+                    f"configure_optimizers returns one of each, but {', '.join(f'--{key}' for key in keys)} were given; leave "
+                    "out all but one, or let the program link them to the model (link_to=)."
+                )
+        if schedulers and not optimizers:
+            parser.error(
+                f"--{schedulers[0]} was given without an optimizer; give --{next(iter(parser.optimizers), 'optimizer')} too."
+            )
+
+    def _chosen(self, linked: Mapping[str, Linked]) -> list[str]:
+        """Return the keys of what the config has for configure_optimizers."""
+        return [key for key, each in linked.items() if each.link_to == AUTOMATIC and self._of(self.config, key)]
+
     def _link_optimizers(self) -> None:
         """Let the config's optimizer and scheduler replace the module's configure_optimizers."""
-        parser = self._called_parser
-        optimizer, scheduler = (self._chosen(linked) for linked in (parser.optimizers, parser.schedulers))
-        if optimizer is None:
-            if scheduler is not None:
-                raise ValueError(
-                    f"--{scheduler[0]} was given without an optimizer; give --{next(iter(parser.optimizers), 'optimizer')} "
-                    "too."
-                )
+        parser, specs = self._called_parser, []
+        for linked in (parser.optimizers, parser.schedulers):
+            for key in self._chosen(linked):
+                init, kind = self._of(self.config_init, key), linked[key].kind
+                specs.append(init.as_dict() if isinstance(kind, tuple) else spec_of(kind, init))
+        if not specs:
             return
         if is_overridden("configure_optimizers", self.model, Module):
             rank_zero_warn(
-                f"--{optimizer[0]} replaces the configure_optimizers of {type(self.model).__name__}; leave one of them out.",
+                f"the config's optimizer replaces the configure_optimizers of {type(self.model).__name__}; leave one of them "
+                "out, or pass auto_configure_optimizers=False to the CLI.",
                 stacklevel=3,
             )
-        function = partial(_optimizers_of, self.model, type(self), optimizer[1], scheduler and scheduler[1])
-        replace_hook(self.model, "configure_optimizers", function)
-
-    def _chosen(self, linked: dict[str, Linked]) -> tuple[str, dict[str, Any]] | None:
-        """Return the key, class_path and init_args of the object that configure_optimizers is to return."""
-        keys = [key for key, each in linked.items() if each.link_to == AUTOMATIC]
-        given = [key for key in keys if self._of(self.config_init, key)]
-        if len(given) > 1:
-            raise ValueError(
-                f"configure_optimizers returns one of each, but {', '.join(f'--{key}' for key in given)} were given; leave out "
-                "all but one, or override the CLI's configure_optimizers, and link the others (link_to=)."
-            )
-        if not given:
-            return None
-        init, kind = self._of(self.config_init, given[0]), linked[given[0]].kind
-        return given[0], init.as_dict() if isinstance(kind, tuple) else spec_of(kind, init)
+        replace_hook(self.model, "configure_optimizers", partial(_optimizers_of, self.model, type(self), *specs))
 
     def _run(self, name: str) -> None:
         taken = self._arguments_of(name)
@@ -327,21 +347,23 @@ class TrainwrightCLI:
         arguments |= {"model": self.model}
         if self.datamodule is not None:
             arguments |= {"datamodule": self.datamodule}
-        for moment in ("before", "", "after"):
-            if not moment:
-                getattr(self.trainer, name)(**arguments)
-            elif (hook := getattr(self, f"{moment}_{name}", None)) is not None:
-                hook()
+        getattr(self, f"before_{name}", _nothing)()
+        getattr(self.trainer, name)(**arguments)
+        getattr(self, f"after_{name}", _nothing)()
 
 
 def _optimizers_of(
-    module: Module, cli: type[TrainwrightCLI], optimizer: dict[str, Any], scheduler: dict[str, Any] | None
+    module: Module, cli: type[TrainwrightCLI], optimizer: dict[str, Any], scheduler: dict[str, Any] | None = None
 ) -> Any:
     """Return what a module's configure_optimizers returns for the optimizer and the scheduler of a config."""
     made = instantiate_class(([each for each in module.parameters() if each.requires_grad],), optimizer)
     if scheduler is None:
         return cli.configure_optimizers(module, made)
     return cli.configure_optimizers(module, made, instantiate_class(made, scheduler))
+
+
+def _nothing() -> None:
+    """The hook of a CLI that does not have it."""
 
 
 def _listed(callbacks: Any) -> list[Callback]:
@@ -356,7 +378,7 @@ def _shared(options: Mapping[str, Any]) -> dict[str, Any]:
 def _value_of(words: Sequence[str], option: str) -> str | None:
     """Return the value of an option, the last one if it is given several times; None without."""
     found = None
-    for word, following in zip(words, [*words[1:], ""], strict=True):
+    for word, following in pairwise([*words, ""]):
         if word == option:
             found = following
         elif word.startswith(f"{option}="):

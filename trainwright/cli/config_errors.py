@@ -6,7 +6,8 @@ import difflib
 import importlib
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import yaml
@@ -64,6 +65,18 @@ class ConfigSource(NamedTuple):
             return None
         return node
 
+    @property
+    def damage(self) -> str:
+        """Return why its text is not YAML, and where; "" if it is."""
+        try:
+            yaml.compose(self.text, Loader=yaml.SafeLoader)
+        except yaml.MarkedYAMLError as error:
+            line = "" if error.problem_mark is None else f", line {error.problem_mark.line + 1}"
+            return f"{self.title}{line} is not YAML: {error.problem or error.context}"
+        except yaml.YAMLError as error:
+            return f"{self.title} is not YAML: {error}"
+        return ""
+
 
 class UnknownKey(NamedTuple):
     """A key of a config that nothing takes."""
@@ -76,20 +89,25 @@ class UnknownKey(NamedTuple):
 def explain(
     message: str, sources: Sequence[ConfigSource], arguments: Sequence[str], parser: TrainwrightArgumentParser
 ) -> str:
-    """Return what is wrong: unknown keys of the configs if there are any, else jsonargparse's message with what is known of it."""
+    """Return what is wrong: unknown keys of the configs if there are any, else jsonargparse's message and where it applies."""
+    if damaged := [damage for source in sources if (damage := source.damage)]:
+        return "\n".join(damaged)
     found = [(source, key) for source in sources for key in _unknown_in(source)]
     if found:
         lines = [f"{source.line(key.node)}: {_unknown(key)}" for source, key in found]
         lines += [_other_version(source) for source in dict.fromkeys(source for source, _ in found)]
         return "\n".join(each for each in lines if each)
+    if (name := re.search(r"Expected a dot import path string: (\w+)$", message, re.MULTILINE)) is not None:
+        key = re.match(r'Parser key "([\w.]+)"', message)
+        message = f"{key[0] if key else 'the arguments'}: {_unknown_class(name[1])}"
     if named := re.search(r"[Kk]ey ['\"]([\w.]+)['\"]", message):
         for source in sources:
             if (node := _node_of(source.root, named[1].split("."))) is not None:
                 return f"{source.line(node)}: {message}\n{_other_version(source)}".rstrip()
     if message.startswith("unrecognized arguments: "):
         return f"{message}{_near_option(message.split()[2], _names(parser))}"
-    if named := re.search(r"ption ['\"]([\w.]+)['\"]", message):
-        return f"{message}{_near_of_class(named[1], arguments)}"
+    if (named := re.search(r"ption ['\"]([\w.]+)['\"]", message)) and (near := _near_of_class(named[1], arguments)):
+        return near
     return message
 
 
@@ -97,13 +115,19 @@ def _unknown(key: UnknownKey) -> str:
     """Return in words that a key is unknown, and which are there."""
     name = key.node.value
     close = difflib.get_close_matches(name, key.known, n=1)
-    if close:
-        hint = f"Did you mean {close[0]!r}?"
-    elif len(key.known) <= MOST_NAMES:
-        hint = f"Accepted are {', '.join(key.known) or 'none'}."
-    else:
-        hint = f"Accepted are {', '.join(key.known[:MOST_NAMES])}, ...; --help lists all."
+    hint = f"Did you mean {close[0]!r}?" if close else f"Accepted are {_some(key.known)}."
     return f"{key.owner} has no argument {name!r}. {hint}"
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join([*names[:MOST_NAMES], *(["..."] if len(names) > MOST_NAMES else [])]) or "none"
+
+
+def _unknown_class(name: str) -> str:
+    known = {each.__name__ for base in BASES for each in _subclasses(base) if not each.__name__.startswith("_")}
+    close = difflib.get_close_matches(name, sorted(known), n=1)
+    hint = f"Did you mean {close[0]!r}?" if close else "Import it in the program."
+    return f"no class is named {name!r}; give the name of an imported class, or package.module.Class. {hint}"
 
 
 def _other_version(source: ConfigSource) -> str:
@@ -134,19 +158,24 @@ def _unknown_in(source: ConfigSource) -> Iterator[UnknownKey]:
 
 def _names(parser: Any) -> list[str]:
     """Return the names of a parser's arguments, those of groups with dots."""
-    return [str(name) for name in parser.get_defaults(skip_validation=True).keys()]
+    return [str(name) for name in parser.get_defaults(skip_validation=True).keys()]  # noqa: SIM118 - a Namespace
 
 
 def _walk(node: yaml.MappingNode, names: Sequence[str], prefix: str, owner: str) -> Iterator[UnknownKey]:
     for key, value in node.value:
         name = f"{prefix}{key.value}"
-        if any(each.startswith(f"{name}.") for each in names) and isinstance(value, yaml.MappingNode):
+        is_group = any(each.startswith(f"{name}.") for each in names)
+        if is_group and isinstance(value, yaml.MappingNode):
             yield from _walk(value, names, f"{name}.", f"{name!r}")
-        elif name in names:
+        elif name in names or is_group:
             yield from _walk_value(value)
-        elif not any(each.startswith(f"{name}.") for each in names):
+        else:
             inside = (each.removeprefix(prefix) for each in names if each.startswith(prefix))
             yield UnknownKey(key, owner, list(dict.fromkeys(each.partition(".")[0] for each in inside)))
+
+
+def _has_class(node: yaml.MappingNode) -> bool:
+    return any(key.value == "class_path" for key, _ in node.value)
 
 
 def _walk_value(node: yaml.Node) -> Iterator[UnknownKey]:
@@ -154,17 +183,14 @@ def _walk_value(node: yaml.Node) -> Iterator[UnknownKey]:
     if isinstance(node, yaml.SequenceNode):
         for each in node.value:
             yield from _walk_value(each)
-    elif isinstance(node, yaml.MappingNode):
+    elif isinstance(node, yaml.MappingNode) and _has_class(node):  # the keys of other dicts are the reader's own
         items = {key.value: (key, value) for key, value in node.value}
-        path = items["class_path"][1].value if "class_path" in items else None
-        if not isinstance(path, str):
-            return  # a dict, whose keys are the reader's own
+        path = str(items["class_path"][1].value)
         for name, (key, value) in items.items():
             if name not in SPEC_KEYS:
                 yield UnknownKey(key, f"the config of {path}", list(SPEC_KEYS))
-            elif name == "init_args" and isinstance(value, yaml.MappingNode):
-                if names := _arguments_of(path):
-                    yield from _walk(value, names, "", path.rpartition(".")[2])
+            elif name == "init_args" and isinstance(value, yaml.MappingNode) and (names := _arguments_of(path)):
+                yield from _walk(value, names, "", path.rpartition(".")[2])
 
 
 def _arguments_of(path: str) -> list[str]:
@@ -222,12 +248,14 @@ def _near_option(option: str, names: Iterable[str]) -> str:
 
 
 def _near_of_class(name: str, arguments: Sequence[str]) -> str:
-    """Return the option that was meant by one of a class that an earlier option has chosen."""
-    chosen: Mapping[str, str] = dict(zip(arguments, [*arguments[1:], ""], strict=True))
-    pairs = [each.partition("=")[::2] if "=" in each else (each, chosen[each]) for each in arguments]
-    for option, _ in pairs:
-        owner, _, last = option.partition("=")[0].rpartition(".")
-        paths = [value for key, value in pairs if key.rstrip("+") == owner]
-        if last == name and paths:
-            return _near_option(option, [f"{owner.lstrip('-')}.{each}" for each in _arguments_of(paths[-1])])
+    """Return in words that an option is unknown to the class that an earlier one has chosen; "" if there is no such option."""
+    given = [
+        each.partition("=")[::2] if "=" in each else (each, following) for each, following in pairwise([*arguments, ""])
+    ]
+    for option, _ in given:
+        owner, _, last = option.rpartition(".")
+        paths = [value for key, value in given if key.rstrip("+") == owner]
+        if last == name and paths and (names := _arguments_of(paths[-1])):
+            near = _near_option(option, [f"{owner.lstrip('-')}.{each}" for each in names])
+            return f"{option} is unknown: {paths[-1]} has no argument {name!r}{near or f'; it has {_some(names)}.'}"
     return ""
