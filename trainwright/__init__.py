@@ -237,7 +237,7 @@ __all__ = [
 ]
 
 
-_PACKAGES = ("callbacks", "loggers", "profilers", "strategies", "utilities")
+_PACKAGES = ("callbacks", "cli", "loggers", "profilers", "strategies", "utilities")
 """Packages that may be used in full names, such as `tw.callbacks.EarlyStopping`."""
 
 

@@ -529,3 +529,8 @@ def hook_of(owner: object, method: str, base: type) -> Callable[..., Any]:
     """Return a hook of the owner; that of the base class if the owner has switched its own off by setting it to None."""
     hook: Callable[..., Any] = getattr(owner, method)
     return hook if hook is not None else getattr(base, method).__get__(owner)
+
+
+def replace_hook(module: Module, name: str, function: Callable[..., Any]) -> None:
+    """Let a function be a hook of this module, instead of the method of its class."""
+    vars(module)[name] = function

@@ -1,0 +1,344 @@
+"""A TrainwrightCLI in this process: what is parsed and made of arguments and configs, and how wrong ones are refused."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from cli_program import DEFAULTS, Data, Net, OwnOptimizer, Program
+
+import trainwright as tw
+from trainwright.cli import (
+    LightningArgumentParser,
+    LightningCLI,
+    ReduceLROnPlateau,
+    SaveConfigCallback,
+    TrainwrightArgumentParser,
+    TrainwrightCLI,
+    instantiate_class,
+)
+
+SGD = ("--optimizer=SGD", "--optimizer.lr=0.1")
+FAST = {**DEFAULTS, "fast_dev_run": True}
+
+
+def made(*args: str, kind: type[TrainwrightCLI] = TrainwrightCLI, **options: Any) -> TrainwrightCLI:
+    """Return a CLI that runs nothing."""
+    options = {"model_class": Net, "datamodule_class": Data, "trainer_defaults": DEFAULTS, **options}
+    return kind(args=list(args), run=False, **options)
+
+
+@pytest.fixture(scope="module")
+def parser() -> TrainwrightArgumentParser:
+    """The parser of a program without subcommands, for what is wrong with its arguments."""
+    return made("--model.width=3").parser
+
+
+def refused(capsys: pytest.CaptureFixture[str], parse: Callable[[list[str]], Any], *args: str) -> str:
+    """Return what a command says that is refused."""
+    with pytest.raises(SystemExit) as stopped:
+        parse(list(args))
+    assert stopped.value.code == 2
+    said = capsys.readouterr().err
+    assert said.startswith("usage: ")
+    assert "Traceback" not in said
+    return said.partition("error: ")[2].strip()
+
+
+def test_arguments_become_objects() -> None:
+    cli = made(
+        *("--model.width=5", "--model.act=torch.nn.ReLU", "--data.batch_size=2", "--seed_everything=7"),
+        *("--trainer.max_epochs=3", "--trainer.precision=bf16-mixed", "--trainer.logger=CSVLogger"),
+        *("--trainer.logger.name=runs", "--trainer.val_check_interval=0.5"),
+        *("--trainer.callbacks+=ModelCheckpoint", "--trainer.callbacks.monitor=val_loss"),
+        *("--trainer.callbacks+=EarlyStopping", "--trainer.callbacks.monitor=loss"),
+    )
+    assert isinstance(cli.model, Net)
+    assert isinstance(cli.datamodule, Data)
+    assert cli.subcommand is None
+    assert isinstance(cli.model.net[1], torch.nn.ReLU)
+    assert cli.model.net[0].out_features == cli.model.hparams.width == cli.config.model.width == 5
+    assert cli.datamodule.batch_size == 2
+    assert cli.trainer.max_epochs == 3
+    assert cli.trainer.val_check_interval == 0.5
+    assert cli.config.seed_everything == torch.initial_seed() == 7
+    assert [each.name for each in cli.trainer.loggers if isinstance(each, tw.CSVLogger)] == ["runs"]
+    assert [each.monitor for each in cli.trainer.checkpoint_callbacks] == ["val_loss"]
+    assert [each.monitor for each in cli.trainer.callbacks if isinstance(each, tw.EarlyStopping)] == ["loss"]
+    assert any(isinstance(each, SaveConfigCallback) for each in cli.trainer.callbacks)
+
+
+def test_names_of_lightning() -> None:
+    assert LightningCLI is tw.cli.TrainwrightCLI
+    assert LightningArgumentParser is TrainwrightArgumentParser
+
+
+def test_any_model_by_its_name() -> None:
+    cli = made("--model=OwnOptimizer", "--model.width=4", "--data=Data", model_class=None, datamodule_class=None)
+    assert type(cli.model) is OwnOptimizer
+    assert type(cli.datamodule) is Data
+    without = made(
+        "--model=OwnOptimizer", "--model.width=4", model_class=Net, datamodule_class=None, subclass_mode_model=True
+    )
+    assert type(without.model) is OwnOptimizer
+    assert without.datamodule is None
+
+
+def test_functions_in_place_of_classes() -> None:
+    def make_net(width: int = 6) -> Net:
+        return Net(width)
+
+    def make_trainer(epochs: int = 2) -> tw.Trainer:
+        return tw.Trainer(max_epochs=epochs, **DEFAULTS)
+
+    cli = made(
+        "--trainer.epochs=4",
+        model_class=make_net,
+        trainer_class=make_trainer,
+        trainer_defaults=None,
+        save_config_callback=None,
+    )
+    assert cli.trainer.max_epochs == 4
+    assert cli.model.hparams.width == 6
+
+
+@pytest.mark.parametrize(
+    ("arguments", "scheduler", "monitor"),
+    [
+        ([], None, None),
+        (
+            ["--lr_scheduler=CosineAnnealingLR", "--lr_scheduler.T_max=5"],
+            torch.optim.lr_scheduler.CosineAnnealingLR,
+            None,
+        ),
+        (["--lr_scheduler=ReduceLROnPlateau", "--lr_scheduler.monitor=val_loss"], ReduceLROnPlateau, "val_loss"),
+    ],
+)
+def test_optimizers_and_schedulers(arguments: list[str], scheduler: Any, monitor: str | None) -> None:
+    cli = made("--model.width=3", "--optimizer=AdamW", "--optimizer.lr=0.25", *arguments)
+    returned = cli.model.configure_optimizers()
+    if isinstance(returned, dict):
+        assert returned["lr_scheduler"]["monitor"] == monitor
+        returned = [returned["optimizer"]], [returned["lr_scheduler"]["scheduler"]]
+    optimizer = returned if scheduler is None else returned[0][0]
+    assert type(optimizer) is torch.optim.AdamW
+    assert optimizer.param_groups[0]["lr"] == 0.25
+    assert optimizer.param_groups[0]["params"][0] is cli.model.net[0].weight
+    assert scheduler is None or type(returned[1][0]) is scheduler
+
+
+def test_an_optimizer_replaces_the_modules_own() -> None:
+    own = made("--model.width=3", model_class=OwnOptimizer)
+    assert type(own.model.configure_optimizers()) is torch.optim.SGD
+    with pytest.warns(UserWarning, match="replaces the configure_optimizers of OwnOptimizer"):
+        replaced = made("--model.width=3", "--optimizer=Adam", model_class=OwnOptimizer)
+    assert type(replaced.model.configure_optimizers()) is torch.optim.Adam
+
+
+def test_optimizers_that_are_linked_to_the_model() -> None:
+    class TwoRates(Net):
+        def __init__(self, width: int, first: dict, second: dict) -> None:  # type: ignore[type-arg]
+            super().__init__(width)
+            self.inits = first, second
+
+    class Linked(TrainwrightCLI):
+        def add_arguments_to_parser(self, parser: TrainwrightArgumentParser) -> None:
+            parser.add_optimizer_args(nested_key="first", link_to="model.first")
+            parser.add_optimizer_args(torch.optim.Adam, nested_key="second", link_to="model.second")
+
+    cli = made(
+        "--model.width=3", "--first=SGD", "--first.lr=0.5", "--second.lr=0.25", kind=Linked, model_class=TwoRates
+    )
+    made_of = [instantiate_class(cli.model.parameters(), each) for each in cli.model.inits]  # type: ignore[union-attr]
+    assert [(type(each), each.param_groups[0]["lr"]) for each in made_of] == [
+        (torch.optim.SGD, 0.5),
+        (torch.optim.Adam, 0.25),
+    ]
+
+
+def test_arguments_of_a_subclass_of_the_cli() -> None:
+    class Stopping(Program):
+        def add_arguments_to_parser(self, parser: TrainwrightArgumentParser) -> None:
+            super().add_arguments_to_parser(parser)
+            parser.add_lightning_class_args(tw.EarlyStopping, "stopping")
+            parser.set_defaults({"stopping.monitor": "val_loss", "stopping.patience": 4})
+            parser.add_argument("--note", default="none")
+
+    timer = tw.Timer()
+    cli = made(
+        *("--model.width=3", "--data.num_classes=5", "--stopping.patience=9", "--note=hello"),
+        kind=Stopping,
+        trainer_defaults={**DEFAULTS, "callbacks": timer, "max_epochs": 2},
+    )
+    assert cli.model.net[2].out_features == 5  # type: ignore[union-attr]
+    assert cli.datamodule is not None
+    assert cli.datamodule.batch_size == 8  # type: ignore[attr-defined]
+    (stopping,) = [each for each in cli.trainer.callbacks if isinstance(each, tw.EarlyStopping)]
+    assert (stopping.monitor, stopping.patience, cli.config.note) == ("val_loss", 9, "hello")
+    assert timer in cli.trainer.callbacks
+    assert cli.trainer.max_epochs == 2
+
+
+@pytest.mark.slow
+def test_a_config_as_an_object_and_hooks_around_a_call() -> None:
+    told = []
+
+    class Told(TrainwrightCLI):
+        def before_instantiate_classes(self) -> None:
+            told.append(hasattr(self, "model"))
+
+        def before_fit(self) -> None:
+            told.append("before")
+
+        def after_fit(self) -> None:
+            told.append(self.trainer.global_step)
+
+    args = {"subcommand": "fit", "fit": {"model": {"width": 3}, "trainer": {"fast_dev_run": 2}}}
+    cli = Told(OwnOptimizer, Data, args=args, trainer_defaults=DEFAULTS)
+    assert cli.subcommand == "fit"
+    assert cli.config.fit.trainer.fast_dev_run == 2
+    assert told == [False, "before", 2]
+
+
+@pytest.mark.slow
+def test_a_printed_config_is_accepted(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        Program(Net, Data, args=["fit", "--model.width=9", *SGD, "--print_config"], trainer_defaults=FAST)
+    assert stopped.value.code == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith(f"# trainwright=={tw.__version__}\n")
+    assert "num_classes" not in yaml.safe_load(printed)["model"]  # it is linked
+    (tmp_path / "printed.yaml").write_text(printed)
+    cli = Program(Net, Data, args=["fit", f"--config={tmp_path / 'printed.yaml'}"], trainer_defaults=FAST)
+    assert cli.model.hparams.width == 9
+    assert cli.trainer.global_step == 1
+    assert not (tmp_path / "trainwright_logs").exists()
+
+
+@pytest.mark.slow
+def test_variables_of_the_environment(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("TW_MODEL__WIDTH", "11")
+    monkeypatch.setenv("TW_TRAINER__MAX_EPOCHS", "3")
+    cli = made(parser_kwargs={"default_env": True})
+    assert (cli.model.hparams.width, cli.trainer.max_epochs) == (11, 3)
+    assert "model.width" in refused(capsys, lambda args: made(*args))  # they are not read unless that is asked for
+    monkeypatch.setenv("TW_FIT__MODEL__WIDTH", "12")
+    other = TrainwrightCLI(OwnOptimizer, Data, args=["fit"], parser_kwargs={"default_env": True}, trainer_defaults=FAST)
+    assert other.model.hparams.width == 12
+
+
+def test_the_trainers_own_variables_fill_what_is_left_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRAINWRIGHT_TRAINER_MAX_STEPS", "5")
+    monkeypatch.setenv("TRAINWRIGHT_TRAINER_MAX_EPOCHS", "6")
+    cli = made("--model.width=3", "--trainer.max_epochs=2")
+    assert (cli.trainer.max_steps, cli.trainer.max_epochs) == (5, 2)
+
+
+def test_a_script_runs_with_the_programs_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["program.py", "validate", "--model.width=3"])
+    cli = TrainwrightCLI(Net, Data, trainer_defaults={**DEFAULTS, "logger": False, "limit_val_batches": 1})
+    assert set(cli.trainer.callback_metrics) == {"val_loss"}
+
+
+# -- what is wrong ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "lines"),
+    [
+        (
+            "model: {width: 3}\ntrainer:\n  max_epoch: 3\n",
+            ["line 3: 'trainer' has no argument 'max_epoch'. Did you mean 'max_epochs'?"],
+        ),
+        (
+            "modl:\n  width: 3\ndatas: 1\n",
+            [
+                "line 1: the command has no argument 'modl'. Did you mean 'model'?",
+                "line 3: the command has no argument 'datas'.",
+            ],
+        ),
+        (
+            "model: {width: 3}\ntrainer:\n  callbacks:\n  - class_path: ModelCheckpoint\n    init_args:\n      monitr: loss\n",
+            ["line 6: ModelCheckpoint has no argument 'monitr'. Did you mean 'monitor'?"],
+        ),
+        (
+            "model:\n  width: 3\n  act:\n    class_path: torch.nn.Softmax\n    init_args: {axis: 1}\n",
+            ["line 5: Softmax has no argument 'axis'. Accepted are dim."],
+        ),
+        ("model:\n  width: 3\ntrainer:\n  max_epochs: many\n", ['line 4: Parser key "trainer.max_epochs"']),
+        (
+            "model:\n  width: 3\noptimizer:\n  class_path: SDG\n",
+            ["line 3: Parser key \"optimizer\": no class is named 'SDG'", "Did you mean 'SGD'?"],
+        ),
+        ("model:\n  width: 3\n trainer: 1\n", ["line 3 is not YAML"]),
+    ],
+)
+def test_a_wrong_config_is_named_with_its_line(
+    text: str,
+    lines: list[str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    parser: TrainwrightArgumentParser,
+) -> None:
+    (tmp_path / "wrong.yaml").write_text(text)
+    said = refused(capsys, parser.parse_args, "--config", str(tmp_path / "wrong.yaml"))
+    for line in lines:
+        assert line in said
+    assert f"{tmp_path / 'wrong.yaml'}, line" in said
+    assert "was written by" not in said
+
+
+def test_a_config_of_another_version_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], parser: TrainwrightArgumentParser
+) -> None:
+    (tmp_path / "new.yaml").write_text("# trainwright==9.0.0\nmodel:\n  width: 3\n  depth: 2\n")
+    said = refused(capsys, parser.parse_args, "--config", str(tmp_path / "new.yaml"))
+    assert "new.yaml, line 4: 'model' has no argument 'depth'. Did you mean 'width'?" in said
+    assert f"was written by trainwright 9.0.0, and this is {tw.__version__}" in said
+    (tmp_path / "new.yaml").write_text("# trainwright==9.0.0\nmodel:\n  width: 3\n")
+    config = parser.parse_args(["--config", str(tmp_path / "new.yaml")])  # it is accepted if all it says is known
+    assert config.model.width == 3
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--trainer.max_epoch=3"], "Did you mean --trainer.max_epochs?"),
+        ([*SGD, "--optimizer.rl=1"], "SGD has no argument 'rl'. Did you mean --optimizer.lr?"),
+        (["--trainer.callbacks+=ModelChekpoint"], "Did you mean 'ModelCheckpoint'?"),
+        (["--config=missing.yaml"], "File does not exist"),
+        (["--model.width=wide"], "Expected a <class 'int'>"),
+    ],
+)
+def test_wrong_arguments(
+    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str], parser: TrainwrightArgumentParser
+) -> None:
+    assert said in refused(capsys, parser.parse_args, "--model.width=3", *arguments)
+
+
+@pytest.mark.slow
+def test_wrong_arguments_of_a_subcommand(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def parse(args: list[str]) -> None:
+        TrainwrightCLI(Net, Data, args=args, trainer_defaults=FAST)
+
+    (tmp_path / "all.yaml").write_text("fit:\n  model:\n    widht: 3\n")
+    said = refused(capsys, parse, "--config", str(tmp_path / "all.yaml"), "fit")
+    assert "line 3: 'fit.model' has no argument 'widht'. Did you mean 'width'?" in said
+    assert "{fit,validate,test,predict}" in refused(capsys, parse)
+    scheduler = ("--lr_scheduler=StepLR", "--lr_scheduler.step_size=1")
+    assert "give --optimizer too" in refused(capsys, parse, "fit", "--model.width=3", *scheduler)
+
+
+def test_wrong_uses_in_the_program() -> None:
+    parser = TrainwrightArgumentParser()
+    with pytest.raises(TypeError, match=r"optimizer was given .*Linear.*; accepted are Optimizer"):
+        parser.add_optimizer_args(torch.nn.Linear)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="neither a class nor a function"):
+        parser.add_lightning_class_args(3, "model")
+    with pytest.raises(ValueError, match=r"config_filename='a/b.yaml' is not accepted"):
+        SaveConfigCallback(parser, parser.parse_args([]), config_filename="a/b.yaml")

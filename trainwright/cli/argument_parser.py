@@ -1,0 +1,223 @@
+"""The parser of a TrainwrightCLI: jsonargparse's, with arguments for modules, data, callbacks, optimizers and schedulers."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple, NoReturn
+
+from jsonargparse import ActionConfigFile, ArgumentParser, Namespace, class_from_function
+from torch.nn import Parameter
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import ReduceLROnPlateau as TorchReduceLROnPlateau
+
+from trainwright.callbacks.base import Callback
+from trainwright.cli.config_errors import ConfigSource, explain
+from trainwright.trainer.trainer import Trainer
+
+
+class ReduceLROnPlateau(TorchReduceLROnPlateau):
+    """Torch's ReduceLROnPlateau with the name of the metric that it follows."""
+
+    def __init__(self, optimizer: Optimizer, monitor: str, *args: Any, **kwargs: Any) -> None:
+        super().__init__(optimizer, *args, **kwargs)
+        self.monitor = monitor
+
+
+OptimizerCallable = Callable[[Iterable[Parameter]], Optimizer]
+"""The type of an argument that a config gives as an optimizer: call it with the parameters."""
+LRSchedulerCallable = Callable[[Optimizer], LRScheduler | ReduceLROnPlateau]
+"""The type of an argument that a config gives as a scheduler: call it with the optimizer."""
+HAS_NEW_NAMES = hasattr(ArgumentParser, "instantiate")
+"""jsonargparse 4.49 renamed `instantiate_classes` and `dump(skip_none=)`, and warns of the earlier names."""
+AUTOMATIC = "AUTOMATIC"
+"""The `link_to` of optimizers and schedulers that the CLI's configure_optimizers returns."""
+
+
+class Linked(NamedTuple):
+    """An optimizer or a scheduler of the command line, and where it goes."""
+
+    kind: type[Any] | tuple[type[Any], ...]
+    link_to: str
+
+
+class ConfigFile(ActionConfigFile):
+    """`--config`, which keeps what it was given for messages about errors in it."""
+
+    def __call__(self, parser: Any, cfg: Any, values: Any, option_string: str | None = None) -> None:
+        if isinstance(parser, TrainwrightArgumentParser):
+            parser.note_config(values)
+        super().__call__(parser, cfg, values, option_string)
+
+
+class TrainwrightArgumentParser(ArgumentParser):
+    """jsonargparse's ArgumentParser; the arguments are its, but abbreviated options are refused.
+
+    Variables of the environment, which are read with `default_env=True`, are named by `env_prefix` and the argument:
+    `TW_FIT__TRAINER__MAX_EPOCHS`.
+    """
+
+    def __init__(self, *args: Any, env_prefix: str = "TW", allow_abbrev: bool = False, **kwargs: Any) -> None:
+        from trainwright import __version__
+
+        kwargs.setdefault("dump_header", [f"trainwright=={__version__}"])
+        super().__init__(*args, env_prefix=env_prefix, allow_abbrev=allow_abbrev, **kwargs)
+        self.callback_keys: list[str] = []
+        """Where the callbacks are that `add_lightning_class_args` has added."""
+        self.optimizers: dict[str, Linked] = {}
+        self.schedulers: dict[str, Linked] = {}
+        self.subcommands: dict[str, TrainwrightArgumentParser] = {}
+        """The parsers of the subcommands."""
+        self._sources: list[ConfigSource] = []
+        """The configs that were read in this parse."""
+        self._titles: dict[str, str] = {}
+        self._is_root = True
+
+    def parse_args(self, *args: Any, **kwargs: Any) -> Namespace:
+        """Return the config of a command's arguments; see jsonargparse."""
+        if self._is_root:
+            self._sources.clear()
+        parsed: Namespace = super().parse_args(*args, **kwargs)
+        return parsed
+
+    def add_config_argument(self) -> None:
+        """Add `--config` (`-c`), and with it `--print_config`."""
+        self.add_argument(
+            "-c", "--config", action=ConfigFile, help="A configuration file in YAML or JSON, or its text."
+        )
+
+    def add_subcommand_parsers(self, parsers: Mapping[str, tuple[TrainwrightArgumentParser, str]]) -> None:
+        """Add subcommands: by name the parser and what it does."""
+        actions = self.add_subcommands()
+        for name, (parser, text) in parsers.items():
+            actions.add_subcommand(name, parser, help=text)
+            parser.share_sources(self._sources, self._titles)
+            self.subcommands[name] = parser
+
+    def share_sources(self, sources: list[ConfigSource], titles: dict[str, str]) -> None:
+        """Keep the configs that were read in another parser's list, since either of the two may find an error."""
+        self._sources, self._titles, self._is_root = sources, titles, False
+
+    def name_config(self, text: str, title: str) -> None:
+        """Say how a config that is given as text is called in messages."""
+        self._titles[text] = title
+
+    def note_config(self, value: str) -> None:
+        """Note a config that is read, for messages about errors in it."""
+        self._sources.append(ConfigSource.read(self, value, self._titles.get(value)))
+
+    def add_lightning_class_args(
+        self, lightning_class: Any, nested_key: str, subclass_mode: bool = False, required: bool = True
+    ) -> list[str]:
+        """Add the arguments of a class's constructor, and return their names.
+
+        Args:
+            lightning_class: a class, such as a Module, a DataModule, a Trainer or a Callback, or a function that is annotated
+                with the class that it returns. The Trainer gets an instance of each Callback.
+            nested_key: what their names begin with.
+            subclass_mode: take any subclass, by `class_path` and `init_args`.
+            required: whether the class has to be given, in subclass_mode.
+        """
+        kind = as_class(lightning_class)
+        if issubclass(kind, Callback):
+            self.callback_keys.append(nested_key)
+        if subclass_mode:
+            self.add_subclass_arguments(kind, nested_key, fail_untyped=False, required=required)
+            return [nested_key]
+        return list(
+            self.add_class_arguments(kind, nested_key, fail_untyped=False, instantiate=not issubclass(kind, Trainer))
+        )
+
+    def add_optimizer_args(
+        self,
+        optimizer_class: type[Optimizer] | tuple[type[Optimizer], ...] = (Optimizer,),
+        nested_key: str = "optimizer",
+        link_to: str = AUTOMATIC,
+    ) -> None:
+        """Add the arguments of an optimizer.
+
+        Args:
+            optimizer_class: the class; or a tuple of classes, one of whose subclasses is then chosen by name.
+            nested_key: what their names begin with.
+            link_to: "AUTOMATIC" lets configure_optimizers return it. Else the argument, such as "model.optimizer_init", that
+                gets its class_path and init_args, for `instantiate_class`.
+        """
+        self._add_linked(self.optimizers, Optimizer, optimizer_class, nested_key, link_to, skip={"params"})
+
+    def add_lr_scheduler_args(
+        self,
+        lr_scheduler_class: type[Any] | tuple[type[Any], ...] = (LRScheduler, ReduceLROnPlateau),
+        nested_key: str = "lr_scheduler",
+        link_to: str = AUTOMATIC,
+    ) -> None:
+        """Add the arguments of a learning rate scheduler; see `add_optimizer_args`."""
+        self._add_linked(self.schedulers, LRScheduler, lr_scheduler_class, nested_key, link_to, skip={"optimizer"})
+
+    def _add_linked(
+        self, linked: dict[str, Linked], base: type[Any], kind: Any, nested_key: str, link_to: str, skip: set[str | int]
+    ) -> None:
+        for each in kind if isinstance(kind, tuple) else (kind,):
+            if not (inspect.isclass(each) and issubclass(each, base)):
+                raise TypeError(f"{nested_key} was given {each!r}; accepted are {base.__name__} and its subclasses.")
+        if isinstance(kind, tuple):
+            self.add_subclass_arguments(
+                kind, nested_key, required=False, instantiate=False, fail_untyped=False, skip=skip
+            )
+        else:
+            self.add_class_arguments(kind, nested_key, instantiate=False, fail_untyped=False, skip=skip)
+        linked[nested_key] = Linked(kind, link_to)
+
+    def link_optimizers(self) -> None:
+        """Link the optimizers and schedulers to the arguments that they were added for."""
+        for key, each in {**self.optimizers, **self.schedulers}.items():
+            if each.link_to != AUTOMATIC:
+                kind = each.kind
+                given = None if isinstance(kind, tuple) else lambda init, kind=kind: spec_of(kind, init)
+                self.link_arguments(key, each.link_to, compute_fn=given)
+
+    def print_usage(self, file: Any = None) -> None:
+        """Print how the program is called, without its hundred options."""
+        names = f" {{{','.join(self.subcommands)}}}" if self.subcommands else ""
+        self._print_message(f"usage: {self.prog.replace(' [options]', '')}{names} [options]\n", file)
+
+    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
+        """End the program with exit code 2 and a message that says where a config is wrong."""
+        super().error(explain(message, self._sources, list(self.args if hasattr(self, "args") else ()), self), ex)
+
+
+def as_class(kind: Any) -> type[Any]:
+    """Return a class, or one that makes its instances by calling a function."""
+    if inspect.isclass(kind):
+        return kind
+    if not callable(kind):
+        raise TypeError(f"{kind!r} is neither a class nor a function that returns an instance; pass one of these.")
+    made: type[Any] = class_from_function(kind)
+    return made
+
+
+def spec_of(kind: type[Any], init_args: Any) -> dict[str, Any]:
+    """Return the class_path and the init_args of an object."""
+    plain = init_args.as_dict() if isinstance(init_args, Namespace) else dict(init_args)
+    return {"class_path": f"{kind.__module__}.{kind.__qualname__}", "init_args": plain}
+
+
+def instantiate_class(args: Any, init: Mapping[str, Any]) -> Any:
+    """Make an object of a config's class_path and init_args, with these arguments before them: a tuple, or a single one."""
+    module, _, name = init["class_path"].rpartition(".")
+    made = getattr(importlib.import_module(module), name)
+    return made(*(args if isinstance(args, tuple) else (args,)), **init.get("init_args", {}))
+
+
+def instantiated(parser: ArgumentParser, config: Namespace) -> Namespace:
+    """Return a config with its objects."""
+    make = parser.instantiate if HAS_NEW_NAMES else parser.instantiate_classes
+    made: Namespace = make(config)
+    return made
+
+
+def dumped(parser: ArgumentParser, config: Namespace) -> str:
+    """Return a config as YAML, with those arguments that are None."""
+    all_of_it: dict[str, Any] = {"skip_unset" if HAS_NEW_NAMES else "skip_none": False}
+    return str(parser.dump(config, **all_of_it))

@@ -1,0 +1,386 @@
+"""TrainwrightCLI: from the arguments of a command and its configs to a model, its data, a Trainer, and the call of a run."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import yaml
+from jsonargparse import Namespace
+from torch.optim import Optimizer
+
+from trainwright.callbacks.base import Callback
+from trainwright.cli.argument_parser import (
+    AUTOMATIC,
+    Linked,
+    ReduceLROnPlateau,
+    TrainwrightArgumentParser,
+    as_class,
+    instantiate_class,
+    instantiated,
+    spec_of,
+)
+from trainwright.cli.saved_config import SaveConfigCallback, newest_checkpoint, plain_config, stored_config
+from trainwright.data.datamodule import DataModule
+from trainwright.data.seeding import seed_everything
+from trainwright.errors import CheckpointError
+from trainwright.module import Module, is_overridden, replace_hook
+from trainwright.rank_zero import rank_zero_only, rank_zero_warn
+from trainwright.strategies import STRATEGIES
+from trainwright.trainer.trainer import Trainer
+
+ArgsType = Sequence[str] | dict[str, Any] | Namespace | None
+"""What a CLI takes as `args`: a list of words, a config, or None for the program's own arguments."""
+SEARCHED = ("last", "auto")
+"""What `--ckpt_path` may be instead of a path, for checkpoints that are searched before the Trainer is made."""
+
+
+class TrainwrightCLI:
+    """A program that trains, validates, tests and predicts, by its command line, config files and environment variables.
+
+    `python train.py fit --config config.yaml --trainer.max_epochs 5`: each argument of the Trainer, the model and the data is
+    one of the program, with the type that its signature gives. A later argument wins over an earlier one, and all of them over
+    the defaults. What `fit` was called with is stored in the run's folder and in its checkpoints; with `--ckpt_path` and
+    without `--config`, what the command leaves out is taken from there.
+
+    Args:
+        model_class: the Module's class, or a function that returns one; None for any subclass, by `--model NAME`.
+        datamodule_class: the same for a DataModule, as `--data`; with None it may be left out.
+        save_config_callback: the callback that stores the config; None for none.
+        save_config_kwargs: its arguments, such as `{"overwrite": True}`.
+        trainer_class: the Trainer's class, or a function that returns one.
+        trainer_defaults: defaults of the Trainer's arguments; callbacks among them are added to those of the config.
+        seed_everything_default: the default of `--seed_everything`: a seed, True for a random one, False for none.
+        parser_kwargs: arguments of the parser, such as `{"default_env": True}`; by subcommand, those of its parser.
+        parser_class: the parser's class.
+        subclass_mode_model, subclass_mode_data: take subclasses of the given class, by `class_path` and `init_args`.
+        args: what to parse instead of the program's arguments: a list of words, or a config as a dict or a Namespace.
+        run: False makes the objects alone; there are no subcommands then.
+        auto_configure_optimizers: add `--optimizer` and `--lr_scheduler`, whose objects replace configure_optimizers.
+    """
+
+    model: Module
+    datamodule: DataModule | None
+    trainer: Trainer
+
+    def __init__(
+        self,
+        model_class: type[Module] | Callable[..., Module] | None = None,
+        datamodule_class: type[DataModule] | Callable[..., DataModule] | None = None,
+        save_config_callback: type[SaveConfigCallback] | None = SaveConfigCallback,
+        save_config_kwargs: Mapping[str, Any] | None = None,
+        trainer_class: type[Trainer] | Callable[..., Trainer] = Trainer,
+        trainer_defaults: Mapping[str, Any] | None = None,
+        seed_everything_default: bool | int = True,
+        parser_kwargs: Mapping[str, Any] | None = None,
+        parser_class: type[TrainwrightArgumentParser] = TrainwrightArgumentParser,
+        subclass_mode_model: bool = False,
+        subclass_mode_data: bool = False,
+        args: ArgsType = None,
+        run: bool = True,
+        auto_configure_optimizers: bool = True,
+    ) -> None:
+        self.save_config_callback = save_config_callback
+        self.save_config_kwargs = dict(save_config_kwargs or {})
+        self.trainer_class = trainer_class
+        self.trainer_defaults = dict(trainer_defaults or {})
+        self.seed_everything_default = seed_everything_default
+        self.parser_class = parser_class
+        self.auto_configure_optimizers = auto_configure_optimizers
+        self._model_class, self._datamodule_class = model_class or Module, datamodule_class or DataModule
+        self._takes_any = {
+            "model": model_class is None or subclass_mode_model,
+            "data": datamodule_class is None or subclass_mode_data,
+        }
+        self._requires_data = datamodule_class is not None
+        self.subcommand: str | None = None
+        self._notice = ""
+        self.parser = self._make_parser(dict(parser_kwargs or {}), run)
+        self.config: Namespace = self.parse_arguments(self.parser, args)
+        """What was parsed: with subcommands, below the name of the one that was called."""
+        self.subcommand = self.config.get("subcommand") if run else None
+        self._check_linked()
+        self._seed()
+        self.before_instantiate_classes()
+        self.config_init: Namespace = Namespace()
+        """The same, with the objects that it describes."""
+        self.instantiate_classes()
+        if (
+            self._notice and rank_zero_only.rank == 0
+        ):  # once a Trainer is there, as it may have started the job's processes
+            print(self._notice, file=sys.stderr)
+        if self.subcommand is not None:
+            self._run(self.subcommand)
+
+    # What a subclass may change.
+
+    def add_arguments_to_parser(self, parser: TrainwrightArgumentParser) -> None:
+        """Override it to add arguments, link them and set their defaults; called for each subcommand's parser."""
+
+    def before_instantiate_classes(self) -> None:
+        """Called once the config is parsed."""
+
+    @staticmethod
+    def subcommands() -> dict[str, set[str]]:
+        """Return the subcommands: methods of the Trainer, with their arguments that are not the program's."""
+        return {
+            "fit": {"model", "train_dataloaders", "val_dataloaders", "datamodule"},
+            "validate": {"model", "dataloaders", "datamodule"},
+            "test": {"model", "dataloaders", "datamodule"},
+            "predict": {"model", "dataloaders", "datamodule"},
+        }
+
+    @staticmethod
+    def configure_optimizers(module: Module, optimizer: Optimizer, lr_scheduler: Any = None) -> Any:
+        """Return what the module's configure_optimizers returns, with the config's optimizer and scheduler."""
+        if lr_scheduler is None:
+            return optimizer
+        if isinstance(lr_scheduler, ReduceLROnPlateau):
+            return {
+                "optimizer": optimizer,
+                "lr_scheduler": {"scheduler": lr_scheduler, "monitor": lr_scheduler.monitor},
+            }
+        return [optimizer], [lr_scheduler]
+
+    def parse_arguments(self, parser: TrainwrightArgumentParser, args: ArgsType) -> Namespace:
+        """Return the config of the arguments."""
+        if isinstance(args, (dict, Namespace)):
+            parsed: Namespace = parser.parse_object(args)
+        else:
+            words = sys.argv[1:] if args is None else list(args)
+            parsed = parser.parse_args(self._with_stored_config(parser, words))
+        return parsed
+
+    def instantiate_classes(self) -> None:
+        """Make the objects of the config: the model, the data, then the Trainer."""
+        self.config_init = instantiated(self.parser, self.config)
+        self.datamodule = self._of(self.config_init, "data")
+        self.model = self._of(self.config_init, "model")
+        self._link_optimizers()
+        self.trainer = self.instantiate_trainer()
+
+    def instantiate_trainer(self, **kwargs: Any) -> Trainer:
+        """Return a Trainer of the config; `kwargs` replace arguments."""
+        given = self._of(self.config_init, "trainer", Namespace())
+        arguments = {**self._left_open(dict(vars(given))), **kwargs}
+        own = [self._of(self.config_init, key) for key in self._called_parser.callback_keys]
+        callbacks = [
+            *_listed(arguments.get("callbacks")),
+            *(each for each in own if each is not None),
+            *_listed(self.trainer_defaults.get("callbacks")),
+        ]
+        if self.save_config_callback is not None and not arguments.get("fast_dev_run"):
+            callbacks.append(
+                self.save_config_callback(self._called_parser, self._of_command(self.config), **self.save_config_kwargs)
+            )
+        if callbacks:
+            arguments["callbacks"] = callbacks
+        return self.trainer_class(**arguments)
+
+    # The parsers.
+
+    def _make_parser(self, options: dict[str, Any], run: bool) -> TrainwrightArgumentParser:
+        names = self.subcommands() if run else {}
+        own = {name: dict(options.pop(name)) for name in [*names] if isinstance(options.get(name), Mapping)}
+        for path in STRATEGIES.values():  # so that their short names are known
+            importlib.import_module(path.partition(":")[0])
+        parser = self._new_parser(**options)
+        if not run:
+            self._add_arguments(parser)
+            return parser
+        trainer = as_class(self.trainer_class)
+        parsers = {}
+        for name, left_out in names.items():
+            method = getattr(trainer, name)
+            text = (
+                (inspect.getdoc(method) or "")
+                .partition("\n")[0]
+                .removesuffix("Collective: call on every rank.")
+                .removesuffix("Collective.")
+                .strip()
+            )
+            each = self._new_parser(**{"description": text, **_shared(options), **own.get(name, {})})
+            self._add_arguments(each)
+            skipped = {*left_out} & {*inspect.signature(method).parameters}
+            each.add_method_arguments(trainer, name, skip=skipped, fail_untyped=False)
+            parsers[name] = (each, text)
+        parser.add_subcommand_parsers(parsers)
+        return parser
+
+    def _new_parser(self, **options: Any) -> TrainwrightArgumentParser:
+        parser = self.parser_class(**options)
+        parser.add_config_argument()
+        return parser
+
+    def _add_arguments(self, parser: TrainwrightArgumentParser) -> None:
+        parser.add_argument(
+            "--seed_everything",
+            type=bool | int,
+            default=self.seed_everything_default,
+            help="The seed of the run; true for a random one, false for none.",
+        )
+        parser.add_lightning_class_args(self.trainer_class, "trainer")
+        defaults = {f"trainer.{key}": value for key, value in self.trainer_defaults.items() if key != "callbacks"}
+        parser.set_defaults(defaults)
+        parser.add_lightning_class_args(self._model_class, "model", subclass_mode=self._takes_any["model"])
+        parser.add_lightning_class_args(
+            self._datamodule_class, "data", subclass_mode=self._takes_any["data"], required=self._requires_data
+        )
+        self.add_arguments_to_parser(parser)
+        if self.auto_configure_optimizers:
+            if not parser.optimizers:
+                parser.add_optimizer_args()
+            if not parser.schedulers:
+                parser.add_lr_scheduler_args()
+        parser.link_optimizers()
+
+    def _arguments_of(self, name: str) -> set[str]:
+        """Return the arguments of a subcommand that its method takes."""
+        method = getattr(as_class(self.trainer_class), name)
+        return set(inspect.signature(method).parameters) - self.subcommands()[name] - {"self"}
+
+    @property
+    def _called_parser(self) -> TrainwrightArgumentParser:
+        return self.parser if self.subcommand is None else self.parser.subcommands[self.subcommand]
+
+    # The config.
+
+    def _of_command(self, config: Namespace) -> Namespace:
+        found: Namespace = config if self.subcommand is None else config[self.subcommand]
+        return found
+
+    def _of(self, config: Namespace, key: str, default: Any = None) -> Any:
+        return self._of_command(config).get(key, default)
+
+    def _seed(self) -> None:
+        config = self._of_command(self.config)
+        seed = config.get("seed_everything")
+        if seed is not None and seed is not False:
+            config["seed_everything"] = seed_everything(None if seed is True else seed)
+
+    def _left_open(self, arguments: dict[str, Any]) -> dict[str, Any]:
+        """Return the Trainer's arguments without those that are defaults, which variables and the launcher may still set."""
+        defaults = {
+            name: each.default
+            for kind in (Trainer, self.trainer_class)
+            for name, each in inspect.signature(kind).parameters.items()
+        }
+        return {
+            name: value
+            for name, value in arguments.items()
+            if name not in defaults or type(value) is not type(defaults[name]) or value != defaults[name]
+        }
+
+    def _with_stored_config(self, parser: TrainwrightArgumentParser, words: list[str]) -> list[str]:
+        """Return the arguments after those of a checkpoint's config, if they give the one and no config of their own."""
+        name = words[0] if words else ""
+        path = _value_of(words, "--ckpt_path")
+        if name not in parser.subcommands or path in (None, "", "null", "best"):
+            return words
+        if any(word.partition("=")[0] in ("-c", "--config") for word in words):
+            return words
+        if path in SEARCHED:
+            root = _value_of(words, "--trainer.default_root_dir") or self.trainer_defaults.get("default_root_dir")
+            path = newest_checkpoint(str(root or "."), takes_weights=name != "fit")
+        try:
+            text = None if path is None else stored_config(path)
+        except (CheckpointError, OSError):  # the Trainer says what is wrong with it
+            text = None
+        if text is None:
+            return words
+        stored = plain_config(text)
+        of_fit = self._arguments_of("fit") if "fit" in self.subcommands() else set()
+        for key in of_fit if name != "fit" else ("ckpt_path",):
+            stored.pop(key, None)
+        header = "".join(f"{line}\n" for line in text.splitlines() if line.startswith("#"))
+        text = f"{header}{yaml.safe_dump(stored, sort_keys=False)}"
+        parser.name_config(text, f"the config in {path} (pass --config with another one to leave it out)")
+        self._notice = f"trainwright: what the command leaves out is taken from the config in {path}"
+        return [name, f"--config={text}", *words[1:]]
+
+    # The objects.
+
+    def _check_linked(self) -> None:
+        """End the program if the config has a scheduler without an optimizer, or several of either."""
+        parser = self._called_parser
+        optimizers, schedulers = (self._chosen(linked) for linked in (parser.optimizers, parser.schedulers))
+        for keys in (optimizers, schedulers):
+            if len(keys) > 1:
+                parser.error(
+                    f"configure_optimizers returns one of each, but {', '.join(f'--{key}' for key in keys)} were given; leave "
+                    "out all but one, or let the program link them to the model (link_to=)."
+                )
+        if schedulers and not optimizers:
+            parser.error(
+                f"--{schedulers[0]} was given without an optimizer; give --{next(iter(parser.optimizers), 'optimizer')} too."
+            )
+
+    def _chosen(self, linked: Mapping[str, Linked]) -> list[str]:
+        """Return the keys of what the config has for configure_optimizers."""
+        return [key for key, each in linked.items() if each.link_to == AUTOMATIC and self._of(self.config, key)]
+
+    def _link_optimizers(self) -> None:
+        """Let the config's optimizer and scheduler replace the module's configure_optimizers."""
+        parser, specs = self._called_parser, []
+        for linked in (parser.optimizers, parser.schedulers):
+            for key in self._chosen(linked):
+                init, kind = self._of(self.config_init, key), linked[key].kind
+                specs.append(init.as_dict() if isinstance(kind, tuple) else spec_of(kind, init))
+        if not specs:
+            return
+        if is_overridden("configure_optimizers", self.model, Module):
+            rank_zero_warn(
+                f"the config's optimizer replaces the configure_optimizers of {type(self.model).__name__}; leave one of them "
+                "out, or pass auto_configure_optimizers=False to the CLI.",
+                stacklevel=3,
+            )
+        replace_hook(self.model, "configure_optimizers", partial(_optimizers_of, self.model, type(self), *specs))
+
+    def _run(self, name: str) -> None:
+        taken = self._arguments_of(name)
+        arguments = {key: value for key, value in vars(self._of_command(self.config_init)).items() if key in taken}
+        arguments |= {"model": self.model}
+        if self.datamodule is not None:
+            arguments |= {"datamodule": self.datamodule}
+        getattr(self, f"before_{name}", _nothing)()
+        getattr(self.trainer, name)(**arguments)
+        getattr(self, f"after_{name}", _nothing)()
+
+
+def _optimizers_of(
+    module: Module, cli: type[TrainwrightCLI], optimizer: dict[str, Any], scheduler: dict[str, Any] | None = None
+) -> Any:
+    """Return what a module's configure_optimizers returns for the optimizer and the scheduler of a config."""
+    made = instantiate_class(([each for each in module.parameters() if each.requires_grad],), optimizer)
+    if scheduler is None:
+        return cli.configure_optimizers(module, made)
+    return cli.configure_optimizers(module, made, instantiate_class(made, scheduler))
+
+
+def _nothing() -> None:
+    """The hook of a CLI that does not have it."""
+
+
+def _listed(callbacks: Any) -> list[Callback]:
+    return [] if callbacks is None else list(callbacks) if isinstance(callbacks, Sequence) else [callbacks]
+
+
+def _shared(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of the program's parser that its subcommands' parsers have too."""
+    return {name: value for name, value in options.items() if name in ("default_env", "env_prefix", "parser_mode")}
+
+
+def _value_of(words: Sequence[str], option: str) -> str | None:
+    """Return the value of an option, the last one if it is given several times; None without."""
+    found = None
+    for word, following in pairwise([*words, ""]):
+        if word == option:
+            found = following
+        elif word.startswith(f"{option}="):
+            found = word.partition("=")[2]
+    return found

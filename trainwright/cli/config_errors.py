@@ -1,0 +1,261 @@
+"""Messages about wrong configs and arguments: the file and the line of a key, and the nearest name that exists."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import os
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import yaml
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from trainwright.callbacks.base import Callback
+from trainwright.data.datamodule import DataModule
+from trainwright.loggers.base import Logger
+from trainwright.precision import Precision
+from trainwright.profilers import Profiler
+from trainwright.strategies import Strategy
+
+if TYPE_CHECKING:
+    from trainwright.cli.argument_parser import TrainwrightArgumentParser
+
+BASES = (nn.Module, DataModule, Callback, Logger, Strategy, Precision, Profiler, Optimizer, LRScheduler)
+"""What short names in a config stand for subclasses of."""
+SPEC_KEYS = ("class_path", "init_args", "dict_kwargs")
+MOST_NAMES = 12
+"""The most names that a message lists."""
+WRITTEN_BY = re.compile(r"^# trainwright==(\S+)", re.MULTILINE)
+
+
+class ConfigSource(NamedTuple):
+    """A config that a parser was given."""
+
+    parser: TrainwrightArgumentParser
+    title: str
+    """How messages call it: its path, or where its text is from."""
+    text: str
+
+    @classmethod
+    def read(cls, parser: TrainwrightArgumentParser, value: str, title: str | None) -> ConfigSource:
+        """Read what `--config` was given: a path, or the text itself."""
+        try:
+            if os.path.isfile(value):
+                with open(value, encoding="utf-8") as file:
+                    return cls(parser, value, file.read())
+        except (OSError, ValueError):  # jsonargparse says what is wrong with it
+            return cls(parser, value, "")
+        return cls(parser, title or "the text of --config", value)
+
+    def line(self, node: yaml.Node) -> str:
+        """Return where a node is, in words."""
+        return f"{self.title}, line {node.start_mark.line + 1}"
+
+    @property
+    def root(self) -> yaml.Node | None:
+        """Return its nodes, which know their lines; None if it cannot be read."""
+        try:
+            node: yaml.Node | None = yaml.compose(self.text, Loader=yaml.SafeLoader)
+        except yaml.YAMLError:
+            return None
+        return node
+
+    @property
+    def damage(self) -> str:
+        """Return why its text is not YAML, and where; "" if it is."""
+        try:
+            yaml.compose(self.text, Loader=yaml.SafeLoader)
+        except yaml.MarkedYAMLError as error:
+            line = "" if error.problem_mark is None else f", line {error.problem_mark.line + 1}"
+            return f"{self.title}{line} is not YAML: {error.problem or error.context}"
+        except yaml.YAMLError as error:
+            return f"{self.title} is not YAML: {error}"
+        return ""
+
+
+class UnknownKey(NamedTuple):
+    """A key of a config that nothing takes."""
+
+    node: yaml.Node
+    owner: str
+    known: list[str]
+
+
+def explain(
+    message: str, sources: Sequence[ConfigSource], arguments: Sequence[str], parser: TrainwrightArgumentParser
+) -> str:
+    """Return what is wrong: unknown keys of the configs if there are any, else jsonargparse's message and where it applies."""
+    if damaged := [damage for source in sources if (damage := source.damage)]:
+        return "\n".join(damaged)
+    found = [(source, key) for source in sources for key in _unknown_in(source)]
+    if found:
+        lines = [f"{source.line(key.node)}: {_unknown(key)}" for source, key in found]
+        lines += [_other_version(source) for source in dict.fromkeys(source for source, _ in found)]
+        return "\n".join(each for each in lines if each)
+    if (name := re.search(r"Expected a dot import path string: (\w+)$", message, re.MULTILINE)) is not None:
+        key = re.match(r'Parser key "([\w.]+)"', message)
+        message = f"{key[0] if key else 'the arguments'}: {_unknown_class(name[1])}"
+    if named := re.search(r"[Kk]ey ['\"]([\w.]+)['\"]", message):
+        for source in sources:
+            if (node := _node_of(source.root, named[1].split("."))) is not None:
+                return f"{source.line(node)}: {message}\n{_other_version(source)}".rstrip()
+    if message.startswith("unrecognized arguments: "):
+        return f"{message}{_near_option(message.split()[2], _names(parser))}"
+    if (named := re.search(r"ption ['\"]([\w.]+)['\"]", message)) and (near := _near_of_class(named[1], arguments)):
+        return near
+    return message
+
+
+def _unknown(key: UnknownKey) -> str:
+    """Return in words that a key is unknown, and which are there."""
+    name = key.node.value
+    close = difflib.get_close_matches(name, key.known, n=1)
+    hint = f"Did you mean {close[0]!r}?" if close else f"Accepted are {_some(key.known)}."
+    return f"{key.owner} has no argument {name!r}. {hint}"
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join([*names[:MOST_NAMES], *(["..."] if len(names) > MOST_NAMES else [])]) or "none"
+
+
+def _unknown_class(name: str) -> str:
+    known = {each.__name__ for base in BASES for each in _subclasses(base) if not each.__name__.startswith("_")}
+    close = difflib.get_close_matches(name, sorted(known), n=1)
+    hint = f"Did you mean {close[0]!r}?" if close else "Import it in the program."
+    return f"no class is named {name!r}; give the name of an imported class, or package.module.Class. {hint}"
+
+
+def _other_version(source: ConfigSource) -> str:
+    """Return which version has written a config, if it is another one."""
+    from trainwright import __version__
+
+    written = WRITTEN_BY.search(source.text)
+    if written is None or written[1] == __version__:
+        return ""
+    return (
+        f"{source.title} was written by trainwright {written[1]}, and this is {__version__}: remove from it what this version "
+        "does not have, or install that one."
+    )
+
+
+def _unknown_in(source: ConfigSource) -> Iterator[UnknownKey]:
+    """Yield the unknown keys of a config, in the order of its lines."""
+    root = source.root
+    if not isinstance(root, yaml.MappingNode):
+        return
+    parser = source.parser
+    known = _names(parser)
+    below = {name: _names(each) for name, each in parser.subcommands.items()}
+    names = [*known, *below, *(f"{name}.{each}" for name, inside in below.items() for each in inside)]
+    names += ["subcommand"] if below else []
+    yield from _walk(root, names, "", "the command" if not parser.subcommands else "the program")
+
+
+def _names(parser: Any) -> list[str]:
+    """Return the names of a parser's arguments, those of groups with dots."""
+    return [str(name) for name in parser.get_defaults(skip_validation=True).keys()]  # noqa: SIM118 - a Namespace
+
+
+def _walk(node: yaml.MappingNode, names: Sequence[str], prefix: str, owner: str) -> Iterator[UnknownKey]:
+    for key, value in node.value:
+        name = f"{prefix}{key.value}"
+        is_group = any(each.startswith(f"{name}.") for each in names)
+        if is_group and isinstance(value, yaml.MappingNode):
+            yield from _walk(value, names, f"{name}.", f"{name!r}")
+        elif name in names or is_group:
+            yield from _walk_value(value)
+        else:
+            inside = (each.removeprefix(prefix) for each in names if each.startswith(prefix))
+            yield UnknownKey(key, owner, list(dict.fromkeys(each.partition(".")[0] for each in inside)))
+
+
+def _has_class(node: yaml.MappingNode) -> bool:
+    return any(key.value == "class_path" for key, _ in node.value)
+
+
+def _walk_value(node: yaml.Node) -> Iterator[UnknownKey]:
+    """Yield the unknown keys of the classes that a value is made of."""
+    if isinstance(node, yaml.SequenceNode):
+        for each in node.value:
+            yield from _walk_value(each)
+    elif isinstance(node, yaml.MappingNode) and _has_class(node):  # the keys of other dicts are the reader's own
+        items = {key.value: (key, value) for key, value in node.value}
+        path = str(items["class_path"][1].value)
+        for name, (key, value) in items.items():
+            if name not in SPEC_KEYS:
+                yield UnknownKey(key, f"the config of {path}", list(SPEC_KEYS))
+            elif name == "init_args" and isinstance(value, yaml.MappingNode) and (names := _arguments_of(path)):
+                yield from _walk(value, names, "", path.rpartition(".")[2])
+
+
+def _arguments_of(path: str) -> list[str]:
+    """Return the names of the arguments of a class; none if it cannot be found."""
+    from trainwright.cli.argument_parser import TrainwrightArgumentParser
+
+    kind = _find(path)
+    if kind is None:
+        return []
+    parser = TrainwrightArgumentParser(exit_on_error=False)
+    try:
+        parser.add_class_arguments(kind, fail_untyped=False)
+        return _names(parser)
+    except Exception:  # whatever is wrong with the class, jsonargparse's own message says it
+        return []
+
+
+def _find(path: str) -> type[Any] | None:
+    """Return the class of a class_path, or of the short name of a class that is imported."""
+    module, _, name = path.rpartition(".")
+    if module:
+        try:
+            found = getattr(importlib.import_module(module), name, None)
+        except ImportError:
+            return None
+        return found if isinstance(found, type) else None
+    return next((each for base in BASES for each in _subclasses(base) if each.__name__ == path), None)
+
+
+def _subclasses(base: type[Any]) -> Iterator[type[Any]]:
+    left = [base]
+    seen = set()
+    while left:
+        one = left.pop()
+        for each in one.__subclasses__():
+            if each not in seen:
+                seen.add(each)
+                left.append(each)
+                yield each
+
+
+def _node_of(node: yaml.Node | None, names: Sequence[str]) -> yaml.Node | None:
+    """Return the key at the end of a path of names; None if the config does not have it."""
+    if not isinstance(node, yaml.MappingNode) or not names:
+        return None
+    for key, value in node.value:
+        if key.value == names[0]:
+            return key if len(names) == 1 else _node_of(value, names[1:])
+    return None
+
+
+def _near_option(option: str, names: Iterable[str]) -> str:
+    close = difflib.get_close_matches(option.partition("=")[0].lstrip("-"), list(names), n=1)
+    return f". Did you mean --{close[0]}?" if close else ""
+
+
+def _near_of_class(name: str, arguments: Sequence[str]) -> str:
+    """Return in words that an option is unknown to the class that an earlier one has chosen; "" if there is no such option."""
+    given = [
+        each.partition("=")[::2] if "=" in each else (each, following) for each, following in pairwise([*arguments, ""])
+    ]
+    for option, _ in given:
+        owner, _, last = option.rpartition(".")
+        paths = [value for key, value in given if key.rstrip("+") == owner]
+        if last == name and paths and (names := _arguments_of(paths[-1])):
+            near = _near_option(option, [f"{owner.lstrip('-')}.{each}" for each in names])
+            return f"{option} is unknown: {paths[-1]} has no argument {name!r}{near or f'; it has {_some(names)}.'}"
+    return ""
