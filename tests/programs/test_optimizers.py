@@ -177,7 +177,7 @@ def averaged_on_two_ranks(folder: Path) -> dict[str, Any]:
     trainer.fit(Averaged(), make_loader(40, 2))
     try:
         trainer.save_checkpoint(folder / "fsdp.ckpt")
-    except TypeError as error:
+    except tw.CheckpointError as error:
         found["fsdp"] = str(error)
     return found
 

@@ -1,0 +1,137 @@
+"""Hydra: an app whose configuration makes the Trainer, on two processes and in a sweep, and a module that keeps its own."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from started import Started, python
+from torch import nn
+
+import trainwright as tw
+
+hydra = pytest.importorskip("hydra")
+omegaconf = pytest.importorskip("omegaconf")
+pytestmark = pytest.mark.slow
+
+APP = """
+import json, logging, os, pathlib
+import hydra
+from omegaconf import DictConfig
+import trainwright as tw
+from small import Classifier, make_loader
+
+LOG = logging.getLogger(__name__)
+
+
+@hydra.main(version_base=None, config_path="conf", config_name="config")
+def app(cfg: DictConfig) -> float:
+    saver = tw.ModelCheckpoint(monitor="val_loss")
+    trainer = tw.Trainer(**cfg.trainer, callbacks=[saver])
+    module = Classifier(lr=cfg.lr)
+    trainer.fit(module, make_loader(24), make_loader(12))
+    LOG.info("rank %d is done", trainer.global_rank)
+    told = {
+        "rank": trainer.global_rank, "world": trainer.world_size, "lr": cfg.lr, "steps": trainer.global_step,
+        "folder": os.getcwd(), "log_dir": os.path.isdir(trainer.log_dir), "best": os.path.isdir(saver.best_model_path),
+        "absolute": os.path.abspath(saver.best_model_path),
+    }
+    pathlib.Path(cfg.told, f"{cfg.lr}-{trainer.world_size}-{trainer.global_rank}.json").write_text(json.dumps(told))
+    return float(trainer.callback_metrics["val_loss"])
+
+
+if __name__ == "__main__":
+    app()
+"""
+CONFIG = """
+lr: 0.05
+told: ???
+trainer:
+  max_epochs: 1
+  devices: 1
+  accelerator: cpu
+  enable_progress_bar: false
+  enable_model_summary: false
+hydra:
+  job_logging:
+    formatters: {simple: {format: "%(message)s"}}
+"""
+
+
+def run_app(folder: Path, *overrides: str) -> list[dict[str, object]]:
+    (folder / "conf").mkdir(exist_ok=True)
+    (folder / "conf" / "config.yaml").write_text(CONFIG)
+    (folder / "app.py").write_text(APP)
+    told = folder / "told"
+    told.mkdir(exist_ok=True)
+    started = Started(python("app.py", f"told={told}", *overrides), folder)
+    try:
+        assert started.wait() == 0, started.stdout + started.stderr
+        started.check_nothing_left()
+    finally:
+        started.close()
+    (folder / "printed").write_text(started.stdout + started.stderr)
+    return [json.loads(each.read_text()) for each in sorted(told.iterdir())]
+
+
+@pytest.mark.launch
+def test_a_sweep_over_processes(tmp_path: Path) -> None:
+    """Jobs of one process and of two in one program; each of them in a folder of its own."""
+    found = run_app(tmp_path, "-m", "trainer.devices=1,2", "lr=0.02")
+    assert [(each["world"], each["rank"], each["steps"]) for each in found] == [(1, 0, 6), (2, 0, 3), (2, 1, 3)]
+    assert all(each["log_dir"] and each["best"] for each in found), found
+    assert found[1]["absolute"] == found[2]["absolute"] != found[0]["absolute"]
+    printed = (tmp_path / "printed").read_text()
+    assert "[rank1] " in printed
+
+
+@pytest.mark.launch
+def test_a_working_directory_of_its_own(tmp_path: Path) -> None:
+    found = run_app(tmp_path, "trainer.devices=2", "hydra.job.chdir=True")
+    print(found)
+    first, second = found
+    assert (first["world"], second["world"]) == (2, 2)
+    assert first["folder"] == second["folder"]
+    assert all(each["log_dir"] and each["best"] for each in found), found
+    assert len(list((tmp_path / "outputs").glob("*/*"))) == 1
+
+
+class Configured(tw.Module):
+    def __init__(self, cfg: omegaconf.DictConfig) -> None:  # type: ignore[name-defined]
+        super().__init__()
+        self.save_hyperparameters()
+        self.net = nn.Linear(8, cfg.model.width)
+
+    def training_step(self, batch: object, batch_idx: int) -> torch.Tensor:
+        return self.net(batch[0]).pow(2).mean()  # type: ignore[index]
+
+    def configure_optimizers(self) -> object:
+        return torch.optim.SGD(self.parameters(), lr=self.hparams.cfg.lr)
+
+
+def test_a_module_keeps_its_configuration(tmp_path: Path) -> None:
+    from small import QUIET, make_loader
+
+    text = "{model: {width: 5, sizes: [1, 2]}, lr: 0.1, name: '${model.width} wide'}"
+    module = Configured(omegaconf.OmegaConf.create(text))
+    trainer = tw.Trainer(max_epochs=1, **{**QUIET, "logger": tw.CSVLogger(tmp_path)})
+    trainer.fit(module, make_loader(8))
+    trainer.save_checkpoint(tmp_path / "end.ckpt")
+    again = Configured.load_from_checkpoint(tmp_path / "end.ckpt")
+    assert isinstance(again.hparams.cfg, omegaconf.DictConfig)
+    assert again.hparams.cfg == module.hparams.cfg
+    assert again.hparams.cfg.name == "5 wide"
+    assert torch.equal(again.net.weight, module.net.weight)
+    assert "width" in "".join(each.read_text() for each in tmp_path.rglob("hparams.yaml"))
+    script = f"""
+import sys
+sys.path[:0] = {[str(Path(__file__).parent), str(Path(__file__).parents[1]), str(Path(__file__).parents[2])]!r}
+from test_hydra import Configured
+print(Configured.load_from_checkpoint({str(tmp_path / "end.ckpt")!r}).hparams.cfg.model.sizes)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout == "[1, 2]\n"
