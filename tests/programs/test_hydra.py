@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from forked import run_python
 from started import Started, python
 from torch import nn
 
@@ -19,13 +18,14 @@ omegaconf = pytest.importorskip("omegaconf")
 pytestmark = pytest.mark.slow
 
 APP = """
-import json, logging, os, pathlib
+import json, logging, os, pathlib, time
 import hydra
 from omegaconf import DictConfig
 import trainwright as tw
 from small import Classifier, make_loader
 
 LOG = logging.getLogger(__name__)
+time.sleep(1.1 * int(os.environ.get("RANK", 0)))  # Hydra names its folders by the second
 
 
 @hydra.main(version_base=None, config_path="conf", config_name="config")
@@ -68,7 +68,7 @@ def run_app(folder: Path, *overrides: str) -> list[dict[str, object]]:
     (folder / "app.py").write_text(APP)
     told = folder / "told"
     told.mkdir(exist_ok=True)
-    started = Started(python("app.py", f"told={told}", *overrides), folder)
+    started = Started(python("app.py", *overrides, f"told={told}"), folder)
     try:
         assert started.wait() == 0, started.stdout + started.stderr
         started.check_nothing_left()
@@ -85,14 +85,14 @@ def test_a_sweep_over_processes(tmp_path: Path) -> None:
     assert [(each["world"], each["rank"], each["steps"]) for each in found] == [(1, 0, 6), (2, 0, 3), (2, 1, 3)]
     assert all(each["log_dir"] and each["best"] for each in found), found
     assert found[1]["absolute"] == found[2]["absolute"] != found[0]["absolute"]
+    assert len(list((tmp_path / "multirun").glob("*/*"))) == 1
     printed = (tmp_path / "printed").read_text()
     assert "[rank1] " in printed
 
 
 @pytest.mark.launch
 def test_a_working_directory_of_its_own(tmp_path: Path) -> None:
-    found = run_app(tmp_path, "trainer.devices=2", "hydra.job.chdir=True")
-    print(found)
+    found = run_app(tmp_path, "--config-name", "config", "trainer.devices=2", "hydra.job.chdir=True")
     first, second = found
     assert (first["world"], second["world"]) == (2, 2)
     assert first["folder"] == second["folder"]
@@ -133,5 +133,5 @@ sys.path[:0] = {[str(Path(__file__).parent), str(Path(__file__).parents[1]), str
 from test_hydra import Configured
 print(Configured.load_from_checkpoint({str(tmp_path / "end.ckpt")!r}).hparams.cfg.model.sizes)
 """
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    assert done.stdout == "[1, 2]\n"
+    done = run_python("-c", script, folder=tmp_path)
+    assert done.stdout == "[1, 2]\n", done.stderr
