@@ -80,14 +80,15 @@ def run_app(folder: Path, *overrides: str) -> list[dict[str, object]]:
 
 @pytest.mark.launch
 def test_a_sweep_over_processes(tmp_path: Path) -> None:
-    """Jobs of one process and of two in one program; each of them in a folder of its own."""
-    found = run_app(tmp_path, "-m", "trainer.devices=1,2", "lr=0.02")
-    assert [(each["world"], each["rank"], each["steps"]) for each in found] == [(1, 0, 6), (2, 0, 3), (2, 1, 3)]
+    """Both processes go through the sweep together; each job has a folder, which is the same for both."""
+    found = run_app(tmp_path, "-m", "trainer.devices=2", "lr=0.02,0.03")
+    assert [(each["lr"], each["rank"], each["steps"]) for each in found] == [
+        (0.02, 0, 3), (0.02, 1, 3), (0.03, 0, 3), (0.03, 1, 3)
+    ]  # fmt: skip
     assert all(each["log_dir"] and each["best"] for each in found), found
-    assert found[1]["absolute"] == found[2]["absolute"] != found[0]["absolute"]
+    assert found[0]["absolute"] == found[1]["absolute"] != found[2]["absolute"] == found[3]["absolute"]
     assert len(list((tmp_path / "multirun").glob("*/*"))) == 1
-    printed = (tmp_path / "printed").read_text()
-    assert "[rank1] " in printed
+    assert "[rank1] rank 1 is done" in (tmp_path / "printed").read_text()
 
 
 @pytest.mark.launch
