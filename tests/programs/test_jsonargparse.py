@@ -48,7 +48,9 @@ def test_arguments_are_typed_and_explained(tmp_path: Path) -> None:
     text = parser().format_help()
     for name in ("--trainer.max_epochs", "--trainer.callbacks", "--trainer.precision", "--model.dropout"):
         assert name in text
-    read = parser().parse_args(["--trainer.max_epochs", "3", "--trainer.val_check_interval", "0.5", "--model.lr", "0.1"])
+    read = parser().parse_args(
+        ["--trainer.max_epochs", "3", "--trainer.val_check_interval", "0.5", "--model.lr", "0.1"]
+    )
     assert (read.trainer.max_epochs, read.trainer.val_check_interval, read.model.lr) == (3, 0.5, 0.1)
     with pytest.raises(jsonargparse.ArgumentError, match="max_epochs"):
         parser().parse_args(["--trainer.max_epochs", "many"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -72,7 +73,9 @@ class TextClassifier(tw.Module):
 
     def validation_step(self, batch: Any, batch_idx: int) -> Any:
         output = self.model(**batch)
-        self.log("accuracy", (output.logits.argmax(-1) == batch["labels"]).float().mean(), batch_size=len(output.logits))
+        self.log(
+            "accuracy", (output.logits.argmax(-1) == batch["labels"]).float().mean(), batch_size=len(output.logits)
+        )
         return output
 
     test_step = validation_step
@@ -108,7 +111,9 @@ def test_a_text_classifier(settings: dict[str, Any], tmp_path: Path) -> None:
 
 
 def gpt2() -> Any:
-    return transformers.GPT2Config(n_layer=2, n_head=2, n_embd=16, vocab_size=VOCABULARY, n_positions=LONGEST, **OF_GPT2)
+    return transformers.GPT2Config(
+        n_layer=2, n_head=2, n_embd=16, vocab_size=VOCABULARY, n_positions=LONGEST, **OF_GPT2
+    )
 
 
 class LanguageModel(tw.Module):
@@ -190,7 +195,7 @@ def on_two_ranks(folder: Path) -> dict[str, Any]:
     return found
 
 
-def test_on_two_ranks(tmp_path: Path) -> None:
+def test_on_two_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     alone = trained_language_model(tmp_path, "auto", 4)
     assert alone["steps"] == 16
     found, other = run_job(on_two_ranks, 2, tmp_path / "job", seconds=400)
@@ -207,7 +212,9 @@ def test_on_two_ranks(tmp_path: Path) -> None:
 
     weights_file = tmp_path / "exported" / "model.safetensors"
     weights_file.parent.mkdir()
-    assert main(["checkpoint", "export", found["fsdp"]["path"], str(weights_file), "--strip-prefix", "model."]) == 0
+    command = ["trainwright", "checkpoint", "export", found["fsdp"]["path"], str(weights_file), "--strip-prefix=model."]
+    monkeypatch.setattr(sys, "argv", command)
+    assert main() == 0
     gpt2().save_pretrained(weights_file.parent)
     model, report = transformers.GPT2LMHeadModel.from_pretrained(weights_file.parent, output_loading_info=True)
     assert not report["missing_keys"]
