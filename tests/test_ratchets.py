@@ -285,6 +285,7 @@ PACKAGE_LINES = [
         105,
         "trials with loggers and overfit_batches, loggers that are set, links into folders, an earlier run's checkpoints",
     ),
+    (17, "the processes of a Hydra app write into one folder"),
 ]
 """Lines of the package: what is added to it, or taken off, with the reason. The sum is the limit."""
 

@@ -62,13 +62,13 @@ hydra:
 """
 
 
-def run_app(folder: Path, *overrides: str) -> list[dict[str, object]]:
-    (folder / "conf").mkdir(exist_ok=True)
+def run_app(folder: Path, *overrides: str, options: tuple[str, ...] = ()) -> list[dict[str, object]]:
+    (folder / "conf").mkdir(parents=True)
     (folder / "conf" / "config.yaml").write_text(CONFIG)
     (folder / "app.py").write_text(APP)
-    told = folder / "told"
-    told.mkdir(exist_ok=True)
-    started = Started(python("app.py", *overrides, f"told={told}"), folder)
+    told = folder.parent / "told"
+    told.mkdir()
+    started = Started(python("app.py", *overrides, f"told={told}", *options), folder)
     try:
         assert started.wait() == 0, started.stdout + started.stderr
         started.check_nothing_left()
@@ -81,24 +81,25 @@ def run_app(folder: Path, *overrides: str) -> list[dict[str, object]]:
 @pytest.mark.launch
 def test_a_sweep_over_processes(tmp_path: Path) -> None:
     """Both processes go through the sweep together; each job has a folder, which is the same for both."""
-    found = run_app(tmp_path, "-m", "trainer.devices=2", "lr=0.02,0.03")
+    found = run_app(tmp_path / "app", "-m", "trainer.devices=2", "lr=0.02,0.03")
     assert [(each["lr"], each["rank"], each["steps"]) for each in found] == [
         (0.02, 0, 3), (0.02, 1, 3), (0.03, 0, 3), (0.03, 1, 3)
     ]  # fmt: skip
     assert all(each["log_dir"] and each["best"] for each in found), found
     assert found[0]["absolute"] == found[1]["absolute"] != found[2]["absolute"] == found[3]["absolute"]
-    assert len(list((tmp_path / "multirun").glob("*/*"))) == 1
-    assert "[rank1] rank 1 is done" in (tmp_path / "printed").read_text()
+    assert len(list((tmp_path / "app" / "multirun").glob("*/*"))) == 1
+    assert "[rank1] rank 1 is done" in (tmp_path / "app" / "printed").read_text()
 
 
 @pytest.mark.launch
 def test_a_working_directory_of_its_own(tmp_path: Path) -> None:
-    found = run_app(tmp_path, "--config-name", "config", "trainer.devices=2", "hydra.job.chdir=True")
+    folder = tmp_path / "it's mine"
+    found = run_app(folder, "trainer.devices=2", "hydra.job.chdir=True", options=("--config-name", "config"))
     first, second = found
     assert (first["world"], second["world"]) == (2, 2)
     assert first["folder"] == second["folder"]
     assert all(each["log_dir"] and each["best"] for each in found), found
-    assert len(list((tmp_path / "outputs").glob("*/*"))) == 1
+    assert len(list((folder / "outputs").glob("*/*"))) == 1
 
 
 class Configured(tw.Module):

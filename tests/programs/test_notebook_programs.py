@@ -1,4 +1,4 @@
-"""A notebook in a real kernel: fits on two processes from its cells, one strategy after another, and an error in a cell's step."""
+"""A notebook in a real kernel: fits on two processes, one strategy after another, and an error in a step."""
 
 from __future__ import annotations
 

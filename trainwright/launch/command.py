@@ -87,7 +87,7 @@ def _find_test_runner() -> str | None:
 
 
 def _in_hydras_folders(command: list[str]) -> list[str]:
-    """Return the command of a Hydra app with the folders that this process has, which Hydra names by the second of the start."""
+    """Return the command of a Hydra app with this process's folders, which Hydra names by the second of the start."""
     module = sys.modules.get("hydra.core.hydra_config")
     if module is None or not module.HydraConfig.initialized():
         return command
@@ -99,8 +99,8 @@ def _in_hydras_folders(command: list[str]) -> list[str]:
     # Hydra's parser wants its overrides side by side, and the last one of a name counts.
     first = max(2, len(command) - len(sys.argv) + 1)
     given = [at for at in range(first, len(command)) if "=" in command[at] and not command[at].startswith("-")]
-    place = given[-1] + 1 if given else len(command)
-    return [*command[:place], *overrides, *command[place:]]
+    end = given[-1] + 1 if given else len(command)
+    return [*command[:end], *overrides, *command[end:]]
 
 
 def _start_directory() -> str:
