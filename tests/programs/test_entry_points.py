@@ -1,4 +1,4 @@
-"""Commands that start two processes: a package, names with spaces, odd arguments, -c code with a service's logger."""
+"""Commands that start two processes: a package in a folder with spaces, odd arguments, -c code with a service's logger."""
 
 from __future__ import annotations
 
@@ -10,12 +10,11 @@ from started import Started, python
 
 pytestmark = [pytest.mark.slow, pytest.mark.launch]
 
-DATA = "from small import make_loader\n"
 TRAIN = """
 import argparse, json, logging, pathlib, sys
 import trainwright as tw
 from small import Classifier
-IMPORT
+from .data import make_loader
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--note", action="append")
@@ -44,16 +43,14 @@ def run(command: list[str], folder: Path) -> Started:
     return started
 
 
-@pytest.mark.parametrize("way", ["package", "script"])
-def test_a_package_and_a_script(way: str, tmp_path: Path) -> None:
+def test_a_package(tmp_path: Path) -> None:
     folder = tmp_path / "my work"
     package = folder / "pkg"
     package.mkdir(parents=True)
     (package / "__init__.py").write_text("")
-    (package / "data.py").write_text(DATA)
-    (package / "train.py").write_text(TRAIN.replace("IMPORT", "from .data import make_loader"))
-    (folder / "train it.py").write_text(TRAIN.replace("IMPORT", "from small import make_loader"))
-    started = run(python(*(["-m", "pkg.train"] if way == "package" else ["train it.py"]), *ARGUMENTS), folder)
+    (package / "data.py").write_text("from small import make_loader\n")
+    (package / "train.py").write_text(TRAIN)
+    started = run(python("-m", "pkg.train", *ARGUMENTS), folder)
     for rank in range(2):
         told = json.loads((folder / f"told-{rank}.json").read_text())
         assert told == {"note": ["a b", "", "$(echo) 'q'"], "rest": ["-x", ""], "world": 2, "steps": 3}

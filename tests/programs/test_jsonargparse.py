@@ -63,7 +63,9 @@ def test_arguments_are_typed_and_explained(tmp_path: Path) -> None:
 
 @pytest.mark.launch
 def test_a_command_of_two_processes(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(SCRIPT)
+    folder = tmp_path / "my work"
+    folder.mkdir()
+    (folder / "train it.py").write_text(SCRIPT)
     arguments = [
         "--trainer.devices=2", "--trainer.accelerator=cpu", "--trainer.max_epochs=2", "--trainer.strategy=ddp",
         "--trainer.enable_progress_bar=false", "--trainer.enable_model_summary=false",
@@ -71,7 +73,7 @@ def test_a_command_of_two_processes(tmp_path: Path) -> None:
         "--trainer.callbacks+=trainwright.ModelCheckpoint", "--trainer.callbacks.dirpath=kept",
         "--trainer.logger=CSVLogger", "--trainer.logger.save_dir=logged", "--model.lr=0.02", f"--told={tmp_path}",
     ]  # fmt: skip
-    started = Started(python("train.py", *arguments), tmp_path)
+    started = Started(python("train it.py", *arguments), folder)
     try:
         assert started.wait() == 0, started.stdout + started.stderr
     finally:
@@ -80,5 +82,5 @@ def test_a_command_of_two_processes(tmp_path: Path) -> None:
         told = json.loads((tmp_path / f"{rank}.json").read_text())
         assert (told["world"], told["lr"], told["epochs"], told["logger"]) == (2, 0.02, 2, "CSVLogger")
         assert {"EarlyStopping", "ModelCheckpoint"} <= set(told["callbacks"])
-        assert Path(tmp_path, told["log_dir"]).is_relative_to(tmp_path / "logged")
-    assert list((tmp_path / "kept").glob("*.ckpt"))
+        assert Path(told["log_dir"]).is_relative_to(folder / "logged")
+    assert list((folder / "kept").glob("*.ckpt"))

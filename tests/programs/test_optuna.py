@@ -76,18 +76,3 @@ def test_ranks_that_chose_differently_are_refused(tmp_path: Path) -> None:
         assert found["steps"] == 0
         assert "the optimizers of the ranks differ" in found["error"]
         assert "by a study" in found["error"]
-
-
-@pytest.mark.launch
-def test_trials_of_two_processes() -> None:
-    """Each fit starts its own processes; the study is this process's alone."""
-
-    def on_two(trial: Any) -> float:
-        module = Classifier(lr=trial.suggest_float("lr", 0.01, 0.1))
-        trainer = tw.Trainer(max_epochs=1, **{**QUIET, "devices": 2, "strategy": "ddp_spawn"})
-        trainer.fit(module, make_loader(16), make_loader(8))
-        return float(trainer.callback_metrics["val_loss"])
-
-    found = study(3)
-    found.optimize(on_two, n_trials=1)
-    assert [each.state.name for each in found.trials] == ["COMPLETE"]
