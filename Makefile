@@ -68,10 +68,10 @@ test: $(VENV)/test.stamp
 test-launch: $(VENV)/test.stamp
 	$(BIN)/python -m pytest -m "launch and not slow and not gpu and not device" $(SHARED_OUT) $(ARGS)
 
-test-slow: $(VENV)/test.stamp
+test-slow: $(VENV)/programs.stamp
 	$(BIN)/python -m pytest -m "slow and not gpu and not device" $(SHARED_OUT) $(ARGS)
 
-test-all: $(VENV)/test.stamp
+test-all: $(VENV)/programs.stamp
 	$(BIN)/python -m pytest -m "not gpu and not device" $(SHARED_OUT) $(ARGS)
 
 test-device: $(VENV)/test.stamp
@@ -128,6 +128,10 @@ $(VENV)/test.stamp: $(VENV)/base.stamp
 	# DeepSpeed and FairScale come as source, which looks for the torch that is there.
 	$(INSTALL) -e ".[test,deepspeed,fairscale]"
 	touch $@ $(VENV)/examples.stamp
+
+$(VENV)/programs.stamp: $(VENV)/test.stamp
+	$(INSTALL) -e ".[programs]"
+	touch $@
 
 $(VENV)/versions.stamp: $(VENV)/base.stamp
 	$(INSTALL) "nox[uv]"

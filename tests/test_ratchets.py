@@ -290,6 +290,7 @@ PACKAGE_LINES = [
         1_530,
         "curves of runs as a page or an image, the list of runs, and the records of runs that say how they ended",
     ),
+    (17, "the processes of a Hydra app write into one folder"),
 ]
 """Lines of the package: what is added to it, or taken off, with the reason. The sum is the limit."""
 

@@ -404,7 +404,7 @@ class Module(HyperParameters, ModuleHooks, nn.Module):
         if sample is None:
             raise ValueError("to_onnx has no input: pass input_sample=, or set example_input_array on the module.")
         try:
-            import onnxscript  # type: ignore[import-not-found] # noqa: F401 - torch's exporter needs it
+            import onnxscript  # noqa: F401 - torch's exporter needs it
         except ImportError as error:
             raise ImportError('to_onnx needs torch\'s exporter: pip install "onnx" "onnxscript"') from error
         sample = to_device(sample, self.device)

@@ -31,7 +31,7 @@ def own_command(reason: str) -> tuple[list[str], str]:
             f"{reason} needs several processes, and this process was started {obstacle.found}; only a script, a module (-m) or "
             f"-c code can be run again in each of them. {obstacle.advice}"
         )
-    return [sys.executable, *sys.orig_argv[1:]], _start_directory()
+    return [sys.executable, *_in_hydras_folders(sys.orig_argv)[1:]], _start_directory()
 
 
 def calls_workers() -> bool:
@@ -86,6 +86,23 @@ def _find_test_runner() -> str | None:
             if module.startswith(f"{runner}."):
                 return runner.strip("_").split(".")[0]
     return None
+
+
+def _in_hydras_folders(command: list[str]) -> list[str]:
+    """Return the command of a Hydra app with this process's folders, which Hydra names by the second of the start."""
+    module = sys.modules.get("hydra.core.hydra_config")
+    if module is None or not module.HydraConfig.initialized():
+        return command
+    config = module.HydraConfig.get()
+    overrides = []
+    for name, folder in (("run", config.run.dir), ("sweep", config.sweep.dir)):
+        quoted = os.path.join(config.runtime.cwd, folder).replace("\\", "\\\\").replace("'", "\\'")
+        overrides.append(f"hydra.{name}.dir='{quoted}'")
+    # Hydra's parser wants its overrides side by side, and the last one of a name counts.
+    first = max(2, len(command) - len(sys.argv) + 1)
+    given = [at for at in range(first, len(command)) if "=" in command[at] and not command[at].startswith("-")]
+    end = given[-1] + 1 if given else len(command)
+    return [*command[:end], *overrides, *command[end:]]
 
 
 def _start_directory() -> str:

@@ -1,0 +1,43 @@
+"""A run beside one that goes on from a checkpoint within an epoch: both end with the same weights, to the last bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from small import QUIET, assert_equal
+from torch import Tensor
+
+import trainwright as tw
+
+
+class Saves(tw.Callback):
+    """Saves at one step, after the module's own hook."""
+
+    runs_last = True
+
+    def __init__(self, path: Path, step: int) -> None:
+        self.path, self.step = path, step
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.global_step == self.step and not self.path.exists():
+            trainer.save_checkpoint(self.path)
+
+
+def check_resume(
+    make_module: Callable[[], tw.Module], make_loader: Callable[[], Any], path: Path, *, step: int = 3, **settings: Any
+) -> dict[str, Tensor]:
+    """Train two epochs, and again from the checkpoint at a step; compare, and return the weights. Collective."""
+
+    def trained(**kwargs: Any) -> dict[str, Tensor]:
+        module = make_module()
+        options = {"max_epochs": 2, **QUIET, "devices": "auto", **settings}
+        tw.Trainer(callbacks=[Saves(path, step)], **options).fit(module, make_loader(), **kwargs)
+        whole = tw.gather_module(module, all_ranks=True)
+        assert whole is not None
+        return {name: value.detach().clone() for name, value in whole.state_dict().items()}
+
+    at_once = trained()
+    assert_equal(at_once, trained(ckpt_path=path))
+    return at_once

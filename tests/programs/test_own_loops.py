@@ -1,0 +1,149 @@
+"""Loops with the Accelerator over weighted samples and over a stream; batches of every kind through a Trainer."""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+from collections import OrderedDict, defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from jobs import run_job
+from small import ON_HOST, QUIET, Classifier, loss_of, make_data, make_net
+from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset, WeightedRandomSampler
+
+import trainwright as tw
+
+pytestmark = pytest.mark.slow
+SAMPLES = 103
+
+
+class Rows(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        return iter(make_data(SAMPLES))
+
+
+def evaluated(accelerator: tw.Accelerator, model: Any, loader: Any) -> int:
+    seen = 0
+    for batch in loader:
+        with torch.no_grad():
+            output = accelerator.gather_for_metrics({"logits": model(batch[0]), "labels": batch[1]})
+        seen += len(output["labels"])
+    return seen
+
+
+def loops(folder: Path) -> dict[str, Any]:
+    data, found = make_data(SAMPLES), {}
+    weighted = WeightedRandomSampler((data.tensors[1] + 1.0).tolist(), SAMPLES)
+    loaders: dict[str, list[DataLoader[Any]]] = {
+        "weighted": [DataLoader(data, batch_size=8, sampler=weighted), DataLoader(data, batch_size=8)],
+        "stream": [DataLoader(Rows(), batch_size=8), DataLoader(Rows(), batch_size=8)],
+    }
+    for name, (loader, evaluation) in loaders.items():
+        accelerator = tw.Accelerator(cpu=ON_HOST, gradient_accumulation_steps=2)
+        net = make_net()
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        model, optimizer, train, held = accelerator.prepare(net, optimizer, loader, evaluation)
+        trained = 0
+        for batch in train:
+            with accelerator.accumulate(model):
+                accelerator.backward(loss_of(model, batch))
+                optimizer.step()
+                optimizer.zero_grad()
+            trained += len(batch[0])
+        found[name] = {
+            "trained": int(accelerator.reduce(torch.tensor(trained))),
+            "evaluated": evaluated(accelerator, model, held),
+            "weights": next(iter(model.state_dict().values())).clone(),
+        }
+    return found
+
+
+@pytest.mark.filterwarnings("ignore:a Rows is an IterableDataset")
+def test_every_sample_once(tmp_path: Path) -> None:
+    alone = loops(tmp_path)
+    first, second = run_job(loops, 2, tmp_path / "job")
+    for name in ("weighted", "stream"):
+        for found in (alone, first, second):
+            assert found[name]["evaluated"] == SAMPLES
+            # A rank for which a stream has no batch left works on another one, without weight.
+            assert 0 <= found[name]["trained"] - SAMPLES < (8 if name == "stream" else 1)
+        assert torch.equal(first[name]["weights"], second[name]["weights"])
+
+
+class Pair(NamedTuple):
+    x: Tensor
+    y: Tensor
+
+
+@dataclasses.dataclass
+class Row:
+    x: Tensor
+    y: Tensor
+
+
+@dataclasses.dataclass(frozen=True)
+class Frozen:
+    x: Tensor
+    y: Tensor
+
+
+class Strict(dict[str, Any]):
+    """A dict whose constructor wants arguments."""
+
+    def __init__(self, data: Any, name: str) -> None:
+        super().__init__(data)
+        self.name = name
+
+
+KINDS: dict[str, Any] = {
+    "namedtuple": Pair,
+    "dataclass": Row,
+    "frozen dataclass": Frozen,
+    "SimpleNamespace": lambda x, y: types.SimpleNamespace(x=x, y=y),
+    "OrderedDict": lambda x, y: OrderedDict(x=x, y=y),
+    "defaultdict": lambda x, y: defaultdict(list, x=x, y=y),
+    "MappingProxyType": lambda x, y: types.MappingProxyType({"x": x, "y": y}),
+    "strict dict": lambda x, y: Strict({"x": x, "y": y}, "strict"),
+    "BatchEncoding": lambda x, y: made_by("BatchEncoding", x, y),
+    "BatchFeature": lambda x, y: made_by("BatchFeature", x, y),
+    "ModelOutput": lambda x, y: made_by("modeling_outputs.SequenceClassifierOutput", x, y),
+}
+
+
+def made_by(name: str, x: Tensor, y: Tensor) -> Any:
+    transformers = pytest.importorskip("transformers")
+    if "." in name:
+        return transformers.modeling_outputs.SequenceClassifierOutput(logits=x, loss=y)
+    return getattr(transformers, name)({"x": x, "y": y})
+
+
+def parts(batch: Any) -> tuple[Tensor, Tensor]:
+    if hasattr(batch, "logits"):
+        return batch.logits, batch.loss
+    return (batch["x"], batch["y"]) if hasattr(batch, "keys") else (batch.x, batch.y)
+
+
+class Takes(Classifier):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return loss_of(self.net, parts(batch))
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Any:
+        return batch
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_batches_and_predictions_of_every_kind(kind: str) -> None:
+    def collated(rows: Any) -> Any:
+        return KINDS[kind](torch.stack([x for x, _ in rows]), torch.stack([y for _, y in rows]))
+
+    loader: Any = DataLoader(make_data(12), batch_size=4, collate_fn=collated)
+    trainer, module = tw.Trainer(max_epochs=1, **QUIET), Takes()
+    trainer.fit(module, loader)
+    predicted = trainer.predict(module, loader)
+    assert [type(each) for each in predicted] == [type(next(iter(loader)))] * 3
+    assert torch.equal(torch.cat([parts(each)[0] for each in predicted]), make_data(12).tensors[0])
