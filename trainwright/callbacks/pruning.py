@@ -1,0 +1,3 @@
+from trainwright.callbacks.base import Callback
+class ModelPruning(Callback):
+    """x"""
