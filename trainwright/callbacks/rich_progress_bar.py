@@ -108,7 +108,9 @@ class RichProgressBar(LiveProgressBar):
         theme = self.theme
         if theme.metrics_format:
             items = plain(metrics).items()
-            shown = {name: format(each, theme.metrics_format) if isinstance(each, float) else each for name, each in items}
+            shown = {
+                name: format(each, theme.metrics_format) if isinstance(each, float) else each for name, each in items
+            }
         else:
             shown = rounded(metrics, digits=3)
         return theme.metrics_text_delimiter.join(f"{name}={value}" for name, value in shown.items())
