@@ -166,7 +166,7 @@ class ModelPruning(Callback):
         if not trainer.strategy.holds_modules:
             raise ValueError(
                 f"ModelPruning compares and sets the elements of whole weights, of which each rank has a part, or a copy, "
-                f"under strategy={trainer.strategy.name!r}. Use 'ddp' or 'ddp_sharded', or prune the trained weights after the run."
+                f"under strategy={trainer.strategy.name!r}. Use 'ddp' or 'ddp_sharded', or prune the weights after the run."
             )
         averaging = [type(each).__name__ for each in trainer.callbacks if isinstance(each, Averaging)]
         if averaging:

@@ -78,7 +78,7 @@ class PruningMethod:
             if use_global_unstructured:
                 _refuse_global(given.__name__, given.PRUNING_TYPE == "unstructured")  # type: ignore[attr-defined]
                 self._method = given
-        elif callable(given) and not inspect.isclass(given):
+        elif callable(given) and not isinstance(given, (type, prune.BasePruningMethod)):  # whose instances are hooks
             self.name = getattr(given, "__name__", type(given).__name__)
             self._function = given
             if use_global_unstructured:
