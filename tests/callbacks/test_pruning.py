@@ -229,7 +229,7 @@ def test_precisions(options: dict[str, Any], is_permanent: bool) -> None:
 
 @pytest.mark.slow
 @pytest.mark.host
-@pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")  # the compiler's own
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")  # torch's own, in its compiler
 @pytest.mark.parametrize("is_permanent", [True, False])
 def test_a_compiled_module(is_permanent: bool) -> None:
     callback = tw.ModelPruning("l1_unstructured", amount=0.5, make_pruning_permanent=is_permanent, **TRAINS_ON)

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from trainwright.callbacks.rich_progress_bar import RichProgressBarTheme
 
 WIDEST_BAR, NARROWEST_BAR = 40, 10
+WIDE = 80
+"""The columns of a terminal that has room for the speed."""
 
 
 class ShownCursor(Console):
@@ -83,7 +85,7 @@ class MetricsColumn(ProgressColumn):
 
 def default_columns(theme: RichProgressBarTheme, width: int) -> list[ProgressColumn]:
     """Return the columns of a terminal of this width, without the metrics."""
-    return [
+    columns: list[ProgressColumn] = [
         TextColumn("{task.description}", style=theme.description, markup=False, table_column=Column(no_wrap=True)),
         BarColumn(
             bar_width=min(WIDEST_BAR, max(NARROWEST_BAR, width // 6)),
@@ -94,8 +96,8 @@ def default_columns(theme: RichProgressBarTheme, width: int) -> list[ProgressCol
         ),
         CountColumn(theme.batch_progress),
         TimeColumn(theme.time),
-        SpeedColumn(theme.processing_speed),
     ]
+    return [*columns, SpeedColumn(theme.processing_speed)] if width >= WIDE else columns
 
 
 class RichDisplay:

@@ -10,6 +10,9 @@ from trainwright.callbacks.rich_progress_bar import require_rich
 if TYPE_CHECKING:
     from trainwright.trainer.trainer import Trainer
 
+UNLIMITED = 10_000
+"""The columns of a file, so that a table has the width that it needs."""
+
 
 class RichModelSummary(ModelSummary):
     """Prints what ModelSummary prints, as a table of rich.
@@ -38,8 +41,8 @@ class RichModelSummary(ModelSummary):
         for row in summary.rows:
             table.add_row(*map(Text, row))  # a name with brackets is no markup
         console = Console()
-        if not console.is_terminal and not console.is_jupyter:  # a file has no width that a table could exceed
-            console.width = max(console.width, console.measure(table).maximum)
+        if not console.is_terminal and not console.is_jupyter:
+            console = Console(width=UNLIMITED)
         if summary.rows:
             console.print(table)
         console.print(*summary.totals, sep="\n", markup=False, highlight=False, soft_wrap=True)
