@@ -307,7 +307,7 @@ def test_what_it_refuses_before_training() -> None:
         (
             {"parameters_to_prune": [(nn.Linear(1, 1), "weight")]},
             {},
-            "'weight' of a Linear, which is no parameter of Classifier",
+            "'weight' of a Linear, which Classifier does not have",
         ),
         ({"parameter_names": ["gain"]}, {}, "no parameter to prune of the names gain"),
         (

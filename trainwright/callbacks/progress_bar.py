@@ -1,4 +1,4 @@
-"""ProgressBar: the base of all progress bars: what they may be asked, and the numbers that they show."""
+"""ProgressBar: the base of all progress bars, with the totals and the metrics that they show."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 class ProgressBar(Callback):
     """The base of progress bars. It shows nothing: override the hooks at which yours does, and ask it for totals and metrics.
 
-    A Trainer that has one in its callbacks adds no other. On ranks other than 0 it is disabled before the run.
+    A Trainer that has one in its callbacks adds no other. Before a run it is disabled on all ranks but 0.
 
     >>> class Percent(tw.ProgressBar):
     ...     def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):

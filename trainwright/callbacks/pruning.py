@@ -13,7 +13,7 @@ from torch.nn.utils import prune
 
 from trainwright.callbacks.averaging import Averaging
 from trainwright.callbacks.base import Callback
-from trainwright.callbacks.pruning_method import MASK, ORIGINAL, PruningMethod, Target, check_resets, new_values
+from trainwright.callbacks.pruning_method import ORIGINAL, PruningMethod, Target, check_resets, new_values
 from trainwright.compiled_names import clean_name
 from trainwright.data.seeding import derive_seed, isolate_rng, seed_generators
 from trainwright.rank_zero import rank_zero_warn
@@ -159,7 +159,7 @@ class ModelPruning(Callback):
                 _refuse_lazy(target)
                 prune.identity(target.module, target.attribute)
             elif self._is_permanent and target.is_reparametrized:  # by the user, or an earlier run
-                self._pruned[target.name] = getattr(target.module, target.attribute + MASK) == 0
+                self._pruned[target.name] = getattr(target.module, target.mask_name) == 0
                 prune.remove(target.module, target.attribute)
 
     def _refuse(self, trainer: Trainer) -> None:
@@ -243,11 +243,11 @@ class ModelPruning(Callback):
         pairs = self._given or [(owner, name) for name in self._names for owner in module.modules()]
         found: dict[int, Target] = {}
         for owner, attribute in pairs:
-            parameter = owner._parameters.get(attribute + ORIGINAL, owner._parameters.get(attribute))
+            parameter = owner._parameters.get(f"{attribute}_{ORIGINAL}", owner._parameters.get(attribute))
             if self._given is not None and (parameter is None or id(owner) not in owners):
                 raise ValueError(
-                    f"parameters_to_prune holds {attribute!r} of a {type(owner).__name__}, which is no parameter of "
-                    f"{type(module).__name__}; pass pairs of one of its modules and the name of that module's parameter, such "
+                    f"parameters_to_prune holds {attribute!r} of a {type(owner).__name__}, which {type(module).__name__} does not "
+                    f"have as a parameter; pass pairs of one of its modules and the name of that module's parameter, such "
                     "as (model.layer, 'weight')."
                 )
             is_flat = (
@@ -317,7 +317,7 @@ class ModelPruning(Callback):
             if pruned is None:
                 continue
             if target.is_reparametrized:
-                mask = getattr(target.module, target.attribute + MASK)
+                mask = getattr(target.module, target.mask_name)
                 mask.copy_(~pruned)
                 setattr(target.module, target.attribute, mask * target.parameter)  # else only the next forward does
             else:

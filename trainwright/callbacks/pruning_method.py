@@ -25,8 +25,8 @@ METHODS: dict[str, type[prune.BasePruningMethod]] = {
     "random_unstructured": prune.RandomUnstructured,
 }
 """Those that can compare the elements of several tensors."""
-ORIGINAL, MASK = "_orig", "_mask"
-"""What torch's pruning appends to the name of a parameter, and to that of its mask."""
+ORIGINAL, MASK = "orig", "mask"
+"""What torch's pruning appends, after an underscore, to the name of a parameter, and to that of its mask."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,12 @@ class Target:
     @property
     def is_reparametrized(self) -> bool:
         """Return whether the module computes it from `weight_orig` and `weight_mask`, as torch's pruning leaves it."""
-        return self.attribute + ORIGINAL in self.module._parameters
+        return f"{self.attribute}_{ORIGINAL}" in self.module._parameters
+
+    @property
+    def mask_name(self) -> str:
+        """Return the name of the buffer with torch's mask."""
+        return f"{self.attribute}_{MASK}"
 
 
 class PruningMethod:
@@ -104,7 +109,7 @@ class PruningMethod:
                 f"pruning_fn={name!r} is unknown; choose from {', '.join(FUNCTIONS)}, or pass a subclass of "
                 f"BasePruningMethod or a function.{f' Did you mean {near[0]!r}?' if near else ''}"
             )
-        self.is_structured = name.endswith("_structured")
+        self.is_structured = name not in METHODS
         options: dict[str, Any] = {}
         if is_global:
             _refuse_global(name, not self.is_structured)
@@ -133,13 +138,13 @@ class PruningMethod:
             mask = pruned.get(target.name)
             if mask is not None:
                 prune.custom_from_mask(twins[id(target.module)], target.attribute, ~mask)
-        places = [(twins[id(target.module)], target.attribute) for target in targets]
+        pairs = [(twins[id(target.module)], target.attribute) for target in targets]
         try:
             if self._method is not None:
-                prune.global_unstructured(places, pruning_method=self._method, amount=amount)
+                prune.global_unstructured(pairs, pruning_method=self._method, amount=amount)
             else:
                 assert self._function is not None
-                for twin, attribute in places:
+                for twin, attribute in pairs:
                     self._function(twin, attribute, amount=amount)
         except Exception as error:  # of the user's own function, too
             raise ValueError(
@@ -147,8 +152,8 @@ class PruningMethod:
                 "counts the elements that are not pruned yet: a number of them, or a fraction from 0.0 to 1.0."
             ) from error
         found = {}
-        for target, (twin, attribute) in zip(targets, places, strict=True):
-            mask = getattr(twin, attribute + MASK, None)
+        for target, (twin, attribute) in zip(targets, pairs, strict=True):
+            mask = getattr(twin, target.mask_name, None)
             if not isinstance(mask, Tensor):
                 raise ValueError(
                     f"{self.name} left no mask on {target.name!r}; call a function of torch.nn.utils.prune on the module and "
@@ -183,7 +188,7 @@ def new_values(targets: Sequence[Target]) -> dict[str, Tensor]:
 
 
 def _twins(targets: Sequence[Target]) -> dict[int, nn.Module]:
-    """Return a copy of each target's module that shares its tensors, and takes torch's pruning instead of it."""
+    """Return a copy of each target's module with the same tensors, which takes torch's pruning instead of it."""
     twins: dict[int, nn.Module] = {}
     for target in targets:
         twin = twins.setdefault(id(target.module), copy.copy(target.module))
@@ -193,7 +198,7 @@ def _twins(targets: Sequence[Target]) -> dict[int, nn.Module]:
             twin._forward_pre_hooks = OrderedDict()
         for extra in (twin._parameters, twin._buffers):
             for ending in (ORIGINAL, MASK):
-                extra.pop(target.attribute + ending, None)
+                extra.pop(f"{target.attribute}_{ending}", None)
         twin.__dict__.pop(target.attribute, None)  # what the module has computed of a reparametrized one
         twin._parameters[target.attribute] = target.parameter
     return twins

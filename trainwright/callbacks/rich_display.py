@@ -73,7 +73,7 @@ class TimeColumn(ProgressColumn):
 
 
 class MetricsColumn(ProgressColumn):
-    """The metrics, in several lines if there is no room in one."""
+    """The metrics, in several lines if one has no room for them."""
 
     def __init__(self, style: str | Style) -> None:
         super().__init__(Column(overflow="fold"))
@@ -140,7 +140,7 @@ class RichDisplay:
         return bar
 
     def end(self, bar: RichBar) -> None:
-        """Let go of a bar, and of the screen after the last one."""
+        """Drop a bar, and leave the screen after the last one."""
         self._bars.remove(bar)
         if self._bars:
             self._progress.refresh()

@@ -39,7 +39,7 @@ class RichModelSummary(ModelSummary):
         for title, align in zip(summary.header, ALIGNED, strict=False):
             table.add_column(title, justify="right" if align == ">" else "left", overflow="fold")
         for row in summary.rows:
-            table.add_row(*map(Text, row))  # a name with brackets is no markup
+            table.add_row(*map(Text, row))  # not markup, even in brackets
         console = Console()
         if not console.is_terminal and not console.is_jupyter:
             console = Console(width=UNLIMITED)
