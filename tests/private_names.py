@@ -58,6 +58,11 @@ TORCH = (
         "_parameters _buffers _modules",
         "replace and walk a module's own tensors without its methods",
     ),
+    Use(
+        "torch.nn.Module",
+        "_forward_pre_hooks",
+        "let torch's pruning work on a copy of a module (callbacks/pruning_method.py)",
+    ),
     Use("torch.nn.Module", "_apply", "convert a module to one dtype, layer by layer (precision/single_dtype.py)"),
     Use(
         "torch.nn.Module",

@@ -291,6 +291,11 @@ PACKAGE_LINES = [
         "curves of runs as a page or an image, the list of runs, and the records of runs that say how they ended",
     ),
     (17, "the processes of a Hydra app write into one folder"),
+    (
+        740,
+        "RichProgressBar, RichModelSummary, a base for progress bars of users",
+    ),
+    (550, "ModelPruning, with masks apart from the module, resumes, several ranks and torch's own parametrization"),
 ]
 """Lines of the package: what is added to it, or taken off, with the reason. The sum is the limit."""
 

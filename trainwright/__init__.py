@@ -31,8 +31,12 @@ if TYPE_CHECKING:
         LearningRateFinder,
         LearningRateMonitor,
         ModelCheckpoint,
+        ModelPruning,
         ModelSummary,
         OnExceptionCheckpoint,
+        ProgressBar,
+        RichModelSummary,
+        RichProgressBar,
         SpikeDetection,
         StochasticWeightAveraging,
         TensorPredictionWriter,
@@ -98,7 +102,8 @@ _HOMES = {
     "trainwright.callbacks": "BackboneFinetuning BaseFinetuning BasePredictionWriter BatchSizeFinder Callback "
     "ClassificationReport DeviceStatsMonitor EMAWeightAveraging EarlyStopping "
     "GradientAccumulationScheduler LambdaCallback LearningRateFinder LearningRateMonitor "
-    "ModelCheckpoint ModelSummary OnExceptionCheckpoint SpikeDetection "
+    "ModelCheckpoint ModelPruning ModelSummary OnExceptionCheckpoint ProgressBar RichModelSummary RichProgressBar "
+    "SpikeDetection "
     "StochasticWeightAveraging TQDMProgressBar TensorPredictionWriter ThroughputMonitor Timer "
     "WeightAveraging load_predictions",
     "trainwright.data.combined": "CombinedLoader",
@@ -185,6 +190,7 @@ __all__ = [
     "Logger",
     "MLFlowLogger",
     "ModelCheckpoint",
+    "ModelPruning",
     "ModelSummary",
     "Module",
     "OnExceptionCheckpoint",
@@ -192,8 +198,11 @@ __all__ = [
     "Precision",
     "ProfileKwargs",
     "Profiler",
+    "ProgressBar",
     "ProjectConfiguration",
     "PyTorchProfiler",
+    "RichModelSummary",
+    "RichProgressBar",
     "RunStopped",
     "ShardedDDPStrategy",
     "SimpleProfiler",

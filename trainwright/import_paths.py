@@ -21,7 +21,7 @@ PATHS = """
     core.mixins.hparams_mixin core.module core.optimizer callbacks.callback
     callbacks.checkpoint callbacks.lambda_function callbacks.lr_finder
     callbacks.lr_monitor callbacks.progress callbacks.progress.progress_bar callbacks.progress.rich_progress
-    callbacks.progress.tqdm_progress callbacks.pruning callbacks.rich_model_summary callbacks.spike
+    callbacks.progress.tqdm_progress callbacks.spike
     callbacks.stochastic_weight_avg loggers.csv_logs loggers.logger plugins
     plugins.environments plugins.precision profilers.profiler strategies.parallel strategies.single_device
     strategies.strategy trainer.states tuner tuner.batch_size_scaling tuner.lr_finder tuner.tuning

@@ -15,11 +15,15 @@ from trainwright.callbacks.model_checkpoint import ModelCheckpoint
 from trainwright.callbacks.model_summary import ModelSummary
 from trainwright.callbacks.on_exception_checkpoint import OnExceptionCheckpoint
 from trainwright.callbacks.prediction_writer import BasePredictionWriter, TensorPredictionWriter, load_predictions
-from trainwright.callbacks.progress_bar import TQDMProgressBar
+from trainwright.callbacks.progress_bar import ProgressBar
+from trainwright.callbacks.pruning import ModelPruning
+from trainwright.callbacks.rich_model_summary import RichModelSummary
+from trainwright.callbacks.rich_progress_bar import RichProgressBar, RichProgressBarTheme
 from trainwright.callbacks.spike_detection import SpikeDetection, TrainingSpikeException
 from trainwright.callbacks.stochastic_weight_averaging import StochasticWeightAveraging
 from trainwright.callbacks.throughput_monitor import ThroughputMonitor
 from trainwright.callbacks.timer import Timer
+from trainwright.callbacks.tqdm_progress_bar import TQDMProgressBar
 from trainwright.callbacks.trainer_protocol import TrainerProtocol
 from trainwright.callbacks.weight_averaging import EMAWeightAveraging, WeightAveraging
 
@@ -41,8 +45,13 @@ __all__ = [
     "LearningRateFinder",
     "LearningRateMonitor",
     "ModelCheckpoint",
+    "ModelPruning",
     "ModelSummary",
     "OnExceptionCheckpoint",
+    "ProgressBar",
+    "RichModelSummary",
+    "RichProgressBar",
+    "RichProgressBarTheme",
     "SpikeDetection",
     "StochasticWeightAveraging",
     "TQDMProgressBar",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -45,11 +45,36 @@ class ModelSummary(Callback):
         def run(*args: Any, **kwargs: Any) -> Any:
             return trainer.strategy.run(module, "forward", args, kwargs)
 
-        trainer.print(summarize(module, self.max_depth, run))
+        self._print(trainer, summary_of(module, self.max_depth, run))
+
+    def _print(self, trainer: Trainer, summary: Summary) -> None:
+        """Print on rank 0."""
+        trainer.print(summary)
+
+
+class Summary(NamedTuple):
+    """What a summary shows."""
+
+    header: list[str]
+    rows: list[list[str]]
+    totals: list[str]
+    """The lines below the table."""
+
+    def __str__(self) -> str:
+        return "\n".join([*(_table([self.header, *self.rows]) if self.rows else []), *self.totals])
+
+
+ALIGNED = ["<", "<", ">", "<", "<", "<"]
+"""How the columns are aligned."""
 
 
 def summarize(module: nn.Module, max_depth: int = 1, run: Callable[..., Any] | None = None) -> str:
-    """Return the table. `run` calls the module's forward; by default the module itself."""
+    """Return the table as text. `run` calls the module's forward; by default the module itself."""
+    return str(summary_of(module, max_depth, run))
+
+
+def summary_of(module: nn.Module, max_depth: int = 1, run: Callable[..., Any] | None = None) -> Summary:
+    """Return the summary. `run` calls the module's forward; by default the module itself."""
     depth = math.inf if max_depth == -1 else max_depth
     children = {name: child for name, child in module.named_modules() if name and name.count(".") < depth}
     sizes, note = _measure(module, children, run or module)
@@ -67,11 +92,10 @@ def summarize(module: nn.Module, max_depth: int = 1, run: Callable[..., Any] | N
     parameters = list(module.parameters())
     trainable = _count(parameter for parameter in parameters if parameter.requires_grad)
     size = sum(_numel(each) * each.element_size() for each in parameters if not is_lazy(each))
-    lines = _table([header, *rows]) if rows else []
-    lines.append(f"{_count(parameters):,} parameters, {trainable:,} of them trained, {size / 2**20:.3f} MiB")
+    totals = [f"{_count(parameters):,} parameters, {trainable:,} of them trained, {size / 2**20:.3f} MiB"]
     if any(map(is_lazy, parameters)):
-        lines.append("(those of lazy children are not counted: they have no shape yet)")
-    return "\n".join([*lines, note] if note else lines)
+        totals.append("(those of lazy children are not counted: they have no shape yet)")
+    return Summary(header, rows, [*totals, note] if note else totals)
 
 
 def _count(parameters: Any) -> int:
@@ -85,9 +109,8 @@ def _numel(parameter: Any) -> int:
 
 def _table(rows: list[list[str]]) -> list[str]:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    aligned = ["<", "<", ">", "<", "<", "<"]
     return [
-        "  ".join(f"{cell:{align}{width}}" for cell, align, width in zip(row, aligned, widths, strict=False)).rstrip()
+        "  ".join(f"{cell:{align}{width}}" for cell, align, width in zip(row, ALIGNED, widths, strict=False)).rstrip()
         for row in rows
     ]
 

@@ -8,8 +8,12 @@ from trainwright.loggers.position import logger_states, match_states, resume_log
 from trainwright.loggers.tensorboard import TensorBoardLogger
 from trainwright.loggers.wandb import WandbLogger
 
+DummyLogger = SilentLogger
+"""Lightning's name."""
+
 __all__ = [
     "CSVLogger",
+    "DummyLogger",
     "Logger",
     "MLFlowLogger",
     "SilentLogger",

@@ -145,7 +145,7 @@ class SilentExperiment:
 
 
 class SilentLogger(Logger):
-    """Replaces the loggers in a trial run (`fast_dev_run`): every call does nothing."""
+    """Replaces the loggers in a trial run (`fast_dev_run`): every call does nothing, and as a list of loggers it is empty."""
 
     name = ""
     version = ""
@@ -160,6 +160,12 @@ class SilentLogger(Logger):
         if name.startswith("__"):
             raise AttributeError(name)
         return SilentExperiment()
+
+    def __getitem__(self, index: Any) -> SilentLogger:
+        return self  # in the position of a list of loggers
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(())
 
 
 def to_numbers(metrics: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

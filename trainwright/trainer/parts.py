@@ -13,8 +13,9 @@ import torch
 from trainwright.callbacks.base import Callback
 from trainwright.callbacks.model_checkpoint import ModelCheckpoint
 from trainwright.callbacks.model_summary import ModelSummary
-from trainwright.callbacks.progress_bar import TQDMProgressBar
+from trainwright.callbacks.progress_bar import ProgressBar
 from trainwright.callbacks.timer import Timer
+from trainwright.callbacks.tqdm_progress_bar import TQDMProgressBar
 from trainwright.devices import cuda
 from trainwright.distributed.environment import Environment, prepare_deterministic
 from trainwright.engine.command_line import fill_accumulation
@@ -63,13 +64,15 @@ def arranged_callbacks(callbacks: Callback | Sequence[Callback] | None, settings
         raise ValueError(
             "enable_checkpointing=False, but callbacks= holds a ModelCheckpoint; leave out one of the two."
         )
-    defaults: list[tuple[bool, type[Callback]]] = [
-        (settings.enable_model_summary is not False, ModelSummary),
-        (settings.enable_progress_bar is not False, TQDMProgressBar),
-        (settings.enable_checkpointing is not False and not settings.fast_dev_run, ModelCheckpoint),
+    defaults: list[tuple[bool, type[Callback], type[Callback]]] = [
+        (settings.enable_model_summary is not False, ModelSummary, ModelSummary),
+        (settings.enable_progress_bar is not False, ProgressBar, TQDMProgressBar),
+        (settings.enable_checkpointing is not False and not settings.fast_dev_run, ModelCheckpoint, ModelCheckpoint),
     ]
     # A default must not join a callback of the same kind that the user configured.
-    missing = [kind() for wanted, kind in defaults if wanted and not any(isinstance(each, kind) for each in given)]
+    missing = [
+        made() for wanted, kind, made in defaults if wanted and not any(isinstance(each, kind) for each in given)
+    ]
     if settings.max_time is not None:
         if any(isinstance(each, Timer) for each in given):
             raise ValueError(

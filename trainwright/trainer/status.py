@@ -17,7 +17,7 @@ from trainwright.callbacks.base import Callback
 from trainwright.callbacks.early_stopping import EarlyStopping
 from trainwright.callbacks.gradient_accumulation_scheduler import GradientAccumulationScheduler
 from trainwright.callbacks.model_checkpoint import ModelCheckpoint
-from trainwright.callbacks.progress_bar import TQDMProgressBar
+from trainwright.callbacks.progress_bar import ProgressBar
 from trainwright.data.datamodule import DataModule
 from trainwright.engine.engine import Engine
 from trainwright.engine.optimizers import SchedulerConfig
@@ -183,9 +183,9 @@ class Status:
         return next(iter(self._all(EarlyStopping)), None)
 
     @property
-    def progress_bar_callback(self) -> TQDMProgressBar | None:
+    def progress_bar_callback(self) -> ProgressBar | None:
         """Return the progress bar, if any."""
-        return next(iter(self._all(TQDMProgressBar)), None)
+        return next(iter(self._all(ProgressBar)), None)
 
     max_epochs = Setting[int]("last_epoch", "The number of epochs to train; -1 for no limit.", -1)
     min_epochs = Setting[int | None]("min_epochs", "Epochs that are trained even if should_stop is set.")

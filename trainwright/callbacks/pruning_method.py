@@ -1,0 +1,212 @@
+"""PruningMethod: what torch.nn.utils.prune would prune next of some tensors, without a change to their modules."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import prune
+
+FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "l1_unstructured": prune.l1_unstructured,
+    "random_unstructured": prune.random_unstructured,
+    "ln_structured": prune.ln_structured,
+    "random_structured": prune.random_structured,
+}
+METHODS: dict[str, type[prune.BasePruningMethod]] = {
+    "l1_unstructured": prune.L1Unstructured,
+    "random_unstructured": prune.RandomUnstructured,
+}
+"""Those that can compare the elements of several tensors."""
+ORIGINAL, MASK = "orig", "mask"
+"""What torch's pruning appends, after an underscore, to the name of a parameter, and to that of its mask."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """A parameter to prune: its name in the whole module, and where it is."""
+
+    name: str
+    module: nn.Module
+    attribute: str
+    parameter: nn.Parameter
+
+    @property
+    def is_reparametrized(self) -> bool:
+        """Return whether the module computes it from `weight_orig` and `weight_mask`, as torch's pruning leaves it."""
+        return f"{self.attribute}_{ORIGINAL}" in self.module._parameters
+
+    @property
+    def mask_name(self) -> str:
+        """Return the name of the buffer with torch's mask."""
+        return f"{self.attribute}_{MASK}"
+
+
+class PruningMethod:
+    """A way to prune.
+
+    Args:
+        pruning_fn, use_global_unstructured, pruning_dim, pruning_norm: those of ModelPruning.
+
+    Raises:
+        TypeError: pruning_fn is nothing that prunes.
+        ValueError: a name is unknown, or the settings do not fit together.
+    """
+
+    def __init__(
+        self,
+        pruning_fn: Any,
+        use_global_unstructured: bool,
+        pruning_dim: int | None,
+        pruning_norm: int | float | str | None,
+    ) -> None:
+        known = {function: name for name, function in FUNCTIONS.items()}
+        given = known.get(pruning_fn, pruning_fn) if callable(pruning_fn) else pruning_fn
+        self._function: Callable[..., Any] | None = None
+        self._method: type[prune.BasePruningMethod] | None = None
+        self.is_structured = False
+        """Whether it takes whole rows or channels, which a tensor of one dimension does not have."""
+        if isinstance(given, str):
+            self.name = given
+            self._choose(given, use_global_unstructured, pruning_dim, pruning_norm)
+        elif inspect.isclass(given) and issubclass(given, prune.BasePruningMethod):
+            self.name = given.__name__
+            self.is_structured = given.PRUNING_TYPE == "structured"  # type: ignore[attr-defined]
+            self._function = given.apply
+            if use_global_unstructured:
+                _refuse_global(given.__name__, given.PRUNING_TYPE == "unstructured")  # type: ignore[attr-defined]
+                self._method = given
+        elif callable(given) and not isinstance(given, (type, prune.BasePruningMethod)):  # whose instances are hooks
+            self.name = getattr(given, "__name__", type(given).__name__)
+            self._function = given
+            if use_global_unstructured:
+                _refuse_global(self.name, False)
+        else:
+            hint = " Pass the class, not an instance." if isinstance(given, prune.BasePruningMethod) else ""
+            raise TypeError(
+                f"pruning_fn={given!r} is a {type(given).__name__}; accepted are the names {', '.join(FUNCTIONS)}, a "
+                f"subclass of torch.nn.utils.prune.BasePruningMethod, or a function of (module, name, amount).{hint}"
+            )
+        if not isinstance(given, str) and (pruning_dim, pruning_norm) != (None, None):
+            raise ValueError(
+                f"pruning_dim={pruning_dim!r} and pruning_norm={pruning_norm!r} are for the structured functions by name; "
+                f"give {self.name} its own settings, such as with functools.partial."
+            )
+
+    def _choose(self, name: str, is_global: bool, dim: int | None, norm: int | float | str | None) -> None:
+        if name not in FUNCTIONS:
+            from difflib import get_close_matches
+
+            near = get_close_matches(name, FUNCTIONS, 1)
+            raise ValueError(
+                f"pruning_fn={name!r} is unknown; choose from {', '.join(FUNCTIONS)}, or pass a subclass of "
+                f"BasePruningMethod or a function.{f' Did you mean {near[0]!r}?' if near else ''}"
+            )
+        self.is_structured = name not in METHODS
+        options: dict[str, Any] = {}
+        if is_global:
+            _refuse_global(name, not self.is_structured)
+            self._method = METHODS[name]
+        if self.is_structured:
+            if isinstance(dim, bool) or not isinstance(dim, int):
+                raise ValueError(
+                    f"{name} needs pruning_dim=, the dimension to prune along, such as 0; {dim!r} was given."
+                )
+            options["dim"] = dim
+        if name == "ln_structured":
+            if norm is None:
+                raise ValueError("ln_structured needs pruning_norm=, such as 2; None was given.")
+            options["n"] = norm
+        self._function = partial(FUNCTIONS[name], **options)
+
+    @torch.no_grad()
+    def prune(self, targets: Sequence[Target], pruned: dict[str, Tensor], amount: int | float) -> dict[str, Tensor]:
+        """Return where each target is pruned after it has pruned `amount` more; `pruned` is where they are so far.
+
+        Raises:
+            ValueError: torch, or the user's function, cannot do it.
+        """
+        twins = _twins(targets)
+        for target in targets:
+            mask = pruned.get(target.name)
+            if mask is not None:
+                prune.custom_from_mask(twins[id(target.module)], target.attribute, ~mask)
+        pairs = [(twins[id(target.module)], target.attribute) for target in targets]
+        try:
+            if self._method is not None:
+                prune.global_unstructured(pairs, pruning_method=self._method, amount=amount)
+            else:
+                assert self._function is not None
+                for twin, attribute in pairs:
+                    self._function(twin, attribute, amount=amount)
+        except Exception as error:  # of the user's own function, too
+            raise ValueError(
+                f"pruning with {self.name} and amount={amount!r} failed with {type(error).__name__}: {error} An amount "
+                "counts the elements that are not pruned yet: a number of them, or a fraction from 0.0 to 1.0."
+            ) from error
+        found = {}
+        for target, (twin, attribute) in zip(targets, pairs, strict=True):
+            mask = getattr(twin, target.mask_name, None)
+            if not isinstance(mask, Tensor):
+                raise ValueError(
+                    f"{self.name} left no mask on {target.name!r}; call a function of torch.nn.utils.prune on the module and "
+                    "the name that it is given, such as prune.custom_from_mask."
+                )
+            found[target.name] = mask == 0
+        return found
+
+
+def check_resets(targets: Sequence[Target]) -> None:
+    """Raise ValueError if a module has no reset_parameters."""
+    for target in targets:
+        if not callable(getattr(target.module, "reset_parameters", None)):
+            raise ValueError(
+                f"resample_parameters=True needs reset_parameters() of each module that is pruned, and "
+                f"{type(target.module).__name__} of {target.name!r} has none; add it, or pass resample_parameters=False."
+            )
+
+
+@torch.no_grad()
+def new_values(targets: Sequence[Target]) -> dict[str, Tensor]:
+    """Return the values that `reset_parameters` of the modules gives the targets, without a change to the modules."""
+    twins = _twins(targets)
+    for twin in twins.values():
+        twin._parameters = {
+            name: None if each is None else nn.Parameter(each.detach().clone(), each.requires_grad)
+            for name, each in twin._parameters.items()
+        }
+        twin._buffers = {name: None if each is None else each.clone() for name, each in twin._buffers.items()}
+        twin.reset_parameters()  # type: ignore[operator]
+    return {each.name: twins[id(each.module)]._parameters[each.attribute].detach() for each in targets}  # type: ignore[union-attr]
+
+
+def _twins(targets: Sequence[Target]) -> dict[int, nn.Module]:
+    """Return a copy of each target's module with the same tensors, which takes torch's pruning instead of it."""
+    twins: dict[int, nn.Module] = {}
+    for target in targets:
+        twin = twins.setdefault(id(target.module), copy.copy(target.module))
+        if twin._parameters is target.module._parameters:
+            twin._parameters = dict(twin._parameters)
+            twin._buffers = dict(twin._buffers)
+            twin._forward_pre_hooks = OrderedDict()
+        for extra in (twin._parameters, twin._buffers):
+            for ending in (ORIGINAL, MASK):
+                extra.pop(f"{target.attribute}_{ending}", None)
+        twin.__dict__.pop(target.attribute, None)  # what the module has computed of a reparametrized one
+        twin._parameters[target.attribute] = target.parameter
+    return twins
+
+
+def _refuse_global(name: str, is_unstructured: bool) -> None:
+    if not is_unstructured:
+        raise ValueError(
+            f"pruning_fn={name} cannot compare elements of different tensors, as use_global_unstructured=True asks; pass "
+            "use_global_unstructured=False, or an unstructured method, such as 'l1_unstructured'."
+        )

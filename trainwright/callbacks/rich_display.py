@@ -1,0 +1,213 @@
+"""RichDisplay: bars of rich at the bottom of a terminal, with what is printed and logged above them. It imports rich."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    Progress,
+    ProgressColumn,
+    Task,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+from rich.style import Style
+from rich.table import Column
+from rich.text import Text
+
+if TYPE_CHECKING:
+    from trainwright.callbacks.rich_progress_bar import RichProgressBarTheme
+
+WIDEST_BAR, NARROWEST_BAR = 40, 10
+WIDE = 80
+"""The columns of a terminal that has room for the speed."""
+
+
+class ShownCursor(Console):
+    """A console that never hides the cursor: a process that is killed could not show it again."""
+
+    def show_cursor(self, show: bool = True) -> bool:
+        return False
+
+
+class CountColumn(ProgressColumn):
+    """Batches done and in all."""
+
+    def __init__(self, style: str | Style) -> None:
+        super().__init__(Column(no_wrap=True))
+        self._style = style
+
+    def render(self, task: Task) -> Text:
+        return Text(f"{int(task.completed)}/{'?' if task.total is None else int(task.total)}", style=self._style)
+
+
+class SpeedColumn(ProgressColumn):
+    """Batches per second."""
+
+    def __init__(self, style: str | Style) -> None:
+        super().__init__(Column(no_wrap=True))
+        self._style = style
+
+    def render(self, task: Task) -> Text:
+        return Text(f"{task.finished_speed or task.speed or 0.0:.2f}it/s", style=self._style)
+
+
+class TimeColumn(ProgressColumn):
+    """The time since the start, and the time left."""
+
+    max_refresh = 0.5
+
+    def __init__(self, style: str | Style) -> None:
+        super().__init__(Column(no_wrap=True))
+        self._style, self._elapsed, self._remaining = style, TimeElapsedColumn(), TimeRemainingColumn()
+
+    def render(self, task: Task) -> Text:
+        return Text(f"{self._elapsed.render(task)}<{self._remaining.render(task)}", style=self._style)
+
+
+class MetricsColumn(ProgressColumn):
+    """The metrics, in several lines if one has no room for them."""
+
+    def __init__(self, style: str | Style) -> None:
+        super().__init__(Column(overflow="fold"))
+        self._style = style
+
+    def render(self, task: Task) -> Text:
+        return Text(task.fields.get("metrics", ""), style=self._style)
+
+
+def default_columns(theme: RichProgressBarTheme, width: int) -> list[ProgressColumn]:
+    """Return the columns of a terminal of this width, without the metrics."""
+    columns: list[ProgressColumn] = [
+        TextColumn("{task.description}", style=theme.description, markup=False, table_column=Column(no_wrap=True)),
+        BarColumn(
+            bar_width=min(WIDEST_BAR, max(NARROWEST_BAR, width // 6)),
+            complete_style=theme.progress_bar,
+            finished_style=theme.progress_bar_finished,
+            pulse_style=theme.progress_bar_pulse,
+            table_column=Column(no_wrap=True),
+        ),
+        CountColumn(theme.batch_progress),
+        TimeColumn(theme.time),
+    ]
+    return [*columns, SpeedColumn(theme.processing_speed)] if width >= WIDE else columns
+
+
+class RichDisplay:
+    """The bars on the screen, from the first that is added until the last is closed."""
+
+    def __init__(
+        self,
+        console: Console,
+        columns: list[ProgressColumn],
+        style: str | Style,
+        text: Callable[[dict[str, Any]], str],
+    ) -> None:
+        is_terminal = console.is_terminal
+        self._progress = Progress(
+            *columns,
+            MetricsColumn(style),
+            console=console,
+            auto_refresh=False,  # the callback decides when an update is due, and a process that forks has no thread
+            redirect_stdout=is_terminal and sys.stdout.isatty(),  # else what is printed goes to a file
+            redirect_stderr=is_terminal,
+        )
+        self._text = text
+        self._bars: list[RichBar] = []
+        self._logging = TerminalLogging()
+
+    @property
+    def is_open(self) -> bool:
+        """Return whether there is a bar that is not closed."""
+        return bool(self._bars)
+
+    def add(self, title: str, total: int | None, count: int, leave: bool) -> RichBar:
+        """Show a bar below the others; `leave` keeps it on the screen once all are closed."""
+        bar = RichBar(self, self._progress, self._text, leave)
+        self._bars.append(bar)
+        if len(self._bars) == 1:
+            streams = sys.stdout, sys.stderr
+            self._progress.start()
+            self._logging.redirect(dict(zip(streams, (sys.stdout, sys.stderr), strict=True)))
+        bar.restart(title, total, count)
+        return bar
+
+    def end(self, bar: RichBar) -> None:
+        """Drop a bar, and leave the screen after the last one."""
+        self._bars.remove(bar)
+        if self._bars:
+            self._progress.refresh()
+            return
+        self._logging.restore()
+        self._progress.live.transient = not self._progress.tasks  # an empty display would leave an empty line
+        self._progress.refresh()
+        self._progress.stop()
+
+
+class RichBar:
+    """A bar of a display."""
+
+    def __init__(
+        self, display: RichDisplay, progress: Progress, text: Callable[[dict[str, Any]], str], leave: bool
+    ) -> None:
+        self._display, self._progress, self._text, self._leave = display, progress, text, leave
+        self._task: TaskID | None = None
+        self._metrics = ""
+
+    def _remove(self) -> None:
+        if self._task is not None:
+            self._progress.remove_task(self._task)
+            self._task = None
+
+    def restart(self, title: str, total: int | None, count: int) -> None:
+        self._remove()  # rich keeps a known total if the new one is None
+        self._task = self._progress.add_task(title, total=total, completed=count, metrics=self._metrics)
+        self._progress.refresh()
+
+    def show(self, metrics: dict[str, Any]) -> None:
+        assert self._task is not None
+        self._metrics = self._text(metrics)
+        self._progress.update(self._task, metrics=self._metrics)
+
+    def move_to(self, batches: int) -> None:
+        assert self._task is not None
+        self._progress.update(self._task, completed=batches)
+        self._progress.refresh()
+
+    def refresh(self) -> None:
+        self._progress.refresh()
+
+    def close(self) -> None:
+        if not self._leave:
+            self._remove()
+        self._display.end(self)
+
+
+class TerminalLogging:
+    """Lets the handlers of logging that write to the terminal write above the bars."""
+
+    def __init__(self) -> None:
+        self._handlers: list[tuple[logging.StreamHandler[Any], Any]] = []
+
+    def redirect(self, streams: dict[Any, Any]) -> None:
+        """Let handlers that hold one of the streams write to what has taken its position."""
+        loggers = [logging.getLogger(), *logging.Logger.manager.loggerDict.values()]
+        for handler in {each for logger in loggers for each in getattr(logger, "handlers", ())}:
+            if isinstance(handler, logging.StreamHandler):
+                replaced = next((new for old, new in streams.items() if old is handler.stream), None)
+                if replaced is not None and replaced is not handler.stream:
+                    self._handlers.append((handler, handler.stream))
+                    handler.setStream(replaced)
+
+    def restore(self) -> None:
+        """Give the handlers their streams back."""
+        for handler, stream in self._handlers:
+            handler.setStream(stream)
+        self._handlers.clear()

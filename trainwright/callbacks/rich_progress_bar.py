@@ -1,0 +1,156 @@
+"""RichProgressBar: a progress bar drawn by rich, and its theme."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any
+
+from trainwright.callbacks.live_progress_bar import LiveProgressBar
+from trainwright.callbacks.progress_bar import plain, rounded
+from trainwright.callbacks.trainer_protocol import TrainerProtocol
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.progress import ProgressColumn
+    from rich.style import Style
+
+    from trainwright.callbacks.rich_display import RichBar, RichDisplay
+
+
+@dataclass
+class RichProgressBarTheme:
+    """The styles of a RichProgressBar: what rich takes, such as "bold green" or "#6206E0"; "" for the terminal's own."""
+
+    description: str | Style = ""
+    progress_bar: str | Style = "cyan"
+    progress_bar_finished: str | Style = "green"
+    progress_bar_pulse: str | Style = "cyan"
+    """Of a bar whose total is unknown."""
+    batch_progress: str | Style = ""
+    time: str | Style = "dim"
+    processing_speed: str | Style = "dim"
+    metrics: str | Style = "italic"
+    metrics_text_delimiter: str = " "
+    """Between two metrics."""
+    metrics_format: str = ""
+    """The format of floats, such as ".3f"; "" for three significant digits."""
+
+    def styles(self) -> dict[str, Any]:
+        """Return the fields that are styles."""
+        return {each.name: getattr(self, each.name) for each in fields(self) if not each.name.startswith("metrics_")}
+
+
+class RichProgressBar(LiveProgressBar):
+    """Shows batches, rate, time left and the metrics logged with prog_bar=True, drawn by rich.
+
+    What is printed, warned and logged to the terminal meanwhile is shown above the bars. Without a terminal or a notebook it
+    writes the plain lines of TQDMProgressBar. Override `configure_columns` to show other columns.
+
+    Args:
+        refresh_rate: minimum number of batches between two updates; 0 shows nothing.
+        leave: keep each epoch's bar; False uses one bar for the whole training.
+        theme: the styles.
+        console_kwargs: arguments of rich's Console, which writes to stderr by default.
+        refresh_seconds: minimum time between two updates. Metrics are only read from the device then.
+        line_seconds: outside of a terminal, minimum time between two plain lines within an epoch.
+
+    Raises:
+        ImportError: rich is not installed.
+        ValueError: a style or a format is none that rich or Python knows.
+    """
+
+    def __init__(
+        self,
+        refresh_rate: int = 1,
+        leave: bool = False,
+        theme: RichProgressBarTheme | None = None,
+        console_kwargs: dict[str, Any] | None = None,
+        *,
+        refresh_seconds: float = 0.1,
+        line_seconds: float = 30.0,
+    ) -> None:
+        require_rich("RichProgressBar")
+        super().__init__(refresh_rate, leave, refresh_seconds, line_seconds)
+        self.theme = RichProgressBarTheme() if theme is None else theme
+        _check(self.theme)
+        self._console_kwargs = {"stderr": True, **(console_kwargs or {})}
+        make_console(self._console_kwargs)  # a wrong argument is refused here
+        self._console: Console | None = None
+        self._display: RichDisplay | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_console": None, "_display": None}
+
+    def configure_columns(self, trainer: TrainerProtocol) -> list[ProgressColumn]:
+        """Return the columns, each one of rich's; the metrics follow them. Override it to change them."""
+        from trainwright.callbacks.rich_display import default_columns
+
+        assert self._console is not None, "it is called during a run"
+        return default_columns(self.theme, self._console.width)
+
+    def _can_be_live(self) -> bool:
+        console = self._console = make_console(self._console_kwargs)
+        # rich takes FORCE_COLOR for a terminal, but a log with colors still has no cursor to move.
+        is_terminal = getattr(console.file, "isatty", bool)() or self._console_kwargs.get("force_terminal")
+        return console.is_jupyter or bool(is_terminal and console.is_interactive)
+
+    def _make_bar(self, title: str, total: int | None, count: int, *, leave: bool, below: int) -> RichBar:
+        from trainwright.callbacks.rich_display import RichDisplay
+
+        if self._display is None or not self._display.is_open:
+            assert self._console is not None
+            columns = self.configure_columns(self.trainer)
+            self._display = RichDisplay(self._console, columns, self.theme.metrics, self._text)
+        return self._display.add(title, total, count, leave)
+
+    def _text(self, metrics: dict[str, Any]) -> str:
+        """Return the metrics as they are shown."""
+        theme = self.theme
+        if theme.metrics_format:
+            items = plain(metrics).items()
+            shown = {
+                name: format(each, theme.metrics_format) if isinstance(each, float) else each for name, each in items
+            }
+        else:
+            shown = rounded(metrics, digits=3)
+        return theme.metrics_text_delimiter.join(f"{name}={value}" for name, value in shown.items())
+
+
+def require_rich(user: str) -> None:
+    """Raise ImportError with the line to install rich, if it is missing."""
+    try:
+        import rich  # noqa: F401
+    except ImportError as error:
+        raise ImportError(f'{user} needs rich, which is not installed: pip install "trainwright[rich]".') from error
+
+
+def make_console(arguments: dict[str, Any]) -> Console:
+    """Return a console of rich that leaves the cursor as it is: a process that is killed could not show it again."""
+    from trainwright.callbacks.rich_display import ShownCursor
+
+    return ShownCursor(**arguments)
+
+
+def _check(theme: Any) -> None:
+    from rich.errors import StyleSyntaxError
+    from rich.style import Style
+
+    if not isinstance(theme, RichProgressBarTheme):
+        raise TypeError(
+            f"theme={theme!r} is a {type(theme).__name__}; accepted is a RichProgressBarTheme, such as "
+            'RichProgressBarTheme(progress_bar="green").'
+        )
+    for name, style in theme.styles().items():
+        try:
+            if not isinstance(style, Style):
+                Style.parse(style)
+        except (StyleSyntaxError, AttributeError, TypeError) as error:
+            raise ValueError(
+                f"{name}={style!r} of the theme is not a style; pass one of rich's, such as 'bold green' or '#6206E0'."
+            ) from error
+    try:
+        format(1.0, theme.metrics_format)
+    except (ValueError, TypeError) as error:
+        raise ValueError(
+            f"metrics_format={theme.metrics_format!r} of the theme is not a format of a number; pass one such as '.3f'."
+        ) from error
