@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from projects import files, loader, part, refusal, regression, scripted, trainer
+from projects import files, loader, part, raised, refusal, regression, scripted, trainer
 
 VALUES = (5.0, 3.0, 4.0, 1.0, 2.0)
 
@@ -246,8 +246,11 @@ def case_load_with_another_shape(L: Any, folder: Any) -> Any:
         refusal(lambda: kind.load_from_checkpoint(path, width=4)),
         refusal(lambda: regression(L).load_from_checkpoint(path)),
         refusal(lambda: regression(L).load_from_checkpoint(path, strict=False)),
-        refusal(lambda: kind.load_from_checkpoint(str(folder / "missing.ckpt"))),
     ]
+
+
+def case_load_of_a_missing_file(L: Any, folder: Any) -> Any:
+    return raised(lambda: regression(L).load_from_checkpoint(str(folder / "missing.ckpt")))
 
 
 def case_load_without_saved_hparams(L: Any, folder: Any) -> Any:
@@ -419,8 +422,8 @@ def case_best_without_checkpoints(L: Any, folder: Any) -> Any:
     run, module = trainer(L, folder), regression(L)()
     run.fit(module, loader(4))
     return [
-        refusal(lambda: run.test(dataloaders=loader(4), ckpt_path="best")) != "accepted",
-        refusal(lambda: run.test(module, loader(4), ckpt_path=str(folder / "none.ckpt"))) != "accepted",
+        refusal(lambda: run.test(dataloaders=loader(4), ckpt_path="best")),
+        refusal(lambda: run.test(module, loader(4), ckpt_path=str(folder / "none.ckpt"))),
     ]
 
 
@@ -474,7 +477,7 @@ def case_on_exception_checkpoint(L: Any, folder: Any) -> Any:
             if self.current_epoch == 1:
                 raise ValueError("mine")
 
-    refused = refusal(lambda: trainer(L, folder, callbacks=[callback], max_epochs=3).fit(Module(), loader(8)))
+    refused = raised(lambda: trainer(L, folder, callbacks=[callback], max_epochs=3, enable_checkpointing=True).fit(Module(), loader(8)))
     return [refused, files(folder)]
 
 

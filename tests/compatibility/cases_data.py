@@ -173,7 +173,7 @@ def case_datamodule_reaches_the_trainer(L: Any, folder: Any) -> Any:
 
     class Data(L.LightningDataModule):
         def setup(self, stage: str) -> None:
-            seen.append([self.trainer.world_size, self.trainer.max_epochs, stage])
+            seen.append([self.trainer.world_size, self.trainer.max_epochs, stage == "fit"])
 
         def train_dataloader(self) -> Any:
             return loader(8 * (self.trainer.current_epoch + 1))

@@ -65,8 +65,12 @@ def case_predict_returns_batches(L: Any, folder: Any) -> Any:
 
 
 def case_predict_of_several_loaders(L: Any, folder: Any) -> Any:
+    class Module(regression(L)):  # type: ignore[misc]
+        def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
+            return self(batch[0])
+
     run = trainer(L, folder)
-    found = run.predict(regression(L)(), [loader(4), loader(6, 2)])
+    found = run.predict(Module(), [loader(4), loader(6, 2)])
     return [[[list(batch.shape) for batch in each] for each in found], run.num_predict_batches]
 
 
@@ -119,26 +123,47 @@ def case_prediction_writer_without_returning(L: Any, folder: Any) -> Any:
 
 
 def case_wrong_interval_of_a_writer(L: Any, folder: Any) -> Any:
-    return refusal(lambda: _writer(L, "sometimes", [])) != "accepted"
+    return refusal(lambda: _writer(L, "sometimes", []))
 
 
 def case_limits_of_evaluation(L: Any, folder: Any) -> Any:
     run = trainer(L, folder, limit_test_batches=2, limit_val_batches=0.5, limit_predict_batches=1)
     module = regression(L)()
     run.test(module, loader(20), verbose=False)
-    run.validate(module, [loader(16), loader(8)], verbose=False)
+    run.validate(module, loader(16), verbose=False)
+    validated = list(run.num_val_batches)
     predictions = run.predict(module, loader(20))
-    return [run.num_test_batches, run.num_val_batches, run.num_predict_batches, len(predictions)]
+    return [run.num_test_batches, validated, run.num_predict_batches, len(predictions)]
 
 
 def case_without_a_module_after_fit(L: Any, folder: Any) -> Any:
-    run, module = trainer(L, folder, max_epochs=2), regression(L)()
+    run, module = trainer(L, folder, max_epochs=2, enable_checkpointing=True), regression(L)()
     run.fit(module, loader(12), loader(4))
     return [
         run.validate(dataloaders=loader(8), verbose=False),
         run.test(dataloaders=loader(8), verbose=False),
-        refusal(lambda: trainer(L, folder).validate(dataloaders=loader(8))) != "accepted",
+        refusal(lambda: trainer(L, folder).validate(dataloaders=loader(8))),
     ]
+
+
+def case_the_best_weights_without_a_module(L: Any, folder: Any) -> Any:
+    class Module(regression(L)):  # type: ignore[misc]
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.log("score", float(self.current_epoch))
+
+    best = part(L, "callbacks").ModelCheckpoint(folder, monitor="score")
+    run, module = trainer(L, folder, max_epochs=3, callbacks=[best], enable_checkpointing=True), Module()
+    run.fit(module, loader(12), loader(4))
+    last = module.layer.weight.tolist()
+    found = run.test(dataloaders=loader(8), verbose=False)
+    return [found, last, module.layer.weight]
+
+
+def case_the_present_weights_with_a_module(L: Any, folder: Any) -> Any:
+    run, module = trainer(L, folder, max_epochs=2, enable_checkpointing=True), regression(L)()
+    run.fit(module, loader(12), loader(4))
+    torch.nn.init.zeros_(module.layer.weight)
+    return run.test(module, loader(8), verbose=False)
 
 
 def case_metrics_of_validate_within_fit_and_after(L: Any, folder: Any) -> Any:
@@ -210,7 +235,7 @@ def case_eval_with_arguments_that_are_missing(L: Any, folder: Any) -> Any:
         def validation_step(self, batch: Any, batch_idx: int) -> None:
             self.log("v", 1.0)
 
-    return refusal(lambda: trainer(L, folder).validate(Module(), [loader(4), loader(4)], verbose=False)) != "accepted"
+    return refusal(lambda: trainer(L, folder).validate(Module(), [loader(4), loader(4)], verbose=False))
 
 
 def case_combined_loader_in_validation(L: Any, folder: Any) -> Any:

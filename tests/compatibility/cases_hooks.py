@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from projects import FIT_HOOKS, STEP_HOOKS, data, hooks_of, loader, part, recording, refusal, regression, trainer
+from projects import FIT_HOOKS, STEP_HOOKS, data, hooks_of, loader, part, raised, recording, regression, trainer
 from torch.utils.data import DataLoader
 
 
@@ -125,10 +125,10 @@ def case_datamodule_hooks(L: Any, folder: Any) -> Any:
             seen.append("prepare_data")
 
         def setup(self, stage: str) -> None:
-            seen.append(f"setup {stage}")
+            seen.append(f"setup {stage == 'fit'}")
 
         def teardown(self, stage: str) -> None:
-            seen.append(f"teardown {stage}")
+            seen.append(f"teardown {stage == 'fit'}")
 
         def train_dataloader(self) -> Any:
             seen.append("train_dataloader")
@@ -199,10 +199,10 @@ def case_stage_given_to_setup(L: Any, folder: Any) -> Any:
 
     class Module(regression(L)):  # type: ignore[misc]
         def setup(self, stage: str) -> None:
-            seen.append(str(stage))
+            seen.append([each for each in ("fit", "validate", "test", "predict") if stage == each])
 
         def teardown(self, stage: str) -> None:
-            seen.append(f"end {stage}")
+            seen.append([each for each in ("fit", "validate", "test", "predict") if stage == each])
 
     run, module = trainer(L, folder), Module()
     run.fit(module, loader(4))
@@ -280,14 +280,24 @@ def case_on_exception(L: Any, folder: Any) -> Any:
         def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
             seen.append(f"{type(exception).__name__} {trainer.interrupted}")
 
-        def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
-            seen.append("teardown")
+    class Module(regression(L)):  # type: ignore[misc]
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            raise ValueError("mine")
+
+    run = trainer(L, folder, callbacks=[Watch()])
+    return [raised(lambda: run.fit(Module(), loader())), seen, run.interrupted]
+
+
+def case_teardown_after_an_exception(L: Any, folder: Any) -> Any:
+    seen: list[str] = []
 
     class Module(regression(L)):  # type: ignore[misc]
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             raise ValueError("mine")
 
-    return [refusal(lambda: trainer(L, folder, callbacks=[Watch()]).fit(Module(), loader())), seen]
+    module = recording(Module, ["setup", "teardown"], seen.append)()
+    callback = recording(L.Callback, ["setup", "teardown"], seen.append)()
+    return [raised(lambda: trainer(L, folder, callbacks=[callback]).fit(module, loader())), seen]
 
 
 def case_module_modes(L: Any, folder: Any) -> Any:

@@ -150,7 +150,7 @@ def case_wrong_arguments_of_log(L: Any, folder: Any) -> Any:
                 self.log("x", value, **options)
                 return self.loss(batch)
 
-        found[name] = refusal(lambda: trainer(L, folder).fit(Module(), loader(4))) != "accepted"
+        found[name] = refusal(lambda: trainer(L, folder).fit(Module(), loader(4)))
     return found
 
 
@@ -278,6 +278,66 @@ def case_csv_rows_with_accumulation(L: Any, folder: Any) -> Any:
     run = trainer(L, folder, logger=logger, log_every_n_steps=1, accumulate_grad_batches=2)
     run.fit(_logging(L)(), loader(16))
     return [_merged(_rows(f"{logger.log_dir}/metrics.csv"), "value"), run.global_step]
+
+
+def case_csv_steps_of_learning_rates(L: Any, folder: Any) -> Any:
+    found = []
+    for interval in ("step", "epoch", None):
+        class Module(regression(L)):  # type: ignore[misc]
+            def configure_optimizers(self) -> Any:
+                optimizer = torch.optim.SGD(self.parameters(), lr=1.0)
+                scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+                return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": interval or "epoch"}}
+
+        logger = part(L, "loggers").CSVLogger(folder)
+        monitor = part(L, "callbacks").LearningRateMonitor(interval)
+        options = {"callbacks": [monitor], "log_every_n_steps": 2, "max_epochs": 3}
+        trainer(L, folder, logger=logger, **options).fit(Module(), loader(12))
+        found.append(_merged(_rows(f"{logger.log_dir}/metrics.csv"), "lr-SGD"))
+    return found
+
+
+def case_csv_steps_of_values_from_hooks(L: Any, folder: Any) -> Any:
+    class Module(regression(L)):  # type: ignore[misc]
+        def on_train_epoch_start(self) -> None:
+            self.log("start", 1.0)
+
+        def on_train_epoch_end(self) -> None:
+            self.log("end", 2.0)
+
+        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+            self.log("batch_end", float(batch_idx))
+
+    logger = part(L, "loggers").CSVLogger(folder)
+    trainer(L, folder, logger=logger, log_every_n_steps=2, max_epochs=2).fit(Module(), loader(16), loader(4))
+    return _merged(_rows(f"{logger.log_dir}/metrics.csv"), "start", "end", "batch_end", "val_loss")
+
+
+def case_csv_steps_of_validations_within_epochs(L: Any, folder: Any) -> Any:
+    logger = part(L, "loggers").CSVLogger(folder)
+    options = {"logger": logger, "log_every_n_steps": 3, "max_epochs": 2, "val_check_interval": 0.5}
+    trainer(L, folder, **options).fit(regression(L)(), loader(16), loader(4))
+    return _merged(_rows(f"{logger.log_dir}/metrics.csv"), "train_loss", "val_loss")
+
+
+def case_csv_steps_of_a_resumed_run(L: Any, folder: Any) -> Any:
+    run = trainer(L, folder, logger=part(L, "loggers").CSVLogger(folder), log_every_n_steps=2)
+    run.fit(regression(L)(), loader(12))
+    run.save_checkpoint(folder / "a.ckpt")
+    logger = part(L, "loggers").CSVLogger(folder, name="other")
+    resumed = trainer(L, folder, logger=logger, log_every_n_steps=2, max_epochs=3)
+    resumed.fit(regression(L)(), loader(12), ckpt_path=folder / "a.ckpt")
+    return _merged(_rows(f"{logger.log_dir}/metrics.csv"), "train_loss")
+
+
+def case_step_as_a_logged_value(L: Any, folder: Any) -> Any:
+    class Module(regression(L)):  # type: ignore[misc]
+        def on_train_epoch_end(self) -> None:
+            self.log_dict({"by_epoch": 7.0, "step": float(self.current_epoch)})
+
+    logger = part(L, "loggers").CSVLogger(folder)
+    trainer(L, folder, logger=logger, max_epochs=2).fit(Module(), loader(8))
+    return _merged(_rows(f"{logger.log_dir}/metrics.csv"), "by_epoch")
 
 
 def case_csv_of_a_test(L: Any, folder: Any) -> Any:

@@ -20,7 +20,9 @@ from typing import Any
 
 import torch
 
-HERE = Path(__file__).parent
+VERSION = "2.6.6"
+"""Of the Lightning that the recorded results are of."""
+EXPECTED = Path(__file__).parent / "expected.json"
 THEMES = ("hooks", "logging", "trainer", "optimizers", "checkpoints", "evaluation", "callbacks", "data", "modules")
 Case = Callable[[Any, Path], Any]
 
@@ -84,14 +86,20 @@ def run(case: Case, framework: Any) -> Any:
 def results(name: str, chosen: Sequence[str] = ()) -> dict[str, Any]:
     """Return the results of the framework of this name, by case."""
     framework = importlib.import_module(name)
-    importlib.import_module(f"{name}.pytorch") if name == "lightning" else None
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    for each in ("lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(each).setLevel(logging.ERROR)
     return {each: run(case, framework) for each, case in cases().items() if not chosen or each in chosen}
+
+
+def write(path: Path, found: dict[str, Any]) -> None:
+    """Write results with one line for each case."""
+    lines = [f"{json.dumps(name)}: {json.dumps(found[name])}" for name in sorted(found)]
+    path.write_text("{\n" + ",\n".join(lines) + "\n}\n")
 
 
 def main() -> None:
     name, path, *chosen = sys.argv[1:]
-    Path(path).write_text(json.dumps(results(name, chosen), indent=1, sort_keys=True) + "\n")
+    write(Path(path), results(name, chosen))
 
 
 if __name__ == "__main__":

@@ -136,10 +136,15 @@ def files(folder: Any) -> list[str]:
     return found
 
 
-def refusal(call: Callable[[], Any]) -> str:
-    """Return the class of the exception that a call raises, or "accepted"."""
+def raised(call: Callable[[], Any]) -> str:
+    """Return the class of the exception that a call raises, or "nothing"."""
     try:
         call()
     except BaseException as error:
         return next(kind.__name__ for kind in type(error).__mro__ if kind.__module__ == "builtins")
-    return "accepted"
+    return "nothing"
+
+
+def refusal(call: Callable[[], Any]) -> str:
+    """Return "refused" if a call raises an exception of the framework's choice, or "accepted"."""
+    return "accepted" if raised(call) == "nothing" else "refused"
