@@ -106,7 +106,8 @@ class Profiler:
 
     def write(self, suffix: str, save: Callable[[str], object]) -> str:
         """Let `save(path)` write a local file, move it to the output folder and return its path."""
-        name = "-".join(part for part in (self.stage, self.filename or "profile", str(self.rank)) if part) + suffix
+        rank = str(self.rank) if Environment.detect().world_size > 1 else ""
+        name = "-".join(part for part in (self.stage, self.filename or "profile", rank) if part) + suffix
         filesystem, folder = fsspec.core.url_to_fs(self.dirpath or self.log_dir or os.getcwd())
         filesystem.makedirs(folder, exist_ok=True)
         target = posixpath.join(folder, name)

@@ -10,7 +10,6 @@ MISSING = {
     "tuner": "pass a LearningRateFinder or a BatchSizeFinder in callbacks=",
     "tune": "pass a LearningRateFinder or a BatchSizeFinder in callbacks=",
     "scaler": "trainer.precision_plugin has the loss scaler in '16-mixed'",
-    "device_ids": "trainer.strategy.root_device is this process's device",
     "root_gpu": "trainer.strategy.root_device is this process's device",
     "num_gpus": "use trainer.num_devices",
     "gpus": "use trainer.num_devices",

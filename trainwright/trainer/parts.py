@@ -69,7 +69,11 @@ def arranged_callbacks(callbacks: Callback | Sequence[Callback] | None, settings
         (settings.enable_checkpointing is not False and not settings.fast_dev_run, ModelCheckpoint),
     ]
     # A default must not join a callback of the same kind that the user configured.
-    missing = [kind() for wanted, kind in defaults if wanted and not any(isinstance(each, kind) for each in given)]
+    missing = [
+        kind()
+        for wanted, kind in defaults
+        if wanted and not any(isinstance(each, Checkpoint if kind is ModelCheckpoint else kind) for each in given)
+    ]
     if settings.max_time is not None:
         if any(isinstance(each, Timer) for each in given):
             raise ValueError(
