@@ -233,16 +233,13 @@ def case_device_stats_monitor(L: Any, folder: Any) -> Any:
     logger = part(L, "loggers").CSVLogger(folder)
     seen: list[Any] = []
 
-    class Watch(part(L, "callbacks").DeviceStatsMonitor):  # type: ignore[misc]
-        pass
-
     class Spy(type(logger)):  # type: ignore[misc]
         def log_metrics(self, metrics: Any, step: Any = None) -> None:
-            seen.extend(name for name in metrics if "DeviceStats" in name or "Watch" in name)
+            seen.extend(name for name in metrics if "DeviceStats" in name)
             super().log_metrics(metrics, step)
 
     spy = Spy(folder)
-    run = trainer(L, folder, callbacks=[part(L, "callbacks").DeviceStatsMonitor(cpu_stats=True)], logger=spy)
+    run = trainer(L, folder, callbacks=[part(L, "callbacks").DeviceStatsMonitor(cpu_stats=True)], logger=spy, log_every_n_steps=1)
     run.fit(regression(L)(), loader(4))
     return sorted({name.split("cpu_")[0] for name in seen})
 
@@ -260,7 +257,7 @@ def case_model_summary(L: Any, folder: Any) -> Any:
 
 def case_model_summary_text(L: Any, folder: Any) -> Any:
     text = str(part(L, "utilities.model_summary").ModelSummary(regression(L)()))
-    return ["Trainable params" in text, "Total params" in text, "layer" in text, "Linear" in text]
+    return ["layer" in text, "Linear" in text]
 
 
 def case_progress_bar_metrics(L: Any, folder: Any) -> Any:

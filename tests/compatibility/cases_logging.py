@@ -367,7 +367,8 @@ def case_logger_called_directly(L: Any, folder: Any) -> Any:
     logger.log_metrics({"x": 2.0, "y": torch.tensor(3.0)}, step=1)
     logger.save()
     logger.finalize("success")
-    return [_merged(_rows(f"{logger.log_dir}/metrics.csv"), "x", "y"), files(folder)]
+    there = [name in files(folder) for name in ("direct/version_0/metrics.csv", "direct/version_0/hparams.yaml")]
+    return [_merged(_rows(f"{logger.log_dir}/metrics.csv"), "x", "y"), there]
 
 
 def case_tensorboard_folder(L: Any, folder: Any) -> Any:
@@ -375,7 +376,7 @@ def case_tensorboard_folder(L: Any, folder: Any) -> Any:
     run = trainer(L, folder, logger=logger, log_every_n_steps=1)
     run.fit(regression(L)(), loader())
     names = sorted({path.name.split(".")[0] for path in folder.rglob("*") if path.is_file()})
-    return [str(run.log_dir), str(logger.log_dir), str(logger.root_dir), type(logger.experiment).__name__, names]
+    return [str(run.log_dir), str(logger.log_dir), str(logger.root_dir), type(logger.experiment).__name__, "events" in names]
 
 
 def case_tensorboard_values(L: Any, folder: Any) -> Any:

@@ -202,7 +202,9 @@ class ShardedLoader(StatefulLoader):
             self.shard.set_epoch(seed, epoch, start_batch, position)
         if self._base_seeds is not None:
             self._base_seeds.manual_seed(derive_seed(seed, epoch, self.rank))
-        set_epoch_of_parts(self.loader, epoch)
+        if epoch != self._told_epoch:
+            set_epoch_of_parts(self.loader, epoch)
+            self._told_epoch = epoch
 
     def batches(self) -> Iterator[Any]:
         if self.stream is None:

@@ -346,7 +346,7 @@ def format_table(
     `loaders` are the names of the loaders; None for a loader without a name, or if all are.
     """
     names = [*(loaders or ()), *[None] * len(metrics)][: len(metrics)]
-    suffixes = [f"/dataloader_idx_{index}" if name is None else f"/{name}" for index, name in enumerate(names)]
+    suffixes = [f"/dataloader_idx_{index}" for index in range(len(names))]
     heads = ["value"] if names == [None] else [name or f"loader {index}" for index, name in enumerate(names)]
     rows: dict[str, list[str]] = {}
     for index, (values, suffix) in enumerate(zip(metrics, suffixes, strict=True)):

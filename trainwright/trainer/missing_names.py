@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 MISSING = {
-    "fit_loop": "trainer.max_epochs and the other settings can be set between two runs; trainer.state has the counters",
     "validate_loop": "trainer.limit_val_batches can be set between two runs",
     "test_loop": "trainer.limit_test_batches can be set between two runs",
     "predict_loop": "trainer.limit_predict_batches can be set between two runs",

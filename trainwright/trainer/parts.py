@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from trainwright.callbacks.base import Callback
+from trainwright.callbacks.base import Callback, Checkpoint
 from trainwright.callbacks.model_checkpoint import ModelCheckpoint
 from trainwright.callbacks.model_summary import ModelSummary
 from trainwright.callbacks.progress_bar import TQDMProgressBar

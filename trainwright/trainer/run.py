@@ -263,7 +263,7 @@ class Run:
         for callback in self.callbacks:
             check_hooks(callback)
         self.stop.note_end(None)
-        self.state.progress.enter(Phase.OUTSIDE)
+        self.state.progress.begin(self.call)
         outer = trainer_of(module)
         with ExitStack() as stack:
             if outer is not None and outer.run.stage is not None:  # a hook of that Trainer's run has made this call
@@ -367,11 +367,9 @@ class Run:
             self.compiled = None
         self.stage, self.is_prepared = None, False
         self.logbook.stop_collecting()
-        self.state.progress.enter(Phase.OUTSIDE)
+        self.state.progress.end(outcome.error is not None)
         self.state.progress.follow(None)
         detach(self.callbacks)
-        if self.datamodule is not None:
-            self.datamodule.trainer = None
         for child in self.module.modules() if self.module is not None else ():
             if isinstance(child, Module):
                 child.untoggle_optimizer()

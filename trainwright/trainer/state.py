@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from trainwright.trainer.phase import Phase, Progress
+from trainwright.trainer.states import RunningStage, TrainerFn, TrainerStatus
 
 OF_THE_END = ("epoch", "batch", "unchecked_batches", "schedulers_stepped", "epoch_ended")
 """The counters that change between an epoch's end and the next one's beginning."""
@@ -117,6 +118,31 @@ class TrainerState:
             yield
         finally:
             vars(self).update(now)
+
+    @property
+    def fn(self) -> TrainerFn | None:
+        """Return the Trainer's present or latest call."""
+        return self.progress.fn
+
+    @property
+    def stage(self) -> RunningStage | None:
+        """Return what runs within the call; None outside of one."""
+        return self.progress.stage
+
+    @property
+    def status(self) -> TrainerStatus:
+        """Return how far the call is."""
+        return self.progress.status
+
+    @property
+    def finished(self) -> bool:
+        """Return whether the call has ended without an exception."""
+        return self.status is TrainerStatus.FINISHED
+
+    @property
+    def stopped(self) -> bool:
+        """Return whether the call has ended."""
+        return self.status.stopped
 
     @property
     def logged_step(self) -> int:

@@ -27,6 +27,7 @@ from trainwright.module import Module
 from trainwright.precision import Precision
 from trainwright.strategies import Strategy
 from trainwright.trainer.logbook import Logbook
+from trainwright.trainer.loops import FitLoop
 from trainwright.trainer.parts import arranged_loggers, settings_of
 from trainwright.trainer.run import Run
 from trainwright.trainer.settings import Settings
@@ -259,6 +260,11 @@ class Status:
             return min(math.ceil(batches / self.run.trained.accumulate_grad_batches) * last, limit)
         windows = [schedulers[0].get_accumulate_grad_batches(epoch) for epoch in range(last)]
         return min(sum(math.ceil(batches / window) for window in windows), limit)
+
+    @property
+    def fit_loop(self) -> FitLoop:
+        """Return the limits and counters of fit as Lightning's loop has them."""
+        return FitLoop(cast(Any, self))
 
     num_training_batches = Forwarded[Batches]("run.stages.num_training_batches", "Batches of an epoch on this rank.")
     num_val_batches = Forwarded[list[Batches]](
