@@ -588,7 +588,7 @@ def case_early_stopping_subclass(L: Any, folder: Any) -> Any:
             if trainer.current_epoch >= 3:
                 super().on_validation_end(trainer, pl_module)
 
-    stop = Warm("score", patience=1)
+    stop = Warm("score", patience=1, check_on_train_epoch_end=False)
     run = trainer(L, folder, callbacks=[stop], max_epochs=9)
     run.fit(scripted(L, "score", (1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0))(), loader(4), loader(4))
     return [run.current_epoch, stop.stopped_epoch]

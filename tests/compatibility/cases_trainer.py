@@ -342,7 +342,11 @@ def case_wrong_settings(L: Any, folder: Any) -> Any:
 
 def case_settings_without_a_meaning(L: Any, folder: Any) -> Any:
     wrong = ({"accumulate_grad_batches": 0}, {"check_val_every_n_epoch": None})
-    return {str(each): refusal(lambda each=each: trainer(L, folder, **each)) for each in wrong}
+
+    def fit(options: Any) -> None:
+        trainer(L, folder, **options).fit(regression(L)(), loader(8), loader(4))
+
+    return {str(each): refusal(lambda each=each: fit(each)) for each in wrong}
 
 
 def case_missing_parts_of_a_module(L: Any, folder: Any) -> Any:
