@@ -93,7 +93,9 @@ def case_early_stopping_attributes(L: Any, folder: Any) -> Any:
 def _scheduled(L: Any, names: int = 1, **scheduler: Any) -> type[Any]:
     class Module(regression(L)):  # type: ignore[misc]
         def configure_optimizers(self) -> Any:
-            optimizer = torch.optim.SGD([{"params": [self.layer.weight]}, {"params": [self.layer.bias], "lr": 0.01}], lr=0.1)
+            optimizer = torch.optim.SGD(
+                [{"params": [self.layer.weight]}, {"params": [self.layer.bias], "lr": 0.01}], lr=0.1
+            )
             return {
                 "optimizer": optimizer,
                 "lr_scheduler": {"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1), **scheduler},
@@ -239,7 +241,9 @@ def case_device_stats_monitor(L: Any, folder: Any) -> Any:
             super().log_metrics(metrics, step)
 
     spy = Spy(folder)
-    run = trainer(L, folder, callbacks=[part(L, "callbacks").DeviceStatsMonitor(cpu_stats=True)], logger=spy, log_every_n_steps=1)
+    run = trainer(
+        L, folder, callbacks=[part(L, "callbacks").DeviceStatsMonitor(cpu_stats=True)], logger=spy, log_every_n_steps=1
+    )
     run.fit(regression(L)(), loader(4))
     return sorted({name.split("cpu_")[0] for name in seen})
 

@@ -10,7 +10,9 @@ from projects import files, loader, part, raised, refusal, regression, scripted,
 VALUES = (5.0, 3.0, 4.0, 1.0, 2.0)
 
 
-def _names(L: Any, folder: Any, *, epochs: int = 5, batches: int = 8, fit: dict[str, Any] | None = None, **options: Any) -> Any:
+def _names(
+    L: Any, folder: Any, *, epochs: int = 5, batches: int = 8, fit: dict[str, Any] | None = None, **options: Any
+) -> Any:
     """Return what a ModelCheckpoint leaves behind after a fit whose epochs' scores are VALUES."""
     callback = part(L, "callbacks").ModelCheckpoint(dirpath=folder / "saved", **options)
     module = scripted(L, "score", VALUES)()
@@ -484,7 +486,11 @@ def case_on_exception_checkpoint(L: Any, folder: Any) -> Any:
             if self.current_epoch == 1:
                 raise ValueError("mine")
 
-    refused = raised(lambda: trainer(L, folder, callbacks=[callback], max_epochs=3, enable_checkpointing=True).fit(Module(), loader(8)))
+    refused = raised(
+        lambda: trainer(L, folder, callbacks=[callback], max_epochs=3, enable_checkpointing=True).fit(
+            Module(), loader(8)
+        )
+    )
     return [refused, files(folder)]
 
 

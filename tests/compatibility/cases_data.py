@@ -105,7 +105,9 @@ def case_own_sampler(L: Any, folder: Any) -> Any:
 
 def case_own_batch_sampler(L: Any, folder: Any) -> Any:
     indices = TensorDataset(torch.arange(8))
-    return _seen(L, folder, DataLoader(indices, batch_sampler=[[0, 1], [2], [3, 4, 5]]), lambda batch: batch[0].tolist())
+    return _seen(
+        L, folder, DataLoader(indices, batch_sampler=[[0, 1], [2], [3, 4, 5]]), lambda batch: batch[0].tolist()
+    )
 
 
 def case_set_epoch_of_a_sampler(L: Any, folder: Any) -> Any:

@@ -97,7 +97,14 @@ def case_predict_dicts(L: Any, folder: Any) -> Any:
 def _writer(L: Any, interval: str, seen: list[Any]) -> Any:
     class Writer(part(L, "callbacks").BasePredictionWriter):  # type: ignore[misc]
         def write_on_batch_end(
-            self, trainer: Any, pl_module: Any, prediction: Any, batch_indices: Any, batch: Any, batch_idx: int, loader: int
+            self,
+            trainer: Any,
+            pl_module: Any,
+            prediction: Any,
+            batch_indices: Any,
+            batch: Any,
+            batch_idx: int,
+            loader: int,
         ) -> None:
             seen.append([list(prediction.shape), batch_indices, batch_idx, loader])
 

@@ -333,7 +333,9 @@ def case_images_of_a_validation_batch(L: Any, folder: Any) -> Any:
             self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
         ) -> None:
             if batch_idx == 0 and not trainer.sanity_checking:
-                seen.append([list(pl_module(batch[0]).shape), outputs is None, pl_module.training, trainer.current_epoch])
+                seen.append(
+                    [list(pl_module(batch[0]).shape), outputs is None, pl_module.training, trainer.current_epoch]
+                )
 
     trainer(L, folder, callbacks=[Watch()], max_epochs=2).fit(regression(L)(), loader(8), loader(8))
     return seen
@@ -347,7 +349,9 @@ def case_split_in_setup(L: Any, folder: Any) -> Any:
 
         def setup(self, stage: str) -> None:
             if stage == "fit":
-                self.train_set, self.val_set = random_split(data(20), [16, 4], generator=torch.Generator().manual_seed(3))
+                self.train_set, self.val_set = random_split(
+                    data(20), [16, 4], generator=torch.Generator().manual_seed(3)
+                )
             if stage == "test":
                 self.test_set = data(8)
 
@@ -554,7 +558,9 @@ def case_callbacks_with_old_signatures(L: Any, folder: Any) -> Any:
     seen: list[Any] = []
 
     class Mine(L.Callback):
-        def on_validation_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int, *args: Any) -> None:
+        def on_validation_batch_end(
+            self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int, *args: Any
+        ) -> None:
             seen.append([batch_idx, *args])
 
         def on_train_batch_start(self, *args: Any, **kwargs: Any) -> None:

@@ -145,6 +145,7 @@ def case_wrong_arguments_of_log(L: Any, folder: Any) -> Any:
         ("text", "loss", {}),
         ("reduce", 1.0, {"reduce_fx": "median", "on_epoch": True}),
     ):
+
         class Module(regression(L)):  # type: ignore[misc]
             def training_step(self, batch: Any, batch_idx: int, value: Any = value, options: Any = options) -> Any:
                 self.log("x", value, **options)
@@ -223,9 +224,7 @@ def _rows(path: Any) -> list[dict[str, str]]:
 
 def _merged(rows: list[dict[str, str]], *names: str) -> dict[str, Any]:
     """Return each column's (step, value) pairs, however its values share rows."""
-    return {
-        name: [[int(row["step"]), round(float(row[name]), 4)] for row in rows if name in row] for name in names
-    }
+    return {name: [[int(row["step"]), round(float(row[name]), 4)] for row in rows if name in row] for name in names}
 
 
 def case_csv_logger_files(L: Any, folder: Any) -> Any:
@@ -283,11 +282,15 @@ def case_csv_rows_with_accumulation(L: Any, folder: Any) -> Any:
 def case_csv_steps_of_learning_rates(L: Any, folder: Any) -> Any:
     found = []
     for interval in ("step", "epoch", None):
+
         class Module(regression(L)):  # type: ignore[misc]
             def configure_optimizers(self) -> Any:
                 optimizer = torch.optim.SGD(self.parameters(), lr=1.0)
                 scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
-                return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": interval or "epoch"}}
+                return {
+                    "optimizer": optimizer,
+                    "lr_scheduler": {"scheduler": scheduler, "interval": interval or "epoch"},
+                }
 
         logger = part(L, "loggers").CSVLogger(folder)
         monitor = part(L, "callbacks").LearningRateMonitor(interval)
@@ -376,7 +379,13 @@ def case_tensorboard_folder(L: Any, folder: Any) -> Any:
     run = trainer(L, folder, logger=logger, log_every_n_steps=1)
     run.fit(regression(L)(), loader())
     names = sorted({path.name.split(".")[0] for path in folder.rglob("*") if path.is_file()})
-    return [str(run.log_dir), str(logger.log_dir), str(logger.root_dir), type(logger.experiment).__name__, "events" in names]
+    return [
+        str(run.log_dir),
+        str(logger.log_dir),
+        str(logger.root_dir),
+        type(logger.experiment).__name__,
+        "events" in names,
+    ]
 
 
 def case_tensorboard_values(L: Any, folder: Any) -> Any:
@@ -408,7 +417,13 @@ def case_several_loggers(L: Any, folder: Any) -> Any:
     run = trainer(L, folder, logger=[loggers.CSVLogger(folder, name="a"), loggers.CSVLogger(folder, name="b")])
     module = regression(L)()
     run.fit(module, loader())
-    return [[each.name for each in run.loggers], run.logger.name, len(module.loggers), module.logger.name, str(run.log_dir)]
+    return [
+        [each.name for each in run.loggers],
+        run.logger.name,
+        len(module.loggers),
+        module.logger.name,
+        str(run.log_dir),
+    ]
 
 
 def case_own_logger(L: Any, folder: Any) -> Any:

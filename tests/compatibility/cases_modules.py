@@ -234,7 +234,9 @@ def case_all_gather_on_one_process(L: Any, folder: Any) -> Any:
 
 
 def case_to_onnx_is_there(L: Any, folder: Any) -> Any:
-    return [callable(getattr(regression(L), name, None)) for name in ("to_onnx", "load_from_checkpoint", "forward", "print")]
+    return [
+        callable(getattr(regression(L), name, None)) for name in ("to_onnx", "load_from_checkpoint", "forward", "print")
+    ]
 
 
 def case_use_outside_of_a_trainer(L: Any, folder: Any) -> Any:
@@ -288,11 +290,22 @@ def case_exceptions(L: Any, folder: Any) -> Any:
 
 def case_type_names(L: Any, folder: Any) -> Any:
     types = part(L, "utilities.types")
-    return [hasattr(types, name) for name in ("STEP_OUTPUT", "EVAL_DATALOADERS", "TRAIN_DATALOADERS", "OptimizerLRScheduler")]
+    return [
+        hasattr(types, name)
+        for name in ("STEP_OUTPUT", "EVAL_DATALOADERS", "TRAIN_DATALOADERS", "OptimizerLRScheduler")
+    ]
 
 
 def case_names_of_the_package(L: Any, folder: Any) -> Any:
-    names = ("Trainer", "LightningModule", "LightningDataModule", "Callback", "seed_everything", "__version__", "pytorch")
+    names = (
+        "Trainer",
+        "LightningModule",
+        "LightningDataModule",
+        "Callback",
+        "seed_everything",
+        "__version__",
+        "pytorch",
+    )
     return [hasattr(L, name) for name in names]
 
 

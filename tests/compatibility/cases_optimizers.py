@@ -134,7 +134,10 @@ def case_plateau_without_its_monitor(L: Any, folder: Any) -> Any:
 
 def case_plateau_follows_a_training_metric(L: Any, folder: Any) -> Any:
     return _rates(
-        L, folder, lambda optimizer: {"scheduler": ReduceLROnPlateau(optimizer, patience=0), "monitor": "train_loss"}, epochs=4
+        L,
+        folder,
+        lambda optimizer: {"scheduler": ReduceLROnPlateau(optimizer, patience=0), "monitor": "train_loss"},
+        epochs=4,
     )
 
 
@@ -400,7 +403,10 @@ def case_sequential_schedule(L: Any, folder: Any) -> Any:
     from torch.optim.lr_scheduler import ConstantLR, SequentialLR
 
     return _rates(
-        L, folder, lambda o: {"scheduler": SequentialLR(o, [ConstantLR(o, 0.1, 2), ExponentialLR(o, 0.9)], [2])}, epochs=4
+        L,
+        folder,
+        lambda o: {"scheduler": SequentialLR(o, [ConstantLR(o, 0.1, 2), ExponentialLR(o, 0.9)], [2])},
+        epochs=4,
     )
 
 

@@ -45,9 +45,7 @@ def case_val_check_interval_as_batches(L: Any, folder: Any) -> Any:
 
 
 def case_val_check_interval_over_epochs(L: Any, folder: Any) -> Any:
-    return _timeline(
-        L, folder, loader(20), loader(4), val_check_interval=4, check_val_every_n_epoch=None, max_epochs=3
-    )
+    return _timeline(L, folder, loader(20), loader(4), val_check_interval=4, check_val_every_n_epoch=None, max_epochs=3)
 
 
 def case_val_check_interval_above_the_epoch(L: Any, folder: Any) -> Any:
@@ -197,6 +195,7 @@ def case_short_last_window(L: Any, folder: Any) -> Any:
 
 def case_counters_of_batches(L: Any, folder: Any) -> Any:
     run = trainer(L, folder, limit_val_batches=2, num_sanity_val_steps=1)
+
     class Module(regression(L)):  # type: ignore[misc]
         def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
             pass
@@ -213,7 +212,11 @@ def case_estimated_stepping_batches(L: Any, folder: Any) -> Any:
             found.append(self.trainer.estimated_stepping_batches)
             return super().configure_optimizers()
 
-    for options in ({"max_epochs": 3}, {"max_epochs": 3, "accumulate_grad_batches": 4}, {"max_steps": 7, "max_epochs": -1}):
+    for options in (
+        {"max_epochs": 3},
+        {"max_epochs": 3, "accumulate_grad_batches": 4},
+        {"max_steps": 7, "max_epochs": -1},
+    ):
         trainer(L, folder, **options).fit(Module(), loader(20))
     return found
 
@@ -268,7 +271,11 @@ def case_state_after_an_error(L: Any, folder: Any) -> Any:
 def case_loop_attributes(L: Any, folder: Any) -> Any:
     run = trainer(L, folder, max_epochs=2)
     run.fit(regression(L)(), loader(8), loader(4))
-    return [run.fit_loop.max_epochs, run.fit_loop.epoch_progress.current.completed, run.fit_loop.epoch_loop.total_batch_idx]
+    return [
+        run.fit_loop.max_epochs,
+        run.fit_loop.epoch_progress.current.completed,
+        run.fit_loop.epoch_loop.total_batch_idx,
+    ]
 
 
 def case_raising_max_epochs_between_fits(L: Any, folder: Any) -> Any:

@@ -14,7 +14,10 @@ DIFFERENCES: dict[str, tuple[str, str]] = {
         SAFE,
         "last.ckpt is a link to the newest checkpoint, so no whole checkpoint is ever overwritten in place",
     ),
-    "checkpoints.path_of_last": (SAFE, "the same: last_model_path is the newest checkpoint itself, which stays what it is"),
+    "checkpoints.path_of_last": (
+        SAFE,
+        "the same: last_model_path is the newest checkpoint itself, which stays what it is",
+    ),
     "checkpoints.resume_after_max_steps_within_an_epoch": (
         EXACT,
         "a longer run that resumes there trains the rest of the epoch, as if it had never stopped",

@@ -23,7 +23,18 @@ import torch
 VERSION = "2.6.6"
 """Of the Lightning that the recorded results are of."""
 EXPECTED = Path(__file__).parent / "expected.json"
-THEMES = ("hooks", "logging", "trainer", "optimizers", "checkpoints", "evaluation", "callbacks", "data", "modules", "habits")
+THEMES = (
+    "hooks",
+    "logging",
+    "trainer",
+    "optimizers",
+    "checkpoints",
+    "evaluation",
+    "callbacks",
+    "data",
+    "modules",
+    "habits",
+)
 Case = Callable[[Any, Path], Any]
 
 

@@ -23,7 +23,9 @@ QUIET = {
 
 def part(L: Any, path: str) -> Any:
     """Return a module of the framework, such as "callbacks"."""
-    return importlib.import_module(f"{L.__name__}.pytorch.{path}" if L.__name__ == "lightning" else f"{L.__name__}.{path}")
+    return importlib.import_module(
+        f"{L.__name__}.pytorch.{path}" if L.__name__ == "lightning" else f"{L.__name__}.{path}"
+    )
 
 
 def data(samples: int = 12, seed: int = 0) -> TensorDataset:

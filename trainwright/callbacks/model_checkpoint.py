@@ -165,21 +165,18 @@ class ModelCheckpoint(Checkpoint):
     def _keep(self, kept: Kept) -> None:
         """Keep these checkpoints, and show them in the public attributes."""
         self._kept = kept
-        paths = self._ranking.best_first(kept["scores"])
+        paths, worst = self._ranking.best_first(kept["scores"]), _scalar(self._ranking.worst)
         ranked = paths if self.monitor is not None else []
-        scores = {path: _scalar(kept["scores"][path]) for path in kept["scores"] if path in ranked}
-        worst = math.inf if self.mode == "min" else -math.inf
-        self.best_k_models: dict[str, Tensor] = scores
+        self.best_k_models = {path: _scalar(score) for path, score in kept["scores"].items() if ranked}
         """The kept checkpoints and their scores, as tensors without dimensions; empty where nothing is monitored."""
-        self.best_model_path = paths[0] if paths else ""
-        self.best_model_score: Tensor | None = scores[self.best_model_path] if ranked else None
-        is_full = bool(ranked) and (self.save_top_k == -1 or len(ranked) >= self.save_top_k)
-        self.kth_best_model_path = ranked[-1] if is_full else ""
-        """The one that the next better checkpoint replaces; "" while there are fewer than save_top_k."""
-        self.kth_value: Tensor = scores[ranked[-1]] if is_full else _scalar(worst)
+        kth = ranked[-1] if len(ranked) >= max(self.save_top_k, 1) else ""
+        self.best_model_path, self.kth_best_model_path = paths[0] if paths else "", kth
+        """The best one, and the one that the next better replaces: "" while there are fewer than save_top_k."""
+        self.best_model_score: Tensor | None = self.best_k_models[paths[0]] if ranked else None
+        self.kth_value: Tensor = self.best_k_models[kth] if kth else worst
         self.last_model_path = kept["last"]
         score = kept["current_score"]
-        self.current_score: Tensor | None = None if score is None else _scalar(worst if math.isnan(score) else score)
+        self.current_score: Tensor | None = None if score is None else worst if math.isnan(score) else _scalar(score)
 
     @property
     def keeps_any(self) -> bool:

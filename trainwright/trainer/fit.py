@@ -118,11 +118,10 @@ def begin_epoch(run: TrainingRun) -> None:
 
 def fit_epoch(run: TrainingRun) -> None:
     """Train one epoch, or the rest of it. Collective."""
-    state, hooks, logbook = run.state, run.hooks, run.logbook
+    state, hooks, logbook, window, progress = run.state, run.hooks, run.logbook, run.window, run.progress
     collector = logbook.collector or logbook.start(run.module)
     begin_epoch(run)
     batch_start, batch_end = hooks["on_train_batch_start"], hooks["on_train_batch_end"]
-    window, progress = run.window, run.progress
     stop, stop_point, may_end = run.stop, run.stop.point, run.settings.max_steps != -1
     assert stop_point is not None
     log_every, validates_within = run.settings.log_every, run.validates_within
@@ -141,7 +140,6 @@ def fit_epoch(run: TrainingRun) -> None:
         if batch_start and -1 in hooks.call("on_train_batch_start", batch, index):
             agree_to_leave(run)
             is_last = True
-            leave_window(run)
             break
         steps_before = state.step
         outputs = train_batch(run, batch, index, is_last)
@@ -262,6 +260,7 @@ def agree_to_leave(run: TrainingRun) -> None:
     """Meet the other ranks at the end of an epoch that a hook has ended (RuntimeError if one trains on this batch)."""
     run.progress.leave_batch()
     run.engine.ranks.wait("the end of an epoch by -1 from on_train_batch_start")
+    leave_window(run)
 
 
 def refuse_short_epoch(run: TrainingRun, is_last: bool) -> None:

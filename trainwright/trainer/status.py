@@ -264,7 +264,7 @@ class Status:
     @property
     def fit_loop(self) -> FitLoop:
         """Return the limits and counters of fit as Lightning's loop has them."""
-        return FitLoop(cast(Any, self))
+        return FitLoop(self._settings, self.run.state, self._change_setting)
 
     num_training_batches = Forwarded[Batches]("run.stages.num_training_batches", "Batches of an epoch on this rank.")
     num_val_batches = Forwarded[list[Batches]](
@@ -284,7 +284,9 @@ class Status:
     )
 
     state = Forwarded[TrainerState]("run.state", "The counters of the run.")
-    current_epoch = Forwarded[int]("run.state.shown_epoch", "The epoch's number, from 0; after fit, the epochs trained.")
+    current_epoch = Forwarded[int](
+        "run.state.shown_epoch", "The epoch's number, from 0; after fit, the epochs trained."
+    )
     global_step = Forwarded[int]("run.state.step", "Optimizer steps made, of all optimizers under manual optimization.")
     sanity_checking = Forwarded[bool]("run.state.progress.is_sanity_check", "Whether the sanity check runs.")
     is_dummy_batch = Forwarded[bool](
