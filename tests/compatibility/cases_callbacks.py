@@ -320,7 +320,7 @@ def case_callbacks_that_exist(L: Any, folder: Any) -> Any:
     names = (
         "BasePredictionWriter BaseFinetuning BackboneFinetuning BatchSizeFinder Callback Checkpoint DeviceStatsMonitor "
         "EarlyStopping EMAWeightAveraging GradientAccumulationScheduler LambdaCallback LearningRateFinder LearningRateMonitor "
-        "ModelCheckpoint ModelSummary OnExceptionCheckpoint SpikeDetection StochasticWeightAveraging "
-        "ThroughputMonitor Timer TQDMProgressBar WeightAveraging"
-    ).split()
+        "ModelCheckpoint ModelSummary OnExceptionCheckpoint SpikeDetection StochasticWeightAveraging ThroughputMonitor Timer "
+        "TQDMProgressBar WeightAveraging"
+    ).split(" ")
     return [name for name in names if not hasattr(part(L, "callbacks"), name)]

@@ -27,6 +27,10 @@ def case_test_of_several_loaders(L: Any, folder: Any) -> Any:
     return trainer(L, folder).test(Module(), [loader(4), loader(8)], verbose=False)
 
 
+def case_one_loader_in_a_dict(L: Any, folder: Any) -> Any:
+    return trainer(L, folder).test(regression(L)(), {"clean": loader(4)}, verbose=False)
+
+
 def case_without_metrics(L: Any, folder: Any) -> Any:
     class Module(regression(L)):  # type: ignore[misc]
         def test_step(self, batch: Any, batch_idx: int) -> None:

@@ -284,13 +284,10 @@ def case_csv_steps_of_learning_rates(L: Any, folder: Any) -> Any:
     for interval in ("step", "epoch", None):
 
         class Module(regression(L)):  # type: ignore[misc]
-            def configure_optimizers(self) -> Any:
+            def configure_optimizers(self, interval: str = interval or "epoch") -> Any:
                 optimizer = torch.optim.SGD(self.parameters(), lr=1.0)
                 scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
-                return {
-                    "optimizer": optimizer,
-                    "lr_scheduler": {"scheduler": scheduler, "interval": interval or "epoch"},
-                }
+                return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": interval}}
 
         logger = part(L, "loggers").CSVLogger(folder)
         monitor = part(L, "callbacks").LearningRateMonitor(interval)

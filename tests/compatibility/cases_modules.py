@@ -285,7 +285,7 @@ def case_move_data_to_device(L: Any, folder: Any) -> Any:
 
 def case_exceptions(L: Any, folder: Any) -> Any:
     kinds = part(L, "utilities.exceptions")
-    return [issubclass(kinds.MisconfigurationException, Exception), refusal(lambda: getattr(kinds, "Unheard"))]
+    return [issubclass(kinds.MisconfigurationException, Exception), refusal(lambda: kinds.Unheard)]
 
 
 def case_type_names(L: Any, folder: Any) -> Any:

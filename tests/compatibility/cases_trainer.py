@@ -255,7 +255,7 @@ def case_attributes_of_the_strategy(L: Any, folder: Any) -> Any:
 def case_state_after_a_fit(L: Any, folder: Any) -> Any:
     run = trainer(L, folder)
     run.fit(regression(L)(), loader(4))
-    return [str(run.state.status), str(run.state.fn), run.state.finished]
+    return [run.state.status.value, run.state.fn.value, run.state.finished]
 
 
 def case_state_after_an_error(L: Any, folder: Any) -> Any:
@@ -265,7 +265,7 @@ def case_state_after_an_error(L: Any, folder: Any) -> Any:
 
     run = trainer(L, folder)
     refused = raised(lambda: run.fit(Module(), loader(4)))
-    return [refused, str(run.state.status)]
+    return [refused, run.state.status.value]
 
 
 def case_loop_attributes(L: Any, folder: Any) -> Any:

@@ -36,8 +36,7 @@ DIFFERENCES: dict[str, tuple[str, str]] = {
     "hooks.training_step_may_return_none": (EXACT, "global_step counts the steps that were made, not skipped batches"),
     "logging.logger_true": (
         EXACT,
-        "the default logger is the CSVLogger, so what a run writes does not depend on which packages are installed; its "
-        "folder has another name",
+        "the default logger is the CSVLogger, so what a run writes depends on no other package; its folder has another name",
     ),
     "optimizers.lr_in_on_train_epoch_end": (
         EXACT,

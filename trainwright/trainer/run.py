@@ -33,7 +33,6 @@ from trainwright.trainer.checkpoint_choice import Choice
 from trainwright.trainer.hooks import HookTable, check_hooks
 from trainwright.trainer.locks import FolderLocks
 from trainwright.trainer.logbook import Logbook
-from trainwright.trainer.phase import Phase
 from trainwright.trainer.settings import Settings
 from trainwright.trainer.stage import Stages
 from trainwright.trainer.state import TrainerState

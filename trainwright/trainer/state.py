@@ -38,8 +38,9 @@ class TrainerState:
 
     `epoch` counts finished epochs, so during an epoch it is that epoch's number from 0. `batch` counts the batches that
     this rank has finished in the epoch, `total_batches` those of the run, `step` the optimizer steps of the run (each
-    optimizer's under manual optimization), `batches_that_stepped` the batches after which a step was made, from which
-    the loggers' x axis follows (`logged_step`). `validations` counts the validations of the run, and `validated_at` is `total_batches` as it was at the latest.
+    optimizer's under manual optimization), `batches_that_stepped` the batches after which a step was made, from which the
+    loggers' x axis follows (`logged_step`). `validations` counts the validations of the run, and `validated_at` is
+    `total_batches` as it was at the latest.
     `unchecked_batches` counts the batches, the current one included, since the latest check whether a validation is due
     within the epoch. `schedulers_stepped` is True once an epoch's schedulers have stepped, except those that follow a metric:
     its validation may not have run yet. `epoch_ended` is True when the epoch has no batch or validation left, but its number

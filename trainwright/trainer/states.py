@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from enum import Enum
+from enum import StrEnum
 
 
-class TrainerStatus(str, Enum):
+class TrainerStatus(StrEnum):
     """How far the latest call is."""
 
     INITIALIZING = "initializing"
@@ -19,7 +19,7 @@ class TrainerStatus(str, Enum):
         return self in (TrainerStatus.FINISHED, TrainerStatus.INTERRUPTED)
 
 
-class TrainerFn(str, Enum):
+class TrainerFn(StrEnum):
     """The call. Each equals its text, which `setup` and `teardown` get."""
 
     FITTING = "fit"
@@ -28,7 +28,7 @@ class TrainerFn(str, Enum):
     PREDICTING = "predict"
 
 
-class RunningStage(str, Enum):
+class RunningStage(StrEnum):
     """What runs within the call."""
 
     TRAINING = "train"
