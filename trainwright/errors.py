@@ -4,6 +4,7 @@
     +-- ValueError, TypeError, RuntimeError, ImportError    a bad value, a wrong type, a wrong time, a missing package
     +-- TrainwrightError (RuntimeError)
         +-- CheckpointError     a checkpoint could not be written, found, verified or read
+        |   +-- MissingCheckpoint (FileNotFoundError)    nothing is at its path
         +-- LaunchError         the processes of a job could not be started
         +-- WorkerFailed        a worker process of a call has failed
     SystemExit (BaseException)
@@ -19,6 +20,10 @@ class TrainwrightError(RuntimeError):
 
 class CheckpointError(TrainwrightError):
     """A checkpoint could not be written, found, verified or read."""
+
+
+class MissingCheckpoint(CheckpointError, FileNotFoundError):
+    """Nothing is at the path of a checkpoint."""
 
 
 class LaunchError(TrainwrightError):

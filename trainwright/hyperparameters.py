@@ -46,6 +46,11 @@ class AttributeDict(dict[str, Any]):
     def __setattr__(self, name: str, value: Any) -> None:
         self[name] = value
 
+    def __repr__(self) -> str:
+        keys = [f'"{name}":' for name in self]
+        width = max(map(len, keys), default=0)
+        return "\n".join(f"{key:<{width}} {value}" for key, value in zip(keys, self.values(), strict=True))
+
     def __delattr__(self, name: str) -> None:
         self.__getattr__(name)  # raises for a name that is not there
         del self[name]

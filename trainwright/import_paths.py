@@ -24,7 +24,7 @@ PATHS = """
     callbacks.progress.tqdm_progress callbacks.spike
     callbacks.stochastic_weight_avg loggers.csv_logs loggers.logger plugins
     plugins.environments plugins.precision profilers.profiler strategies.parallel strategies.single_device
-    strategies.strategy trainer.states tuner tuner.batch_size_scaling tuner.lr_finder tuner.tuning
+    strategies.strategy tuner tuner.batch_size_scaling tuner.lr_finder tuner.tuning
     accelerator big_modeling data_loader launchers local_sgd logging state tracking
     utils.dataclasses utils.memory utils.operations utils.other utils.random
 """
@@ -47,7 +47,13 @@ _RENAMED = {
     "LightningOptimizer": "PreparedOptimizer",
     "HyperparametersMixin": "HyperParameters",
     "DummyLogger": "SilentLogger",
+    "MisconfigurationException": "ValueError",
 }
+_BY_PATH = {
+    ("trainwright.utilities.model_summary", "ModelSummary"): ("trainwright.callbacks.layer_summary", "LayerSummary"),
+    ("trainwright.utilities.model_summary", "summarize"): ("trainwright.callbacks.layer_summary", "LayerSummary"),
+}
+"""Names that mean something else under one path."""
 ELSEWHERE = {
     "Fabric": "for your own loop use tw.Accelerator",
     "LightningCLI": "it is trainwright.cli.LightningCLI",
@@ -88,7 +94,12 @@ _FOLDERS = (
 
 def find(name: str, path: str) -> Any:
     """Return what Lightning or Accelerate call `name`; ImportError if it is missing."""
+    if (path, name) in _BY_PATH:
+        home, own = _BY_PATH[path, name]
+        return getattr(importlib.import_module(home), own)
     known = _RENAMED.get(name, name)
+    if known == "ValueError":
+        return ValueError  # what wrong settings raise here
     if known in _HOME_OF:
         return getattr(importlib.import_module(_HOME_OF[known]), known)
     for folder in _FOLDERS:

@@ -35,7 +35,9 @@ def test_the_window_of_each_epoch(tmp_path: Path) -> None:
     whole = run(4, schedule, steps, checkpoint, enable_checkpointing=True)
     assert steps.steps == [11, 14, 17, 23]
     assert whole.accumulate_grad_batches == 1  # as it was: the next run may have another schedule
-    resumed = run(4, GradientAccumulationScheduler({1: 4, 3: 2}), ckpt_path=list(checkpoint.best_k_models)[1])
+    resumed = run(
+        4, GradientAccumulationScheduler({1: 4, 3: 2}), ckpt_path=list(checkpoint.state_dict()["best_k_models"])[1]
+    )
     assert resumed.global_step == 23
     assert_equal(weights(resumed.lightning_module), weights(whole.lightning_module))
     fixed = run(2, accumulate_grad_batches=4)

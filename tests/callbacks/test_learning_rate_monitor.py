@@ -70,7 +70,7 @@ def test_epoch_and_step_rows() -> None:
     epochs = [(0, {"epoch": 0, "lr-AdamW": 1.0}), (11, {"epoch": 1, "lr-AdamW": 0.5})]
     assert rows(LearningRateMonitor(), Tuned(by_epoch)) == epochs
     # A step's row holds the rate that the step was made with, at the place of that step's metrics.
-    steps = [(4 * n, {"epoch": n // 3, "lr-AdamW": 0.5 ** (n - 1)}) for n in range(1, 6)]
+    steps = [(4 * n - 1, {"epoch": n // 3, "lr-AdamW": 0.5 ** (n - 1)}) for n in range(1, 6)]
     monitor = LearningRateMonitor()
     assert rows(monitor, Tuned(by_step)) == steps
     assert monitor.lrs == {"lr-AdamW": [1.0, 0.5, 0.25, 0.125, 0.0625]}
@@ -78,12 +78,12 @@ def test_epoch_and_step_rows() -> None:
         (0, {"epoch": 0, "lr-AdamW": 1.0}),
         (11, {"epoch": 1, "lr-AdamW": 0.25}),
     ]
-    assert [row[0] for row in rows(LearningRateMonitor("step"), Tuned(by_epoch))] == [4, 8, 12, 16, 20]
+    assert [row[0] for row in rows(LearningRateMonitor("step"), Tuned(by_epoch))] == [3, 7, 11, 15, 19]
     assert rows(LearningRateMonitor("step"), Tuned(by_epoch), log_every_n_steps=0) == []
     # 6 windows of 2 batches an epoch, the last one shorter; each step is logged once.
     module = Tuned(lambda parameters: SGD(parameters, lr=1.0))
     settings = {"accumulate_grad_batches": 2, "log_every_n_steps": 1}
-    assert [row[0] for row in rows(LearningRateMonitor("step"), module, **settings)] == list(range(1, 13))
+    assert [row[0] for row in rows(LearningRateMonitor("step"), module, **settings)] == list(range(12))
 
 
 def test_names() -> None:
@@ -156,7 +156,9 @@ def test_a_run_that_goes_on_within_an_epoch_writes_its_row_once(tmp_path: Path) 
         return Path(f"{trainer.log_dir}/metrics.csv").read_text()
 
     whole = run(tmp_path / "whole", max_epochs=3)
-    assert len(whole.splitlines()) == 17  # with the columns, three epochs' beginnings and ends, and each third step
+    assert (
+        len(whole.splitlines()) == 32
+    )  # with the columns, three epochs' beginnings, validations and ends, and two rows of each third step
     run(tmp_path / "part", max_epochs=3, max_steps=15)
     assert run(tmp_path / "part", "last", max_epochs=3) == whole
 

@@ -515,7 +515,7 @@ def two_ranks(folder: Path) -> dict[str, Any]:
     class RankScored(Classifier):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             # Rank 0's watch has to post the save by time before the run ends.
-            time.sleep(0.5 if self.global_step >= 20 and not by_time.best_k_models else 0.02)
+            time.sleep(0.5 if self.global_step >= 20 and not by_time.state_dict()["best_k_models"] else 0.02)
             loss = super().training_step(batch, batch_idx)
             self.log("own", float(self.global_step) * (1 if self.global_rank == 0 else -1))
             self.log("first" if self.global_rank == 0 else "second", float(self.global_step))
@@ -543,7 +543,7 @@ def two_ranks(folder: Path) -> dict[str, Any]:
     with pytest.raises(ValueError, match="ModelCheckpoint follows 'second', which was not logged") as caught:
         trained([missing], 1)
     return {
-        "time": [Path(path).name for path in by_time.best_k_models],
+        "time": [Path(path).name for path in by_time.state_dict()["best_k_models"]],
         "metric": by_metric.best_model_path,
         "resumed": resumed.state_dict(),
         "first": by_first.state_dict(),

@@ -46,7 +46,7 @@ def fit(callback: tw.Callback, module: tw.Module | None = None, **settings: Any)
 def test_throughput() -> None:
     monitor = tw.ThroughputMonitor(lambda batch: len(batch[0]), lambda batch: batch[0].numel(), available_flops=1e12)
     rows = fit(monitor, max_epochs=2).with_name("train/device")
-    assert [step for step, _ in rows] == list(range(4, 23, 2))
+    assert [step for step, _ in rows] == list(range(3, 22, 2))
     for _, row in rows:
         rate = row["train/device/batches_per_sec"]
         assert row["train/device/samples_per_sec"] == pytest.approx(4 * rate)
@@ -82,9 +82,9 @@ def test_rows_of_windows_of_batches() -> None:
     memory = Memory()
     settings = {**QUIET, "logger": memory, "max_epochs": 1, "log_every_n_steps": 1}
     tw.Trainer(**settings, callbacks=both, accumulate_grad_batches=4).fit(Classifier(), make_loader())  # 3 windows
-    assert [step for step, _ in memory.with_name("train/device")] == [2, 3]
+    assert [step for step, _ in memory.with_name("train/device")] == [1, 2]
     for hook in ("start", "end"):
-        assert [step for step, _ in memory.with_name(f"on_train_batch_{hook}")] == [1, 2, 3]
+        assert [step for step, _ in memory.with_name(f"on_train_batch_{hook}")] == [0, 1, 2]
 
 
 def test_saving_is_no_wait_for_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -180,7 +180,7 @@ def test_samples_of_a_step_that_pulls_its_batches() -> None:
 
 def test_statistics_of_the_processor() -> None:
     rows = fit(tw.DeviceStatsMonitor(cpu_stats=True)).with_name("DeviceStatsMonitor")
-    assert [step for step, _ in rows] == [2, 2, 4, 4, 6, 6, 8, 8, 10, 10]
+    assert [step for step, _ in rows] == [1, 1, 3, 3, 5, 5, 7, 7, 9, 9]
     assert {f"DeviceStatsMonitor.on_train_batch_start/{name}" for name in ("cpu_percent", "cpu_vm_percent")} < set(
         rows[0][1]
     )
@@ -213,7 +213,7 @@ def test_statistics_are_the_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     monitor.setup(run, Classifier(), "fit")  # type: ignore[arg-type]  # the module is on the CPU
     monitor.on_train_batch_start(run, Classifier(), None, 0)  # type: ignore[arg-type]
     assert given == ["cuda"]
-    assert rows.rows == [(1, {"DeviceStatsMonitor.on_train_batch_start/allocated": 7.0})]
+    assert rows.rows == [(0, {"DeviceStatsMonitor.on_train_batch_start/allocated": 7.0})]
 
 
 # -- SpikeDetection --------------------------------------------------------------------------------------------------

@@ -36,7 +36,7 @@ def run(folder: Path, second: type[tw.ModelCheckpoint], ckpt_path: str | None = 
     trainer = tw.Trainer(max_epochs=2, callbacks=callbacks, **settings)
     module = Classifier(dropout=0.3)
     trainer.fit(module, make_loader(), make_loader(10), ckpt_path=ckpt_path)  # 11 batches, 4 steps an epoch
-    return weights(module), [Path(path).name for path in callbacks[1].best_k_models]
+    return weights(module), [Path(path).name for path in callbacks[1].state_dict()["best_k_models"]]
 
 
 def test_a_save_that_was_due_is_made_by_the_resumed_run(tmp_path: Path) -> None:

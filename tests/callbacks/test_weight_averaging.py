@@ -260,7 +260,7 @@ def test_an_average_that_is_not_finite(tmp_path: Path) -> None:
                 self.bias = module.net[0].bias.detach().clone()
                 module.net[0].bias.data.fill_(torch.nan)
 
-        def on_before_zero_grad(self, trainer: Any, module: Any, optimizer: Any) -> None:
+        def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
             if trainer.global_step == 5:
                 module.net[0].bias.data.copy_(self.bias)
 

@@ -100,11 +100,11 @@ def test_the_simple_profiler_prints_a_table(capsys: pytest.CaptureFixture[str]) 
 
 def test_a_file_is_written_where_oneis_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     train(SimpleProfiler(filename="times", extended=False), batches=2, log_dir=tmp_path / "logs")
-    text = (tmp_path / "logs" / "fit-times-0.txt").read_text()
+    text = (tmp_path / "logs" / "fit-times.txt").read_text()
     assert "Calls" not in text
     assert "optimizer_step" in text
     train(SimpleProfiler(dirpath="memory://profiles"), batches=1)
-    with fsspec.open("memory://profiles/fit-profile-0.txt", "rt") as file:
+    with fsspec.open("memory://profiles/fit-profile.txt", "rt") as file:
         assert "training_step" in file.read()
     assert capsys.readouterr().out == ""
     with pytest.raises(ValueError, match="filename='a/b' is not a plain name; give the folder as dirpath"):
@@ -113,15 +113,15 @@ def test_a_file_is_written_where_oneis_asked_for(tmp_path: Path, capsys: pytest.
 
 def test_a_file_is_not_written_through_a_link(tmp_path: Path) -> None:
     (tmp_path / "precious").write_text("precious")
-    (tmp_path / "fit-times-0.txt").symlink_to(tmp_path / "precious")
+    (tmp_path / "fit-times.txt").symlink_to(tmp_path / "precious")
     profiler = SimpleProfiler(dirpath=tmp_path, filename="times")
     profiler.setup("fit", 0, None)
     with profiler.profile("something"):
         pass
     profiler.describe()
     assert (tmp_path / "precious").read_text() == "precious"
-    assert "something" in (tmp_path / "fit-times-0.txt").read_text()
-    assert sorted(each.name for each in tmp_path.iterdir()) == ["fit-times-0.txt", "precious"]
+    assert "something" in (tmp_path / "fit-times.txt").read_text()
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["fit-times.txt", "precious"]
 
 
 def test_other_ranks_say_nothing(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -172,11 +172,11 @@ def test_the_advanced_profiler_names_functions(tmp_path: Path) -> None:
         nap()
         sum(range(10))
     train(profiler, batches=3)
-    text = (tmp_path / "fit-calls-0.txt").read_text()
+    text = (tmp_path / "fit-calls.txt").read_text()
     assert "Profile of fit: training_step\n" in text
     assert "cross_entropy" in text
     assert "due to restriction <12>" in text
-    dumped = pstats.Stats(str(tmp_path / "fit-calls-0-callback_Sleeper.on_train_batch_end.prof"))
+    dumped = pstats.Stats(str(tmp_path / "fit-calls-callback_Sleeper.on_train_batch_end.prof"))
     assert any("sleep" in name for _, _, name in dumped.stats)
     outer, inner = ({name for _, _, name in pstats.Stats(profiler.profiles[each]).stats} for each in ("outer", "inner"))
     assert any("sleep" in name for name in inner)
@@ -197,12 +197,12 @@ def test_the_pytorch_profiler_records_batches_three_to_five(tmp_path: Path, caps
     assert text.startswith("Profile of fit\n")
     for name in ("aten::linear", "training_step", "optimizer_step", "[module] 0", "[module] Sequential", "[[4, 8]"):
         assert name in text
-    trace = json.loads((tmp_path / "fit-profile-0.pt.trace.json").read_text())
+    trace = json.loads((tmp_path / "fit-profile.pt.trace.json").read_text())
     names = [event.get("name") for event in trace["traceEvents"] if event.get("cat") == "user_annotation"]
     assert names.count("training_step") == 3
     assert {name for name in names if name.startswith("ProfilerStep")} == {f"ProfilerStep#{n}" for n in (2, 3, 4)}
     assert not any(child._forward_hooks or child._forward_pre_hooks for child in engine.net.modules())
-    assert list(tmp_path.iterdir()) == [tmp_path / "fit-profile-0.pt.trace.json"]
+    assert list(tmp_path.iterdir()) == [tmp_path / "fit-profile.pt.trace.json"]
 
 
 def test_the_pytorch_profiler_with_other_settings(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -210,8 +210,8 @@ def test_the_pytorch_profiler_with_other_settings(tmp_path: Path, capsys: pytest
     profiler = PyTorchProfiler(tmp_path, "ops", on_trace_ready=ready.append, schedule=None, record_module_names=False)
     train(profiler, batches=1, stage="predict")
     assert len(ready) == 1
-    assert [path.name for path in tmp_path.iterdir()] == ["predict-ops-0.txt"]
-    table = (tmp_path / "predict-ops-0.txt").read_text()
+    assert [path.name for path in tmp_path.iterdir()] == ["predict-ops.txt"]
+    table = (tmp_path / "predict-ops.txt").read_text()
     assert "predict_step" in table
     assert "[module]" not in table
     train(PyTorchProfiler(export_to_chrome=False), batches=2)
@@ -221,7 +221,7 @@ def test_the_pytorch_profiler_with_other_settings(tmp_path: Path, capsys: pytest
     )
     train(repeated, batches=6)
     traces = sorted(path.name for path in tmp_path.glob("*.json"))
-    assert traces == ["fit-profile-0-2.pt.trace.json", "fit-profile-0-3.pt.trace.json", "fit-profile-0.pt.trace.json"]
+    assert traces == ["fit-profile-2.pt.trace.json", "fit-profile-3.pt.trace.json", "fit-profile.pt.trace.json"]
     averages = profiler._averages
     assert averages is not None
     for key in SORT_KEYS:

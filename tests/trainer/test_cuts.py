@@ -132,7 +132,7 @@ def test_a_checkpoint_callback_that_is_new_in_a_resumed_run_makes_up_nothing(tmp
         fit(Falling(), tw.ModelCheckpoint(tmp_path / "a"), new, Ends(tmp_path, "on_train_epoch_start", 1), path="auto")
     assert [path.name for path in (tmp_path / "b").iterdir()] == ["exception-epoch=1-step=4.ckpt"]
     fit(Falling(), tw.ModelCheckpoint(tmp_path / "a"), new, path="auto")
-    assert sorted(Path(path).name for path in new.best_k_models) == ["epoch=1.ckpt", "epoch=2.ckpt"]
+    assert sorted(Path(path).name for path in new.state_dict()["best_k_models"]) == ["epoch=1.ckpt", "epoch=2.ckpt"]
 
 
 def test_a_metric_that_nobody_logs_is_an_error_in_the_resumed_run_too(tmp_path: Path) -> None:

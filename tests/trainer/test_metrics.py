@@ -108,7 +108,7 @@ def test_rows_of_the_csv_logger(tmp_path: Path) -> None:
     )
     assert trainer.log_dir == f"{tmp_path}/trainwright_logs/version_0"
     rows = list(csv.DictReader(Path(logger.metrics_path).read_text().splitlines()))
-    assert [(row["step"], row["epoch"]) for row in rows] == [("5", "0"), ("10", "0"), ("11", "0")]
+    assert [(row["step"], row["epoch"]) for row in rows] == [("4", "0"), ("9", "0"), ("10", "0")]
     assert [bool(row["both_step"]) for row in rows] == [True, True, False]
     assert float(rows[2]["both_epoch"]) == trainer.callback_metrics["both"].item()
 

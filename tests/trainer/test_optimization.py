@@ -378,9 +378,11 @@ def test_backward_and_zero_grad_in_the_modules_own_way() -> None:
         def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
             optimizer.zero_grad(set_to_none=False)
 
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            if batch_idx:
+        def on_before_backward(self, loss: Tensor) -> None:
+            if self.trainer.global_step:
                 assert all(not parameter.grad.any() for parameter in self.parameters())
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
             return {"loss": loss_of(self.net, batch) / 2}
 
     module = Own()

@@ -117,7 +117,7 @@ def test_resume_is_exact_with_a_scaler_and_with_windows(tmp_path: Path, settings
     run(tmp_path / "part", 2, ckpt_path="last", **settings)
     resumed, trainer = run(tmp_path / "part", 3, ckpt_path="last", **settings)
     assert_equal(resumed, whole)
-    assert [Path(path).name for path in trainer.checkpoint_callback.best_k_models] == [
+    assert [Path(path).name for path in trainer.checkpoint_callback.state_dict()["best_k_models"]] == [
         f"epoch={epoch}-step={trainer.global_step // 3 * (epoch + 1)}.ckpt" for epoch in range(3)
     ]
 

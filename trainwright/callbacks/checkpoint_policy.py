@@ -100,6 +100,11 @@ class Ranking:
         self._monitor, self._top_k = monitor, save_top_k
         self._sign = 1.0 if mode == "min" else -1.0
 
+    @property
+    def worst(self) -> float:
+        """The score that every other is better than."""
+        return self._sign * math.inf
+
     def best_first(self, scores: dict[str, float]) -> list[str]:
         if self._monitor is None:
             # Saves are in the dict in their order.

@@ -202,7 +202,7 @@ class ClassificationReport(Callback):
         if self.picture and takers and trainer.is_global_zero and importlib.util.find_spec("matplotlib"):
             pixels = _pixels(scores.plot())
             for logger in takers:
-                logger.log_images({f"{prefix}/confusion": pixels}, trainer.state.batches_that_stepped)
+                logger.log_images({f"{prefix}/confusion": pixels}, trainer.state.logged_step)
 
     def _show(self, trainer: Trainer, stage: str) -> None:
         if self.verbose:

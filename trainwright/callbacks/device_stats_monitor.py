@@ -62,7 +62,7 @@ class DeviceStatsMonitor(Callback):
         self._logged[hook] = step
         values = {f"DeviceStatsMonitor.{hook}/{name}": value for name, value in self._statistics().items()}
         for logger in trainer.loggers if values else ():
-            logger.log_metrics(values, step)
+            logger.log_metrics(values, step - 1)  # as the values that this step logs
 
     def _statistics(self) -> dict[str, float]:
         values: dict[str, float] = {}

@@ -89,7 +89,7 @@ class LearningRateMonitor(Callback):
         is_new = trainer.state.batch == 0 and trainer.current_epoch != self._epoch_begun  # else its row is written
         self._epoch_begun = trainer.current_epoch
         if self.logging_interval != "step" and is_new:
-            self._write(trainer, self._values(trainer, "epoch"))
+            self._write(trainer, self._values(trainer, "epoch"), trainer.state.batches_that_stepped)
 
     def on_train_batch_start(self, trainer: Trainer, module: Module, batch: Any, batch_idx: int) -> None:
         step, every = trainer.state.batches_that_stepped + 1, trainer.log_every_n_steps
@@ -99,10 +99,10 @@ class LearningRateMonitor(Callback):
 
     def on_train_batch_end(self, trainer: Trainer, module: Module, outputs: Any, batch: Any, batch_idx: int) -> None:
         if self._pending and trainer.state.batches_that_stepped == self._pending_at:
-            self._write(trainer, self._pending)
+            self._write(trainer, self._pending, trainer.state.logged_step)
             self._pending = {}
 
-    def _write(self, trainer: TrainerProtocol, values: dict[str, float]) -> None:
+    def _write(self, trainer: TrainerProtocol, values: dict[str, float], step: int) -> None:
         for name, value in values.items():
             if name in self.lrs:
                 self.lrs[name].append(value)
@@ -112,7 +112,7 @@ class LearningRateMonitor(Callback):
                 self.last_weight_decay_values[name] = value
         trainer.metrics.record(values)
         for logger in trainer.loggers if values and trainer.is_global_zero else ():
-            logger.log_metrics({"epoch": trainer.current_epoch, **values}, trainer.state.batches_that_stepped)
+            logger.log_metrics({"epoch": trainer.current_epoch, **values}, step)
 
     def _values(self, trainer: TrainerProtocol, interval: str) -> dict[str, float]:
         values: dict[str, float] = {}

@@ -165,18 +165,18 @@ class ModelCheckpoint(Checkpoint):
     def _keep(self, kept: Kept) -> None:
         """Keep these checkpoints, and show them in the public attributes."""
         self._kept = kept
-        scores = {path: _scalar(score) for path, score in kept["scores"].items()}
-        paths = self._ranking.best_first(kept["scores"])
-        self.best_k_models: dict[str, Tensor] = scores
-        """The kept checkpoints and their scores, as tensors without dimensions; 0 where nothing is monitored."""
-        self.best_model_path, self.kth_best_model_path = (paths[0], paths[-1]) if paths else ("", "")
-        is_monitored = bool(paths) and self.monitor is not None
-        self.best_model_score: Tensor | None = scores[self.best_model_path] if is_monitored else None
-        self.kth_value: Tensor | None = scores[self.kth_best_model_path] if is_monitored else None
+        paths, worst = self._ranking.best_first(kept["scores"]), _scalar(self._ranking.worst)
+        ranked = paths if self.monitor is not None else []
+        self.best_k_models = {path: _scalar(score) for path, score in kept["scores"].items() if ranked}
+        """The kept checkpoints and their scores, as tensors without dimensions; empty where nothing is monitored."""
+        kth = ranked[-1] if len(ranked) >= max(self.save_top_k, 1) else ""
+        self.best_model_path, self.kth_best_model_path = paths[0] if paths else "", kth
+        """The best one, and the one that the next better replaces: "" while there are fewer than save_top_k."""
+        self.best_model_score: Tensor | None = self.best_k_models[paths[0]] if ranked else None
+        self.kth_value: Tensor = self.best_k_models[kth] if kth else worst
         self.last_model_path = kept["last"]
         score = kept["current_score"]
-        worst = math.inf if self.mode == "min" else -math.inf
-        self.current_score: Tensor | None = None if score is None else _scalar(worst if math.isnan(score) else score)
+        self.current_score: Tensor | None = None if score is None else worst if math.isnan(score) else _scalar(score)
 
     @property
     def keeps_any(self) -> bool:

@@ -75,30 +75,36 @@ def summarize(module: nn.Module, max_depth: int = 1, run: Callable[..., Any] | N
 
 def summary_of(module: nn.Module, max_depth: int = 1, run: Callable[..., Any] | None = None) -> Summary:
     """Return the summary. `run` calls the module's forward; by default the module itself."""
-    depth = math.inf if max_depth == -1 else max_depth
-    children = {name: child for name, child in module.named_modules() if name and name.count(".") < depth}
+    children = children_to(module, max_depth)
     sizes, note = _measure(module, children, run or module)
     header = ["Name", "Type", "Parameters", "Mode"] + (["In", "Out"] if sizes else [])
     rows = [
         [
             name,
             type(child).__name__,
-            f"{_count(child.parameters()):,}",
+            f"{count_parameters(child.parameters()):,}",
             "train" if child.training else "eval",
             *(sizes.get(name, ("", "")) if sizes else ()),
         ]
         for name, child in children.items()
     ]
     parameters = list(module.parameters())
-    trainable = _count(parameter for parameter in parameters if parameter.requires_grad)
+    trainable = count_parameters(parameter for parameter in parameters if parameter.requires_grad)
     size = sum(_numel(each) * each.element_size() for each in parameters if not is_lazy(each))
-    totals = [f"{_count(parameters):,} parameters, {trainable:,} of them trained, {size / 2**20:.3f} MiB"]
+    totals = [f"{count_parameters(parameters):,} parameters, {trainable:,} of them trained, {size / 2**20:.3f} MiB"]
     if any(map(is_lazy, parameters)):
         totals.append("(those of lazy children are not counted: they have no shape yet)")
     return Summary(header, rows, [*totals, note] if note else totals)
 
 
-def _count(parameters: Any) -> int:
+def children_to(module: nn.Module, max_depth: int) -> dict[str, nn.Module]:
+    """Return the children of a module down to a depth by their names; -1 for all."""
+    depth = math.inf if max_depth == -1 else max_depth
+    return {name: child for name, child in module.named_modules() if name and name.count(".") < depth}
+
+
+def count_parameters(parameters: Any) -> int:
+    """Return how many elements parameters have, without lazy ones."""
     return sum(_numel(parameter) for parameter in parameters if not is_lazy(parameter))
 
 

@@ -156,7 +156,7 @@ class ThroughputMonitor(Callback):
             self._moments.append(Moment(self._busy, self._waited, self._batches, self._samples, self._length))
             values = self._rates(trainer.world_size, module.device) if len(self._moments) > 1 else {}
             for logger in trainer.loggers if values and trainer.is_global_zero else ():
-                logger.log_metrics(values, step)
+                logger.log_metrics(values, trainer.state.logged_step)
 
     def _sizes_of(self, batch: Any) -> tuple[int, int]:
         return int(self.batch_size_fn(batch)), int(self.length_fn(batch)) if self.length_fn is not None else 0

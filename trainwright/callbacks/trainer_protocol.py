@@ -32,7 +32,11 @@ class Counters(Protocol):
 
     @property
     def batches_that_stepped(self) -> int:
-        """Batches after which an optimizer stepped: the x axis of the loggers."""
+        """Batches after which an optimizer stepped."""
+
+    @property
+    def logged_step(self) -> int:
+        """The x value of the loggers' rows: in a fit the steps before that of the latest batch."""
 
     @property
     def total_batches(self) -> int:

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from trainwright.checkpoint.filesystem import Files, describe, resolve, temporary_path
 from trainwright.checkpoint.last_link import is_last_link
 from trainwright.checkpoint.manifest import MANIFEST_NAME, MAX_JSON_BYTES, FormatRefused, Manifest, parse
-from trainwright.errors import CheckpointError
+from trainwright.errors import CheckpointError, MissingCheckpoint
 
 _OURS = re.compile(r"(?:[a-z][a-z0-9_]*-\d{5}\.safetensors|rank-\d{5}\.json)", re.ASCII)
 _STEP_IN_NAME = re.compile(r"step=(\d+)", re.ASCII)
@@ -52,7 +52,7 @@ def read_manifest(files: Files, path: str) -> Manifest:
     try:
         listed = files.listing(path)
     except FileNotFoundError as error:
-        raise CheckpointError(
+        raise MissingCheckpoint(
             f"{path} is not a checkpoint: it does not exist. Give the directory of a checkpoint."
         ) from error
     except NotADirectoryError as error:

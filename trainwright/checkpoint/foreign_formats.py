@@ -29,7 +29,7 @@ from trainwright.checkpoint.reader import Verify, check_verify, open_checkpoint
 from trainwright.checkpoint.shards import METADATA_KEY
 from trainwright.checkpoint.tensors import DTYPES
 from trainwright.compiled_names import clean_name
-from trainwright.errors import CheckpointError
+from trainwright.errors import CheckpointError, MissingCheckpoint
 
 LARGEST_PLAIN_TENSOR = 1000
 INDEX_SUFFIX = ".index.json"
@@ -84,7 +84,7 @@ def read_weights(path: str | os.PathLike[str], verify: Verify = "full") -> Weigh
                 name, {each.rstrip("/").rpartition("/")[2] for each in filesystem.ls(inside, False)}, verify
             )
         if not filesystem.exists(inside):
-            raise CheckpointError(f"{name} does not exist; accepted is {ACCEPTED}.")
+            raise MissingCheckpoint(f"{name} does not exist; accepted is {ACCEPTED}.")
         if isinstance(filesystem, LocalFileSystem) and not os.path.isfile(inside):
             raise CheckpointError(f"{name} is a pipe or a device, not a file; accepted is {ACCEPTED}.")
         if inside.endswith(INDEX_SUFFIX):
@@ -99,6 +99,8 @@ def read_weights(path: str | os.PathLike[str], verify: Verify = "full") -> Weigh
             # A safetensors file begins with the length of its header in 8 bytes, and the header is JSON.
             if start[8:] == b"{":
                 return _from_safetensors(name, stream.read())
+    except MissingCheckpoint:
+        raise
     except OSError as error:
         raise CheckpointError(f"{name} cannot be read: {error}") from error
     raise CheckpointError(f"{name} is not a checkpoint: it begins with {start!r}. Accepted is {ACCEPTED}.")

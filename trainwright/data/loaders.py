@@ -86,6 +86,7 @@ class ShardedLoader(StatefulLoader):
             _check_parts(loader, batch_parts, self.is_sharded)
         self.batch_parts = batch_parts
         self.start_batch = 0
+        self._announced_epoch = -1
         self.stream: IndexStream | None = None
         self.shard: IndexStream | BatchStream
         self._base_seeds: torch.Generator | None = None
@@ -202,7 +203,9 @@ class ShardedLoader(StatefulLoader):
             self.shard.set_epoch(seed, epoch, start_batch, position)
         if self._base_seeds is not None:
             self._base_seeds.manual_seed(derive_seed(seed, epoch, self.rank))
-        set_epoch_of_parts(self.loader, epoch)
+        if epoch != self._announced_epoch or self.mode != "train":  # training seeks its position twice
+            set_epoch_of_parts(self.loader, epoch)
+            self._announced_epoch = epoch
 
     def batches(self) -> Iterator[Any]:
         if self.stream is None:

@@ -74,12 +74,12 @@ class CSVLogger(FolderLogger):
         self._file = None  # the next one starts at that position
 
     def _written(self) -> dict[str, Any]:
-        """Write all rows but the latest, which may still get more values and is stored in the checkpoint instead."""
+        """Write all rows, and return their number."""
         self._take_open_row()
-        self.flush(all_but=1)
+        self.flush()
         file = self._open()
         file.sync()
-        return {"rows": file.num_rows, "open_row": dict(self._rows[-1]) if self._rows else {}}
+        return {"rows": file.num_rows}
 
     def close(self) -> None:
         self.flush()
@@ -91,17 +91,13 @@ class CSVLogger(FolderLogger):
         self._open().cut()
 
     def _take_open_row(self) -> None:
+        """Take the row that a checkpoint of an earlier version holds instead of the file."""
         if row := self._position.pop("open_row", None):
             self._rows.insert(0, dict(row))
 
     def _add_row(self, row: Row) -> None:
         self._take_open_row()
-        latest = self._rows[-1] if self._rows else {}
-        is_same_moment = all(latest.get(name) == row.get(name) for name in ("step", "epoch"))
-        if is_same_moment and not latest.keys() & (row.keys() - {"step", "epoch"}):
-            latest.update(row)  # training and validation values of one moment share a row
-        else:
-            self._rows.append(row)
+        self._rows.append(row)
 
     def _write_rows(self, rows: list[Row]) -> None:
         self._open().append(rows)

@@ -211,7 +211,7 @@ class FolderLogger(Logger):
         step = self._step
         self._add_row({"step": step, **to_numbers(metrics, self.prefix)})
         if len(self._rows) > self._rows_at_once or time.monotonic() - self._written_at > LONGEST_WAIT_SECONDS:
-            self._submit_rows(all_but=1)  # the latest may still get more values
+            self._submit_rows()
 
     def _add_row(self, row: Row) -> None:
         self._rows.append(row)
@@ -228,14 +228,14 @@ class FolderLogger(Logger):
         """Write what is buffered."""
         self.flush()
 
-    def flush(self, all_but: int = 0) -> None:
-        """Write what is buffered, `all_but` the latest rows, and wait for it; OSError if it cannot be written."""
+    def flush(self) -> None:
+        """Write what is buffered, and wait for it; OSError if it cannot be written."""
         if self._is_writer and (self._rows or self._hparams):
             self._start_alone()
         if self._folder is None or not self._is_writer:
             return
         self._submit_hparams()
-        self._submit_rows(all_but)
+        self._submit_rows()
         self._submit_flush()
         self._wait()
 
@@ -283,10 +283,9 @@ class FolderLogger(Logger):
                 self._writer.submit(work)
                 self._wait()
 
-    def _submit_rows(self, all_but: int = 0) -> None:
-        count = len(self._rows) - all_but
-        if count > 0 and self._folder is not None:
-            rows, self._rows = self._rows[:count], self._rows[count:]
+    def _submit_rows(self) -> None:
+        if self._rows and self._folder is not None:
+            rows, self._rows = self._rows, []
             self._written_at = time.monotonic()
             self._writer.submit(lambda: self._write_rows(rows))
 

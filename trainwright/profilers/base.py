@@ -27,7 +27,7 @@ class Profiler:
 
     Args:
         dirpath: the output folder, a local path or a URL; by default the run's log folder.
-        filename: the middle of the files' names, between the stage and the rank; by default "profile". Without both, the
+        filename: the middle of the files' names, between the stage and, on several processes, the rank; by default "profile". Without both, the
             summary is printed.
     """
 
@@ -104,9 +104,10 @@ class Profiler:
             while True:
                 yield fetch()
 
-    def write(self, suffix: str, save: Callable[[str], object]) -> str:
+    def write(self, suffix: str, save: Callable[[str], object], *, names_rank: bool = False) -> str:
         """Let `save(path)` write a local file, move it to the output folder and return its path."""
-        name = "-".join(part for part in (self.stage, self.filename or "profile", str(self.rank)) if part) + suffix
+        rank = str(self.rank) if names_rank or Environment.detect().world_size > 1 else ""
+        name = "-".join(part for part in (self.stage, self.filename or "profile", rank) if part) + suffix
         filesystem, folder = fsspec.core.url_to_fs(self.dirpath or self.log_dir or os.getcwd())
         filesystem.makedirs(folder, exist_ok=True)
         target = posixpath.join(folder, name)

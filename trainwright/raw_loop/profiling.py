@@ -71,7 +71,7 @@ def profiled(options: ProfileKwargs) -> Iterator[profile]:
             options.on_trace_ready(recorder)
         if options.output_trace_dir is not None:
             number = f"-{recordings}" if recordings > 1 else ""
-            files.write(f"{number}.json", recorder.export_chrome_trace)
+            files.write(f"{number}.json", recorder.export_chrome_trace, names_rank=True)
 
     # torch's schedule has no defaults for these three.
     phases = {"wait": 0, "warmup": 0, "active": 1, **(options.schedule_option or {})}

@@ -171,7 +171,7 @@ def evaluate(
         hooks.call(f"on_{stage}_start")
         hooks.call(f"on_{stage}_epoch_start")
         for index, (name, _) in enumerate(evaluation.loaders):
-            collector.begin_loader((index, name) if len(evaluation.loaders) > 1 or name is not None else None)
+            collector.begin_loader((index, name) if len(evaluation.loaders) > 1 else None)
             run_loader(evaluation, collector, index, most, keep, abandonment)
             collector.end_batches()
             if abandonment is not None:

@@ -7,7 +7,7 @@
                      validate, if an interval within the epoch has passed and no window is open
                  step the epoch-wise schedulers; validate, if due
                  reduce the epoch's metrics over the ranks; save a checkpoint (callbacks)
-    train_batch: zero_grad         at a window's start
+    train_batch: zero_grad         at a window's start; after training_step if a hook or the module takes part in it
                  training_step
                  backward          the loss divided by the window's own length
                  clip, step        at a window's end
@@ -50,7 +50,7 @@ from trainwright.trainer.resume import Resumption
 from trainwright.trainer.saving import check_state, open_epoch, save_waiting
 from trainwright.trainer.stop import EvaluationAbandoned
 from trainwright.trainer.training_run import TrainingRun
-from trainwright.trainer.validation import validate, validation_is_due
+from trainwright.trainer.validation import step_followers, validate, validation_is_due
 
 
 def fit(run: TrainingRun, resumption: Resumption | None) -> None:
@@ -120,11 +120,10 @@ def begin_epoch(run: TrainingRun) -> None:
 
 def fit_epoch(run: TrainingRun) -> None:
     """Train one epoch, or the rest of it. Collective."""
-    state, hooks, logbook = run.state, run.hooks, run.logbook
+    state, hooks, logbook, window, progress = run.state, run.hooks, run.logbook, run.window, run.progress
     collector = logbook.collector or logbook.start(run.module)
     begin_epoch(run)
     batch_start, batch_end = hooks["on_train_batch_start"], hooks["on_train_batch_end"]
-    window, progress = run.window, run.progress
     stop, stop_point, may_end = run.stop, run.stop.point, run.settings.max_steps != -1
     assert stop_point is not None
     log_every, validates_within = run.settings.log_every, run.validates_within
@@ -143,7 +142,6 @@ def fit_epoch(run: TrainingRun) -> None:
         if batch_start and -1 in hooks.call("on_train_batch_start", batch, index):
             agree_to_leave(run)
             is_last = True
-            leave_window(run)
             break
         steps_before = state.step
         outputs = train_batch(run, batch, index, is_last)
@@ -151,6 +149,8 @@ def fit_epoch(run: TrainingRun) -> None:
             batch, is_last, index = batch.latest, batch.is_at_end, batch.count - 1
         stepped = state.step != steps_before
         state.end_batch(index, unchecked, stepped)
+        if stepped and run.follows_by_step:
+            step_followers(run, is_last)
         if stepped and log_every and state.batches_that_stepped % log_every == 0:
             logbook.owe_row()
         if run.uneven_round is not None:
@@ -241,12 +241,11 @@ def train_batch(run: TrainingRun, batch: Any, index: int, is_last: bool) -> Any:
         length = run.data.num_batches
         window.begin_batch(run.accumulate, None if length is None else length - index, is_last)
         engine.sync_gradients(window.is_at_end)
-    if window.is_at_start:
-        if run.clears_plainly and optimizer is not None:
-            optimizer.zero_grad()
-        else:
-            clear_gradients(run, index)
+    if window.is_at_start and run.clears_plainly and optimizer is not None:
+        optimizer.zero_grad()  # before the forward, which then has this memory
     outputs = engine.run(run.module, "training_step", *arguments)
+    if window.is_at_start and not run.clears_plainly:
+        clear_gradients(run, index)
     weight = run.weight if run.data.uneven else 1.0
     loss = outputs if type(outputs) is Tensor else read_loss(outputs, engine.world_size)
     if loss is None:
@@ -267,6 +266,7 @@ def agree_to_leave(run: TrainingRun) -> None:
     """Meet the other ranks at the end of an epoch that a hook has ended (RuntimeError if one trains on this batch)."""
     run.progress.leave_batch()
     run.engine.ranks.wait("the end of an epoch by -1 from on_train_batch_start")
+    leave_window(run)
 
 
 def refuse_short_epoch(run: TrainingRun, is_last: bool) -> None:

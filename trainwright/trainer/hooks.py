@@ -8,8 +8,9 @@
                each epoch: on_train_epoch_start
                  each batch: on_before_batch_transfer > transfer_batch_to_device > on_after_batch_transfer
                    on_train_batch_start
+                   training_step
                    at a window's start: on_before_zero_grad > optimizer_zero_grad
-                   training_step > on_before_backward > backward > on_after_backward
+                   on_before_backward > backward > on_after_backward
                    at a window's end: on_before_optimizer_step > configure_gradient_clipping > optimizer_step
                      > lr_scheduler_step of the step-wise schedulers
                    on_train_batch_end > validation, where due within the epoch

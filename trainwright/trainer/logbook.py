@@ -108,7 +108,7 @@ class Logbook:
         self.owes_row = False
         if not self._loggers or self._is_silent:
             return
-        self._write(self._step_values(), self._state.batches_that_stepped)
+        self._write(self._step_values(), self._state.logged_step)
 
     def warn_of_no_rows(self, log_every: int, is_default: bool) -> None:
         """Warn, at the end of training, if step values were logged and it made too few steps for a row of them."""
@@ -179,7 +179,7 @@ class Logbook:
             self._earlier_batches[counter] = self._earlier_batches.get(counter, 0) + count
         self._batches.clear()
         row = {key.epoch_name: number for key, number in reduced.items() if key.logger}
-        self._write(row, self._state.batches_that_stepped)
+        self._write(row, self._state.logged_step)
         common = [(key, number) for key, number in reduced.items() if not key.rank_zero_only]
         return [
             {key.epoch_name: number for key, number in common if key.loader in (-1, index)}
@@ -350,7 +350,7 @@ def format_table(
     `loaders` are the names of the loaders; None for a loader without a name, or if all are.
     """
     names = [*(loaders or ()), *[None] * len(metrics)][: len(metrics)]
-    suffixes = [f"/dataloader_idx_{index}" if name is None else f"/{name}" for index, name in enumerate(names)]
+    suffixes = [f"/dataloader_idx_{index}" for index in range(len(names))]
     heads = ["value"] if names == [None] else [name or f"loader {index}" for index, name in enumerate(names)]
     rows: dict[str, list[str]] = {}
     for index, (values, suffix) in enumerate(zip(metrics, suffixes, strict=True)):

@@ -237,8 +237,7 @@ def read_all(values: list[Tensor | float]) -> list[float]:
 def _suffix(loader: Loader | None) -> str:
     if loader is None:
         return ""
-    index, name = loader
-    return f"/dataloader_idx_{index}" if name is None else f"/{name}"
+    return f"/dataloader_idx_{loader[0]}"
 
 
 def _on_device(numbers: list[float], device: torch.device) -> Tensor:

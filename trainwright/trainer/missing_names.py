@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 MISSING = {
-    "fit_loop": "trainer.max_epochs and the other settings can be set between two runs; trainer.state has the counters",
     "validate_loop": "trainer.limit_val_batches can be set between two runs",
     "test_loop": "trainer.limit_test_batches can be set between two runs",
     "predict_loop": "trainer.limit_predict_batches can be set between two runs",
     "tuner": "pass a LearningRateFinder or a BatchSizeFinder in callbacks=",
     "tune": "pass a LearningRateFinder or a BatchSizeFinder in callbacks=",
     "scaler": "trainer.precision_plugin has the loss scaler in '16-mixed'",
-    "device_ids": "trainer.strategy.root_device is this process's device",
     "root_gpu": "trainer.strategy.root_device is this process's device",
     "num_gpus": "use trainer.num_devices",
     "gpus": "use trainer.num_devices",

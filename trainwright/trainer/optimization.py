@@ -185,7 +185,6 @@ def step(
         was_made = not result.skipped
     if was_made and run.schedulers:
         step_schedulers(run, "step", state.step, plateau=False)
-        step_schedulers(run, "step", state.step, plateau=True)
 
 
 def step_by_module(

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from trainwright.callbacks.base import Callback
+from trainwright.callbacks.base import Callback, Checkpoint
 from trainwright.callbacks.model_checkpoint import ModelCheckpoint
 from trainwright.callbacks.model_summary import ModelSummary
 from trainwright.callbacks.progress_bar import ProgressBar
@@ -71,7 +71,9 @@ def arranged_callbacks(callbacks: Callback | Sequence[Callback] | None, settings
     ]
     # A default must not join a callback of the same kind that the user configured.
     missing = [
-        made() for wanted, kind, made in defaults if wanted and not any(isinstance(each, kind) for each in given)
+        made()
+        for wanted, kind, made in defaults
+        if wanted and not any(isinstance(each, Checkpoint if kind is ModelCheckpoint else kind) for each in given)
     ]
     if settings.max_time is not None:
         if any(isinstance(each, Timer) for each in given):

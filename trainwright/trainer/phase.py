@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from enum import Enum, auto
 
 from trainwright.engine.window import AccumulationWindow
+from trainwright.trainer.states import RunningStage, TrainerFn, TrainerStatus
 
 
 class Phase(Enum):
@@ -42,6 +43,9 @@ class Progress:
 
     def __init__(self) -> None:
         self.phase = Phase.OUTSIDE
+        self.fn: TrainerFn | None = None
+        """The latest call."""
+        self.status = TrainerStatus.INITIALIZING
         self.obstacle = ""
         """Why a failed run cannot be resumed exactly from here; "" if it can."""
         self._window: AccumulationWindow | None = None
@@ -49,6 +53,26 @@ class Progress:
         """Whether the current training batch is the epoch's last."""
         self.batches_begun = 0
         """Training batches begun, the same on every rank unless one is further on."""
+
+    def begin(self, call: str) -> None:
+        """Begin a call of the Trainer."""
+        self.phase, self.fn, self.status = Phase.OUTSIDE, TrainerFn(call), TrainerStatus.RUNNING
+
+    def end(self, has_failed: bool) -> None:
+        """End it."""
+        self.phase = Phase.OUTSIDE
+        self.status = TrainerStatus.INTERRUPTED if has_failed else TrainerStatus.FINISHED
+
+    @property
+    def stage(self) -> RunningStage | None:
+        """Return what runs within the call; None outside of one."""
+        if self.fn is None or self.status is not TrainerStatus.RUNNING:
+            return None
+        if self.fn is not TrainerFn.FITTING:
+            return RunningStage(self.fn.value)
+        if self.is_evaluating:
+            return RunningStage.SANITY_CHECKING if self.is_sanity_check else RunningStage.VALIDATING
+        return RunningStage.TRAINING
 
     def begin_batch(self, is_last: bool) -> None:
         """Begin a training batch."""
@@ -85,6 +109,11 @@ class Progress:
         outer, self.phase = self.phase, phase
         yield
         self.phase = outer
+
+    @property
+    def is_in_batch(self) -> bool:
+        """Return whether a training batch runs."""
+        return self.phase is Phase.BATCH
 
     @property
     def is_evaluating(self) -> bool:

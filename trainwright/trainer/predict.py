@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 HOST = torch.device("cpu")
 
 
-def predict(evaluation: Evaluation, return_predictions: bool, *, own_only: bool = False) -> list[Any]:
-    """Return the outputs of each batch on the host, with several loaders a list of them for each; an empty list if unwanted.
+def predict(evaluation: Evaluation, return_predictions: bool, *, own_only: bool = False) -> list[Any] | None:
+    """Return the outputs of each batch on the host, with several loaders a list of them for each; None if unwanted.
 
     Every rank gets the outputs of all, tensors of a subclass as plain tensors, and dicts of a subclass as dicts; with
     `own_only` its own, of any kind. Collective: call on every rank.
@@ -43,7 +43,7 @@ def predict(evaluation: Evaluation, return_predictions: bool, *, own_only: bool 
 
     evaluate(evaluation, keep=keep if return_predictions else None)
     if not return_predictions:
-        return []
+        return None
     found = [kept.get(loader, {}) for loader in range(len(evaluation.loaders))]
     gathered = [gather_outputs(each, engine) if gathers else each for each in found]
     predictions = [[outputs[number] for number in sorted(outputs)] for outputs in gathered]

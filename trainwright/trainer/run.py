@@ -33,7 +33,6 @@ from trainwright.trainer.checkpoint_choice import Choice
 from trainwright.trainer.hooks import HookTable, check_hooks
 from trainwright.trainer.locks import FolderLocks
 from trainwright.trainer.logbook import Logbook
-from trainwright.trainer.phase import Phase
 from trainwright.trainer.settings import Settings
 from trainwright.trainer.stage import Stages
 from trainwright.trainer.state import TrainerState
@@ -265,7 +264,7 @@ class Run:
         for callback in self.callbacks:
             check_hooks(callback)
         self.stop.note_end(None)
-        self.state.progress.enter(Phase.OUTSIDE)
+        self.state.progress.begin(self.call)
         outer = trainer_of(module)
         # What is registered is called from the last to the first: teardowns, loggers, locks, then the rest.
         with ExitStack() as stack:
@@ -376,11 +375,9 @@ class Run:
             self.compiled = None
         self.stage, self.is_prepared = None, False
         self.logbook.stop_collecting()
-        self.state.progress.enter(Phase.OUTSIDE)
+        self.state.progress.end(outcome.error is not None)
         self.state.progress.follow(None)
         detach(self.callbacks)
-        if self.datamodule is not None:
-            self.datamodule.trainer = None
         for child in self.module.modules() if self.module is not None else ():
             if isinstance(child, Module):
                 # A run that failed after toggle_optimizer has left parameters frozen.

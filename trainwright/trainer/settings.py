@@ -140,7 +140,7 @@ class Settings:
                 yield str(error).rstrip(".")
 
     def _conflicts(self) -> Iterable[str]:
-        if self.check_val_every_n_epoch is None and isinstance(self.val_check_interval, (float, type(None))):
+        if self.check_val_every_n_epoch is None and isinstance(self.val_check_interval, float):
             yield (
                 "check_val_every_n_epoch=None counts batches across epochs, so val_check_interval has to be a number of "
                 f"batches (int) or a time, not {self.val_check_interval!r}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -75,5 +76,10 @@ def limited(length: int | None, limit: int | float | None) -> int | None:
             raise ValueError(
                 f"a limit of {limit} is a fraction of the batches, but this loader has no length; pass a number of batches."
             )
-        return max(int(length * limit), 1 if limit > 0 and length > 0 else 0)  # a fraction is one batch at least
+        if limit > 0 and length > 0 and int(length * limit) == 0:
+            raise ValueError(
+                f"a limit of {limit} of {length} batches is less than one; pass a number of batches, or at least "
+                f"{math.ceil(1000 / length) / 1000}."
+            )
+        return int(length * limit)
     return limit if length is None else min(limit, length)

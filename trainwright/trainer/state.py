@@ -7,7 +7,8 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
-from trainwright.trainer.phase import Progress
+from trainwright.trainer.phase import Phase, Progress
+from trainwright.trainer.states import RunningStage, TrainerFn, TrainerStatus
 
 OF_THE_END = ("epoch", "batch", "unchecked_batches", "schedulers_stepped", "epoch_ended")
 """The counters that change between an epoch's end and the next one's beginning."""
@@ -37,12 +38,14 @@ class TrainerState:
 
     `epoch` counts finished epochs, so during an epoch it is that epoch's number from 0. `batch` counts the batches that
     this rank has finished in the epoch, `total_batches` those of the run, `step` the optimizer steps of the run (each
-    optimizer's under manual optimization), `batches_that_stepped` the batches after which a step was made: the loggers' x
-    axis. `validations` counts the validations of the run, and `validated_at` is `total_batches` as it was at the latest.
+    optimizer's under manual optimization), `batches_that_stepped` the batches after which a step was made, from which the
+    loggers' x axis follows (`logged_step`). `validations` counts the validations of the run, and `validated_at` is
+    `total_batches` as it was at the latest.
     `unchecked_batches` counts the batches, the current one included, since the latest check whether a validation is due
     within the epoch. `schedulers_stepped` is True once an epoch's schedulers have stepped, except those that follow a metric:
     its validation may not have run yet. `epoch_ended` is True when the epoch has no batch or validation left, but its number
     has not changed yet. `holds_gradients` is True while gradients of manual optimization wait over an epoch's end for a step.
+    `schedulers_wait` is True while step-wise schedulers that follow a metric wait for the validation after their step.
     `saves` counts the checkpoints, which orders those of one step.
 
     All of them are valid at another world size. An epoch resumed there continues from each rank's `batch`, with the rest of
@@ -61,6 +64,7 @@ class TrainerState:
     schedulers_stepped: bool = False
     epoch_ended: bool = False
     holds_gradients: bool = False
+    schedulers_wait: bool = False
     saves: int = 0
     epoch_generators: dict[str, Any] | None = field(default=None, metadata={"counts": False})
     """This rank's generators as they were when the epoch began: the hooks of its start draw from them again when resumed."""
@@ -120,6 +124,42 @@ class TrainerState:
             vars(self).update(now)
 
     @property
+    def fn(self) -> TrainerFn | None:
+        """Return the Trainer's present or latest call."""
+        return self.progress.fn
+
+    @property
+    def stage(self) -> RunningStage | None:
+        """Return what runs within the call; None outside of one."""
+        return self.progress.stage
+
+    @property
+    def status(self) -> TrainerStatus:
+        """Return how far the call is."""
+        return self.progress.status
+
+    @property
+    def finished(self) -> bool:
+        """Return whether the call has ended without an exception."""
+        return self.status is TrainerStatus.FINISHED
+
+    @property
+    def stopped(self) -> bool:
+        """Return whether the call has ended."""
+        return self.status.stopped
+
+    @property
+    def logged_step(self) -> int:
+        """Return the loggers' x value: in a fit the steps before that of the latest batch, else those that were made."""
+        made = self.batches_that_stepped
+        return made if self.progress.phase is Phase.EVALUATION else max(made - 1, 0)
+
+    @property
+    def shown_epoch(self) -> int:
+        """Return the epoch's number; after a fit the epochs that were trained, one that was left within it included."""
+        return self.epoch + (self.open_epoch is not None and self.progress.phase is Phase.OUTSIDE)
+
+    @property
     def is_unfinished(self) -> bool:
         """Return whether an epoch has begun and not ended."""
         return self.batch > 0 and not self.epoch_ended
@@ -160,6 +200,10 @@ class TrainerState:
     def note_schedulers_stepped(self) -> None:
         """Note that the epoch's schedulers have stepped, except those that follow a metric."""
         self.schedulers_stepped = True
+
+    def let_schedulers_wait(self, wait: bool) -> None:
+        """Note whether step-wise schedulers that follow a metric wait for the validation after their step."""
+        self.schedulers_wait = wait
 
     def leave_epoch(self, left: OpenEpoch) -> None:
         """Note what a checkpoint holds where the run stops within the epoch."""

@@ -19,6 +19,7 @@ from trainwright.callbacks.gradient_accumulation_scheduler import GradientAccumu
 from trainwright.callbacks.model_checkpoint import ModelCheckpoint
 from trainwright.callbacks.progress_bar import ProgressBar
 from trainwright.data.datamodule import DataModule
+from trainwright.engine.devices import device_numbers
 from trainwright.engine.engine import Engine
 from trainwright.engine.optimizers import SchedulerConfig
 from trainwright.loggers.base import Logger
@@ -26,6 +27,7 @@ from trainwright.module import Module
 from trainwright.precision import Precision
 from trainwright.strategies import Strategy
 from trainwright.trainer.logbook import Logbook
+from trainwright.trainer.loops import FitLoop
 from trainwright.trainer.parts import arranged_loggers, settings_of
 from trainwright.trainer.run import Run
 from trainwright.trainer.settings import Settings
@@ -108,6 +110,12 @@ class Status:
     def num_devices(self) -> int:
         """Return the number of processes on this node, one per device."""
         return self.engine.num_workers or self.engine.environment.local_world_size
+
+    @property
+    def device_ids(self) -> list[int]:
+        """Return the numbers of the devices of this node's processes; those of the processes on a CPU."""
+        given = device_numbers(self._arguments["devices"], self.engine.device.type)
+        return given or (list(range(self.num_devices)) if self.num_devices > 1 else [self.engine.device.index or 0])
 
     @property
     def is_global_zero(self) -> bool:
@@ -256,6 +264,11 @@ class Status:
         windows = [schedulers[0].get_accumulate_grad_batches(epoch) for epoch in range(last)]
         return min(sum(math.ceil(batches / window) for window in windows), limit)
 
+    @property
+    def fit_loop(self) -> FitLoop:
+        """Return the limits and counters of fit as Lightning's loop has them."""
+        return FitLoop(self._settings, self.run.state, self._change_setting)
+
     num_training_batches = Forwarded[Batches]("run.stages.num_training_batches", "Batches of an epoch on this rank.")
     num_val_batches = Forwarded[list[Batches]](
         "run.stages.validation.num_batches", "Batches of each validation loader."
@@ -274,14 +287,16 @@ class Status:
     )
 
     state = Forwarded[TrainerState]("run.state", "The counters of the run.")
-    current_epoch = Forwarded[int]("run.state.epoch", "The epoch's number, from 0; after fit, the epochs finished.")
+    current_epoch = Forwarded[int](
+        "run.state.shown_epoch", "The epoch's number, from 0; after fit, the epochs trained."
+    )
     global_step = Forwarded[int]("run.state.step", "Optimizer steps made, of all optimizers under manual optimization.")
     sanity_checking = Forwarded[bool]("run.state.progress.is_sanity_check", "Whether the sanity check runs.")
     is_dummy_batch = Forwarded[bool](
         "run.logbook.is_silenced", "Whether the batch only keeps collectives in step with other ranks."
     )
     enable_validation = Forwarded[bool]("run.enable_validation", "Whether this fit validates.")
-    interrupted = Forwarded[bool]("run.stop.interrupted", "Whether Ctrl-C, or a hook that raises it, ended the run.")
+    interrupted = Forwarded[bool]("run.stop.was_cut", "Whether an exception, such as that of Ctrl-C, ended the run.")
 
     @property
     def is_last_batch(self) -> bool:
@@ -311,8 +326,8 @@ class Status:
 
     @property
     def evaluating(self) -> bool:
-        """Return whether a validation or a test runs."""
-        return self.validating or self.testing
+        """Return whether a validation, the sanity check or a test runs."""
+        return self.validating or self.testing or self.sanity_checking
 
     @property
     def received_sigterm(self) -> bool:

@@ -58,6 +58,8 @@ class Stop:
         """The checkpoint that the stopped run has saved; "" for none."""
         self.interrupted = False
         """Whether Ctrl-C, or a KeyboardInterrupt or SystemExit that a hook raised, has ended the latest run."""
+        self.was_cut = False
+        """Whether an exception of any kind, or a signal, has ended the latest run."""
         self._engine, self._settings, self._state = engine, settings, state
         self._save, self._keeps_any = save, keeps_any
         self._watch = SignalWatch(self._request_points)
@@ -98,7 +100,7 @@ class Stop:
 
     def note_end(self, error: BaseException | None) -> None:
         """Note how a run has ended; None when another begins."""
-        self.interrupted = isinstance(error, (KeyboardInterrupt, SystemExit))
+        self.was_cut, self.interrupted = error is not None, isinstance(error, (KeyboardInterrupt, SystemExit))
 
     def request(self, wanted: bool) -> None:
         """Request that the run ends, as `trainer.should_stop = True` does, or withdraw that."""
@@ -146,7 +148,7 @@ class Stop:
         if not self.number:
             numbers = self._engine.ranks.exchange(int(self._watch.first), "the agreement on a signal")
             self.number = next(filter(None, numbers), 0)
-            self.interrupted = self.number == signal.SIGINT
+            self.was_cut, self.interrupted = bool(self.number), self.number == signal.SIGINT
         return bool(self.number)
 
     @property

@@ -315,7 +315,7 @@ class Trainer(Status):
         ckpt_path: str | os.PathLike[str] | None = None,
         weights_only: bool | None = None,
         verify: Verify = "full",
-    ) -> list[Any]:
+    ) -> list[Any] | None:
         """Return what predict_step returns for each batch, on the host, in the dataset's order. Collective.
 
         Every rank gets the outputs of all. The arguments are those of `test`. With return_predictions=False nothing is kept: a
@@ -323,13 +323,13 @@ class Trainer(Status):
         its own outputs, of any kind; where the call starts the processes, those of rank 0.
 
         Returns:
-            A list with an entry for each batch; with several loaders a list of such lists.
+            A list with an entry for each batch; with several loaders a list of such lists; None with return_predictions=False.
         """
         if return_predictions not in (None, True, False, "own"):
             raise ValueError(f"return_predictions={return_predictions!r} is not accepted; pass True, False or 'own'.")
         given = (model, dataloaders, ckpt_path, datamodule, verify)
         wanted, own_only = return_predictions is not False, return_predictions == "own"
-        predictions: list[Any] = self._evaluate(
+        predictions: list[Any] | None = self._evaluate(
             "predict",
             "predict",
             given,

@@ -41,6 +41,8 @@ class TrainingRun(Run):
     data: TrainData
     optimizer: Optimizer | None = None
     """The one to step; None under manual optimization, or without any."""
+    follows_by_step = False
+    """Whether a step-wise scheduler follows a metric."""
     has_own_step = False
     """Whether the optimizer's step is the module's own, or made with a closure."""
 
@@ -134,6 +136,7 @@ class TrainingRun(Run):
     def take_schedulers(self, schedulers: list[SchedulerConfig]) -> None:
         """Take what configure_optimizers has returned of schedulers."""
         self.trained.schedulers = self.schedulers = schedulers
+        self.follows_by_step = any(each.interval == "step" and each.is_plateau for each in schedulers)
 
     def replace_schedulers(self) -> None:
         """Replace the schedulers by the one of a callback, if it has one."""

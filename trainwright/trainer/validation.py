@@ -47,11 +47,26 @@ def validate(run: TrainingRun, within: bool) -> None:
         state.count_validation()
         step_schedulers(run, "validation", state.validations, plateau=False)
         step_schedulers(run, "validation", state.validations, plateau=True)
+        if state.schedulers_wait:
+            state.let_schedulers_wait(False)
+            step_schedulers(run, "step", state.step, plateau=True)
 
     with abandonable(run):
         evaluate(run.validation, Phase.VALIDATION_WITHIN if within else Phase.VALIDATION_AT_END, before_end=count)
     if within:  # an epoch's end asks for itself
         run.stop.agree()
+
+
+def step_followers(run: TrainingRun, is_last: bool) -> None:
+    """Step the step-wise schedulers that follow a metric, or let them wait for the validation that is due now. Collective.
+
+    Its metric may be theirs, and a checkpoint that it leads to holds their step.
+    """
+    is_timed = run.validation_clock is not None  # such a validation is due on no batch that is known here
+    if not is_timed and validation_is_due(run, at_end=is_last):
+        run.state.let_schedulers_wait(True)
+    else:
+        step_schedulers(run, "step", run.state.step, plateau=True)
 
 
 @contextmanager
