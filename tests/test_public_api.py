@@ -17,8 +17,8 @@ NAMES = """Accelerator AcceleratorState AdvancedProfiler AutocastKwargs Backbone
     GradientAccumulationScheduler GradientState InitProcessGroupKwargs LambdaCallback LaunchError
     LearningRateFinder LearningRateMonitor LightningDataModule LightningModule LocalSGD Logger MLFlowLogger
     ModelCheckpoint ModelPruning ModelSummary Module OnExceptionCheckpoint PartialState Precision ProfileKwargs Profiler
-    ProgressBar
-    ProjectConfiguration PyTorchProfiler RichModelSummary RichProgressBar RunStopped ShardedDDPStrategy SimpleProfiler SpikeDetection
+    ProgressBar ProjectConfiguration PyTorchProfiler RichModelSummary RichProgressBar RunStopped ShardedDDPStrategy
+    SimpleProfiler SpikeDetection
     StochasticWeightAveraging Strategy TQDMProgressBar TensorBoardLogger TensorPredictionWriter
     ThroughputMonitor Timer Trainer TrainwrightError Tuner WandbLogger WeightAveraging WorkerFailed
     __version__ broadcast debug_launcher estimate_memory extract_model_from_parallel

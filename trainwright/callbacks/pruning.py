@@ -247,8 +247,8 @@ class ModelPruning(Callback):
             if self._given is not None and (parameter is None or id(owner) not in owners):
                 raise ValueError(
                     f"parameters_to_prune holds {attribute!r} of a {type(owner).__name__}, which {type(module).__name__} "
-                    f"does not have as a parameter; pass pairs of one of its modules and the name of that module's parameter, such "
-                    "as (model.layer, 'weight')."
+                    "does not have as a parameter; pass pairs of one of its modules and the name of that module's parameter, "
+                    "such as (model.layer, 'weight')."
                 )
             is_flat = (
                 self._given is None and self._method.is_structured and parameter is not None and parameter.ndim < 2
