@@ -19,7 +19,7 @@ OPTIONAL = ("omegaconf", "onnxscript", "pydantic")
 """Imported where a user's own objects come from it, by the one method that needs it, or for the types of DeepSpeed."""
 DISTRIBUTION_OF = {"yaml": "PyYAML"}
 """Modules whose distribution has another name."""
-EXTRAS = ("deepspeed", "fairscale", "tensorboard", "cli", "rich", "monitor", "wandb", "mlflow", "examples")
+EXTRAS = ("deepspeed", "fairscale", "tensorboard", "cli", "rich", "monitor", "wandb", "mlflow", "comet", "examples")
 
 
 def test_what_the_package_imports_is_declared() -> None:

@@ -11,7 +11,7 @@ from trainwright.callbacks.trainer_protocol import Counters, Metrics, RunProgres
 
 NAMES = """Accelerator AcceleratorState AdvancedProfiler AutocastKwargs BackboneFinetuning BaseFinetuning
     BasePredictionWriter BatchSizeFinder CSVLogger Callback CheckpointError ClassificationReport
-    CombinedLoader DDPStrategy DataLoaderConfiguration DataModule DeepSpeedPlugin DeepSpeedStrategy
+    CombinedLoader CometLogger DDPStrategy DataLoaderConfiguration DataModule DeepSpeedPlugin DeepSpeedStrategy
     DeviceStatsMonitor DistributedDataParallelKwargs DistributedType EMAWeightAveraging EarlyStopping Engine
     FSDPStrategy FullyShardedDataParallelPlugin GradScalerKwargs GradientAccumulationPlugin
     GradientAccumulationScheduler GradientState InitProcessGroupKwargs LambdaCallback LaunchError
