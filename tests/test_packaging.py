@@ -19,7 +19,19 @@ OPTIONAL = ("omegaconf", "onnxscript", "pydantic")
 """Imported where a user's own objects come from it, by the one method that needs it, or for the types of DeepSpeed."""
 DISTRIBUTION_OF = {"yaml": "PyYAML"}
 """Modules whose distribution has another name."""
-EXTRAS = ("deepspeed", "fairscale", "tensorboard", "cli", "rich", "monitor", "wandb", "mlflow", "plot", "examples")
+EXTRAS = (
+    "deepspeed",
+    "fairscale",
+    "tensorboard",
+    "cli",
+    "rich",
+    "monitor",
+    "wandb",
+    "mlflow",
+    "comet",
+    "plot",
+    "examples",
+)
 
 
 def test_what_the_package_imports_is_declared() -> None:

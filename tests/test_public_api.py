@@ -11,13 +11,15 @@ from trainwright.callbacks.trainer_protocol import Counters, Metrics, RunProgres
 
 NAMES = """Accelerator AcceleratorState AdvancedProfiler AutocastKwargs BackboneFinetuning BaseFinetuning
     BasePredictionWriter BatchSizeFinder CSVLogger Callback CheckpointError ClassificationReport
-    CombinedLoader DDPCommunicationHookType DDPStrategy DataLoaderConfiguration DataModule DeepSpeedPlugin DeepSpeedStrategy
+    CombinedLoader CometLogger DDPCommunicationHookType DDPStrategy DataLoaderConfiguration DataModule DeepSpeedPlugin
+    DeepSpeedStrategy
     DeviceStatsMonitor DistributedDataParallelKwargs DistributedType EMAWeightAveraging EarlyStopping Engine
     FSDPStrategy FullyShardedDataParallelPlugin GradScalerKwargs GradientAccumulationPlugin
     GradientAccumulationScheduler GradientState InitProcessGroupKwargs LambdaCallback LaunchError
     LearningRateFinder LearningRateMonitor LightningDataModule LightningModule LocalSGD Logger MLFlowLogger
     ModelCheckpoint ModelPruning ModelSummary Module OnExceptionCheckpoint PartialState Precision ProfileKwargs Profiler
-    ProgressBar ProjectConfiguration PyTorchProfiler RichModelSummary RichProgressBar RunStopped ShardedDDPStrategy SimpleProfiler SpikeDetection
+    ProgressBar ProjectConfiguration PyTorchProfiler RichModelSummary RichProgressBar RunStopped ShardedDDPStrategy
+    SimpleProfiler SpikeDetection
     StochasticWeightAveraging Strategy TQDMProgressBar TensorBoardLogger TensorPredictionWriter
     ThroughputMonitor Timer Trainer TrainwrightError Tuner WandbLogger WeightAveraging WorkerFailed
     __version__ broadcast debug_launcher estimate_memory extract_model_from_parallel

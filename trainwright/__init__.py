@@ -53,7 +53,7 @@ if TYPE_CHECKING:
     from trainwright.engine.engine import Engine
     from trainwright.engine.memory import estimate_memory
     from trainwright.errors import CheckpointError, LaunchError, RunStopped, TrainwrightError, WorkerFailed
-    from trainwright.loggers import CSVLogger, Logger, MLFlowLogger, TensorBoardLogger, WandbLogger
+    from trainwright.loggers import CometLogger, CSVLogger, Logger, MLFlowLogger, TensorBoardLogger, WandbLogger
     from trainwright.module import Module
     from trainwright.module import Module as LightningModule
     from trainwright.precision import Precision
@@ -129,7 +129,7 @@ _HOMES = {
     "trainwright.engine.engine": "Engine",
     "trainwright.engine.memory": "estimate_memory",
     "trainwright.errors": "CheckpointError LaunchError RunStopped TrainwrightError WorkerFailed",
-    "trainwright.loggers": "CSVLogger Logger MLFlowLogger TensorBoardLogger WandbLogger",
+    "trainwright.loggers": "CSVLogger CometLogger Logger MLFlowLogger TensorBoardLogger WandbLogger",
     "trainwright.module": "Module",
     "trainwright.precision": "Precision",
     "trainwright.profilers": "AdvancedProfiler Profiler PyTorchProfiler SimpleProfiler",
@@ -161,6 +161,7 @@ __all__ = [
     "CheckpointError",
     "ClassificationReport",
     "CombinedLoader",
+    "CometLogger",
     "DDPCommunicationHookType",
     "DDPStrategy",
     "DataLoaderConfiguration",

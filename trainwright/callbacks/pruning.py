@@ -157,10 +157,10 @@ class ModelPruning(Callback):
         for target in self._targets:
             if not self._is_permanent and not target.is_reparametrized:
                 _refuse_lazy(target)
-                prune.identity(target.module, target.attribute)
+                prune.identity(target.module, target.attribute)  # type: ignore[no-untyped-call]
             elif self._is_permanent and target.is_reparametrized:  # by the user, or an earlier run
                 self._pruned[target.name] = getattr(target.module, target.mask_name) == 0
-                prune.remove(target.module, target.attribute)
+                prune.remove(target.module, target.attribute)  # type: ignore[no-untyped-call]
 
     def _refuse(self, trainer: Trainer) -> None:
         if not trainer.strategy.holds_modules:
@@ -246,9 +246,9 @@ class ModelPruning(Callback):
             parameter = owner._parameters.get(f"{attribute}_{ORIGINAL}", owner._parameters.get(attribute))
             if self._given is not None and (parameter is None or id(owner) not in owners):
                 raise ValueError(
-                    f"parameters_to_prune holds {attribute!r} of a {type(owner).__name__}, which {type(module).__name__} does not "
-                    f"have as a parameter; pass pairs of one of its modules and the name of that module's parameter, such "
-                    "as (model.layer, 'weight')."
+                    f"parameters_to_prune holds {attribute!r} of a {type(owner).__name__}, which {type(module).__name__} "
+                    "does not have as a parameter; pass pairs of one of its modules and the name of that module's parameter, "
+                    "such as (model.layer, 'weight')."
                 )
             is_flat = (
                 self._given is None and self._method.is_structured and parameter is not None and parameter.ndim < 2
@@ -329,7 +329,8 @@ class ModelPruning(Callback):
         for target in self._targets:
             is_new = target.name in self._pruned and target.name not in self._hooks
             if is_new and target.parameter.requires_grad and not target.is_reparametrized:
-                self._hooks[target.name] = target.parameter.register_hook(self._without(target.name))
+                hook = target.parameter.register_hook(self._without(target.name))  # type: ignore[no-untyped-call]
+                self._hooks[target.name] = hook
 
     def _without(self, name: str) -> Callable[[Tensor], Tensor]:
         return lambda gradient: gradient.masked_fill(self._pruned[name], 0)

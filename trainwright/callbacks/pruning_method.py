@@ -137,7 +137,7 @@ class PruningMethod:
         for target in targets:
             mask = pruned.get(target.name)
             if mask is not None:
-                prune.custom_from_mask(twins[id(target.module)], target.attribute, ~mask)
+                prune.custom_from_mask(twins[id(target.module)], target.attribute, ~mask)  # type: ignore[no-untyped-call]
         pairs = [(twins[id(target.module)], target.attribute) for target in targets]
         try:
             if self._method is not None:
@@ -152,7 +152,7 @@ class PruningMethod:
                 "counts the elements that are not pruned yet: a number of them, or a fraction from 0.0 to 1.0."
             ) from error
         found = {}
-        for target, (twin, attribute) in zip(targets, pairs, strict=True):
+        for target, (twin, _) in zip(targets, pairs, strict=True):
             mask = getattr(twin, target.mask_name, None)
             if not isinstance(mask, Tensor):
                 raise ValueError(

@@ -1,6 +1,7 @@
 """Loggers: where the numbers of a run are written. One file each; subclass `Logger` for your own."""
 
 from trainwright.loggers.base import Logger, SilentLogger, rank_zero_experiment
+from trainwright.loggers.comet import CometLogger
 from trainwright.loggers.csv import CSVLogger
 from trainwright.loggers.folder import start_loggers, withdraw_loggers
 from trainwright.loggers.mlflow import MLFlowLogger
@@ -13,6 +14,7 @@ DummyLogger = SilentLogger
 
 __all__ = [
     "CSVLogger",
+    "CometLogger",
     "DummyLogger",
     "Logger",
     "MLFlowLogger",

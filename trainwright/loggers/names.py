@@ -24,6 +24,7 @@ LOGGERS = {
     "csv": NamedLogger("trainwright.loggers.csv:CSVLogger"),
     "tensorboard": NamedLogger("trainwright.loggers.tensorboard:TensorBoardLogger", "tensorboard"),
     "wandb": NamedLogger("trainwright.loggers.wandb:WandbLogger", "wandb"),
+    "comet_ml": NamedLogger("trainwright.loggers.comet:CometLogger", "comet_ml"),
     "mlflow": NamedLogger("trainwright.loggers.mlflow:MLFlowLogger", "mlflow"),
 }
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import json
 import os
 import warnings
 from collections import deque
@@ -13,7 +12,8 @@ from pathlib import Path
 from typing import Any, Self
 
 from trainwright.loggers.base import RunResult
-from trainwright.loggers.remote import RemoteLogger, Row, names_of
+from trainwright.loggers.noted_rows import NotedRows
+from trainwright.loggers.remote import RemoteLogger, Row
 
 STEP = "trainer/global_step"
 """The x axis of all curves."""
@@ -67,7 +67,7 @@ class WandbLogger(RemoteLogger):
         self._run: Any = experiment
         self._is_own = experiment is None
         """Whether the run is ours to finish."""
-        self._has_warned_of_steps = False
+        self._noted = NotedRows("WandbLogger")
 
     @classmethod
     def of_project(cls, project: str, save_dir: str | None, **options: Any) -> Self:
@@ -136,38 +136,14 @@ class WandbLogger(RemoteLogger):
         return Path(folder).parent.with_name(f"trainwright-{self._run.id}.steps") if folder else None
 
     def _rows_there(self) -> Iterator[tuple[int, int, str]]:
-        try:
-            lines = self._steps.read_text().splitlines() if self._steps is not None else []
-        except OSError:  # the checkpoint was moved without it, say
-            lines = []
-        for line in lines:
-            try:
-                step, time, names = json.loads(line)
-                yield step, time, names_of(dict.fromkeys(names))
-            except (ValueError, TypeError):  # half a line, of a run that was killed
-                continue
+        return self._noted.read(self._steps)
 
     def _write(self, rows: deque[Row]) -> None:
         while rows:
             row = rows[0]
             self._run.log({**row.values, STEP: row.step})
             rows.popleft()
-            self._note(row)
-
-    def _note(self, row: Row) -> None:
-        """Note a row that was written, for a run that is killed and resumed. A failure is a warning: the row is written."""
-        try:
-            if (path := self._steps) is not None:
-                path.parent.mkdir(parents=True, exist_ok=True)
-                with open(path, "a") as file:
-                    file.write(f"\n{json.dumps([row.step, row.time, sorted(row.values)])}")  # after half a line, too
-        except OSError as error:
-            if not self._has_warned_of_steps:
-                self._has_warned_of_steps = True
-                warnings.warn(
-                    f"WandbLogger could not write {path}: {error}. A resumed run would repeat the rows after its checkpoint.",
-                    stacklevel=2,
-                )
+            self._noted.note(self._steps, row)
 
     def _write_hyperparams(self, params: dict[str, Any]) -> None:
         self._run.config.update(params, allow_val_change=True)

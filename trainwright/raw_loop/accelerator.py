@@ -78,7 +78,8 @@ class Accelerator(Collectives):
         strategy: a name or a Strategy.
         precision: any precision of the Trainer, instead of mixed_precision.
         num_nodes: nodes of the job, as for the Trainer.
-        log_with: "csv", "tensorboard", "wandb", "mlflow", "all" for those that can be used here, a Logger, or a list of these.
+        log_with: "csv", "tensorboard", "wandb", "mlflow", "comet_ml", "all" for those that can be used here, a Logger, or a
+            list of these.
         project_dir: the folder of numbered checkpoints (`project_dir/checkpoints`) and of the logs; a path or an fsspec URL.
         project_config: the same folders, and how many checkpoints are kept.
 

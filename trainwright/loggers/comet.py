@@ -1,0 +1,173 @@
+"""The logger of Comet, through its client."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import warnings
+from collections import deque
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Self
+
+from trainwright.loggers.base import RunResult
+from trainwright.loggers.noted_rows import NotedRows
+from trainwright.loggers.remote import RemoteLogger, Row
+
+MODES = ("get_or_create", "get", "create")
+QUIET = {"log_code": False, "log_graph": False, "auto_output_logging": False, "display_summary_level": 0}
+"""What the client does not record by itself, unless it is given."""
+
+
+class CometLogger(RemoteLogger):
+    """Writes to an experiment of Comet (extra `comet`).
+
+    Without an API key it is offline, and a warning says how to upload it. A run that resumes from a checkpoint continues the
+    experiment of the same key. The client has one experiment a process: another one ends it.
+
+    Offline, each process leaves an archive in `save_dir` when it ends; `comet upload` joins those of one experiment. What a
+    killed process wrote since it began stays in the client's temporary folder.
+
+    Args:
+        api_key: the key; None for the client's own configuration, such as COMET_API_KEY.
+        workspace: the workspace; None for the default one.
+        project: the project; None for the client's own configuration.
+        experiment_key: the key of an experiment to continue or to make, of 32 to 50 letters and digits; None for a new one.
+        mode: "get_or_create" (the default), "get" or "create".
+        online: False writes archives only; None chooses by the API key.
+        prefix: put before the name of every metric, with a dash.
+        save_dir: the folder of archives, a local path.
+        name: the experiment's name; None for one that the service makes up.
+        log_model: True uploads the checkpoints of each ModelCheckpoint as models at the end of the run, "all" each one once
+            it is complete.
+        kwargs: further arguments of comet_ml.ExperimentConfig, such as tags= and log_code=.
+
+    Raises:
+        ImportError: comet_ml is not installed.
+        ValueError: the mode is unknown.
+    """
+
+    def __init__(
+        self,
+        *,
+        api_key: str | None = None,
+        workspace: str | None = None,
+        project: str | None = None,
+        experiment_key: str | None = None,
+        mode: str | None = None,
+        online: bool | None = None,
+        prefix: str | None = None,
+        save_dir: str | os.PathLike[str] = ".",
+        name: str | None = None,
+        log_model: bool | str = False,
+        **kwargs: Any,
+    ) -> None:
+        if importlib.util.find_spec("comet_ml") is None:
+            raise ImportError('CometLogger needs comet_ml: pip install "trainwright[comet]", or use CSVLogger.')
+        if mode not in (None, *MODES):
+            raise ValueError(f"mode={mode!r} is not accepted; choose from {', '.join(map(repr, MODES))}.")
+        super().__init__(prefix or "", log_model, experiment_key)
+        self._api_key, self._workspace, self._group = api_key, workspace, project
+        self._mode, self._online, self._name, self._options = mode or MODES[0], online, name, kwargs
+        self.save_dir: str = os.path.abspath(os.fspath(save_dir))
+        self._experiment: Any = None
+        self._is_offline = False
+        self._has_begun = False
+        """Whether the experiment was opened, so that it exists from then on."""
+        self._noted = NotedRows("CometLogger")
+
+    @classmethod
+    def of_project(cls, project: str, save_dir: str | None, **options: Any) -> Self:
+        return cls(**{"project": project, "save_dir": save_dir or ".", **options})
+
+    @property
+    def name(self) -> str | None:  # type: ignore[override]
+        """Return the project."""
+        return self._group
+
+    @property
+    def version(self) -> str | None:  # type: ignore[override]
+        """Return the experiment's key; None before the run if none was given."""
+        return self._id
+
+    @property
+    def experiment(self) -> Any:
+        """Return the client's experiment; on all ranks but 0 an object that does nothing. Before a fit it opens it."""
+        return self._experiment if self._begin() else self._silent()
+
+    def _open(self, run_id: str | None) -> str:
+        comet = _client()
+        self._is_offline = self._online is False
+        if self._online is None and not (self._api_key or comet.get_api_key(None, comet.get_config())):
+            self._is_offline = True
+            warnings.warn(
+                f"Comet has no API key, so the experiment is written to an archive in {self.save_dir}; upload it with `comet "
+                "upload`. Pass online=False to leave out this warning, or set COMET_API_KEY.",
+                stacklevel=2,
+            )
+        os.makedirs(self.save_dir, exist_ok=True)
+        options = {**QUIET, "offline_directory": self.save_dir, "name": self._name, **self._options}
+        is_continued = self._has_begun or (run_id is not None and run_id != self._given_id)
+        self._experiment = comet.start(
+            api_key=self._api_key,
+            workspace=self._workspace,
+            project_name=self._group,
+            experiment_key=run_id or comet.generate_guid(),
+            mode=MODES[0] if is_continued else self._mode,
+            online=not self._is_offline,
+            experiment_config=comet.ExperimentConfig(**options),
+        )
+        self._has_begun = True
+        self._group = getattr(self._experiment, "project_name", None) or self._group
+        return str(self._experiment.get_key())
+
+    @property
+    def _rows_file(self) -> Path:
+        """Return the file of the rows that were written."""
+        return Path(self.save_dir, f"trainwright-{self._id}.steps")
+
+    def _rows_there(self) -> Iterator[tuple[int, int, str]]:
+        return self._noted.read(self._rows_file, ended=self._is_offline)
+
+    def _write(self, rows: deque[Row]) -> None:
+        while rows:
+            row = rows[0]
+            self._experiment.log_metrics(row.values, step=row.step)
+            rows.popleft()
+            self._noted.note(self._rows_file, row)
+
+    def _write_hyperparams(self, params: dict[str, Any]) -> None:
+        self._experiment.log_parameters(params)
+
+    def _upload(self, path: str, is_best: bool) -> None:
+        self.log_model(path)
+
+    def _close(self, status: RunResult) -> None:
+        experiment, self._experiment = self._experiment, None
+        experiment.log_other("trainwright_status", status)
+        experiment.end()
+        self._noted.end(self._rows_file)
+
+    # -- beyond numbers ----------------------------------------------------------------------------------------------------
+
+    def log_images(self, values: Mapping[str, Any], step: int | None = None, **options: Any) -> None:
+        """Write images by name: each an array, a tensor or a list of images; options are those of the client's log_image."""
+        for key, images in values.items():
+            for image in list(images) if isinstance(images, (list, tuple)) else [images]:
+                if self._begin():
+                    value = image.detach().cpu().numpy() if hasattr(image, "detach") else image
+                    self._experiment.log_image(value, name=key, step=self._step if step is None else step, **options)
+
+    def log_model(self, path: str | os.PathLike[str], name: str | None = None) -> None:
+        """Upload a checkpoint, or another folder or file, as a model of the experiment."""
+        if self._begin():
+            source = os.fspath(path).rstrip("/")
+            self._experiment.log_model(name or os.path.basename(source), source)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_experiment": None}
+
+
+def _client() -> Any:
+    return importlib.import_module("comet_ml")
