@@ -7,6 +7,13 @@ from typing import Any
 import torch
 from projects import loader, part, refusal, regression, scripted, trainer
 
+CALLBACKS = """
+    BasePredictionWriter BaseFinetuning BackboneFinetuning BatchSizeFinder Callback Checkpoint DeviceStatsMonitor
+    EarlyStopping EMAWeightAveraging GradientAccumulationScheduler LambdaCallback LearningRateFinder LearningRateMonitor
+    ModelCheckpoint ModelSummary OnExceptionCheckpoint SpikeDetection StochasticWeightAveraging ThroughputMonitor Timer
+    TQDMProgressBar WeightAveraging
+"""
+
 
 def _stopped(L: Any, folder: Any, values: Any, *, fit: dict[str, Any] | None = None, **options: Any) -> Any:
     callback = part(L, "callbacks").EarlyStopping("score", **options)
@@ -317,10 +324,4 @@ def case_a_callback_reads_the_trainer(L: Any, folder: Any) -> Any:
 
 
 def case_callbacks_that_exist(L: Any, folder: Any) -> Any:
-    names = (
-        "BasePredictionWriter BaseFinetuning BackboneFinetuning BatchSizeFinder Callback Checkpoint DeviceStatsMonitor "
-        "EarlyStopping EMAWeightAveraging GradientAccumulationScheduler LambdaCallback LearningRateFinder LearningRateMonitor "
-        "ModelCheckpoint ModelSummary OnExceptionCheckpoint SpikeDetection StochasticWeightAveraging ThroughputMonitor Timer "
-        "TQDMProgressBar WeightAveraging"
-    ).split(" ")
-    return [name for name in names if not hasattr(part(L, "callbacks"), name)]
+    return [name for name in CALLBACKS.split() if not hasattr(part(L, "callbacks"), name)]

@@ -113,11 +113,13 @@ def recording(base: type[Any], names: Iterable[str], record: Callable[[str], Any
     return made_class
 
 
-FIT_HOOKS = (
-    "setup on_fit_start on_sanity_check_start on_sanity_check_end on_train_start on_train_epoch_start on_train_batch_start "
-    "on_train_batch_end on_train_epoch_end on_train_end on_fit_end teardown on_validation_start on_validation_end "
-    "on_validation_epoch_start on_validation_epoch_end on_validation_batch_start on_validation_batch_end"
-).split(" ")
+FIT = """
+    setup on_fit_start on_sanity_check_start on_sanity_check_end on_train_start on_train_epoch_start
+    on_train_batch_start on_train_batch_end on_train_epoch_end on_train_end on_fit_end teardown on_validation_start
+    on_validation_end on_validation_epoch_start on_validation_epoch_end on_validation_batch_start
+    on_validation_batch_end
+"""
+FIT_HOOKS = FIT.split()
 STEP_HOOKS = ["on_before_zero_grad", "on_before_backward", "on_after_backward", "on_before_optimizer_step"]
 
 

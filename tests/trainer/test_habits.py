@@ -166,8 +166,8 @@ def test_ckpt_path_can_be_set_for_the_next_calls(tmp_path: Path) -> None:
 
 
 def test_names_that_do_not_exist_point_on() -> None:
-    with pytest.raises(AttributeError, match="fit_loop does not exist here"):
-        trainer_of().fit_loop
+    with pytest.raises(AttributeError, match="predict_loop does not exist here"):
+        trainer_of().predict_loop
     with pytest.raises(AttributeError, match="'Trainer' object has no attribute 'fti'"):
         trainer_of().fti
 

@@ -140,8 +140,8 @@ def test_the_other_hooks_say_where_to_log(hook: str) -> None:
         ((0, None), (False, True), True, ("w/dataloader_idx_0",) * 3),
         ((1, None), (True, True), True, ("w/dataloader_idx_1", "w_step/dataloader_idx_1", "w_epoch/dataloader_idx_1")),
         ((1, None), (True, True), False, ("w", "w_step", "w_epoch")),
-        ((0, "clean"), (False, True), True, ("w/clean",) * 3),
-        ((1, "noisy"), (True, True), True, ("w/noisy", "w_step/noisy", "w_epoch/noisy")),
+        ((0, "clean"), (False, True), True, ("w/dataloader_idx_0",) * 3),
+        ((1, "noisy"), (True, True), True, tuple(f"{each}/dataloader_idx_1" for each in ("w", "w_step", "w_epoch"))),
     ],
 )
 def test_names(loader: Any, levels: tuple[bool, bool], add: bool, names: tuple[str, str, str]) -> None:

@@ -18,7 +18,8 @@ class AdvancedProfiler(Profiler):
 
     Args:
         dirpath: the output folder, a local path or a URL; by default the run's log folder.
-        filename: the middle of the files' names, between the stage and, on several processes, the rank. Without both, the text is printed.
+        filename: the middle of the files' names, between the stage and, on several processes, the rank.
+            Without both, the text is printed.
         line_count_restriction: the functions to show of each action: a number, or a fraction of all.
         dump_stats: also write each action's profile to a .prof file, for tools such as snakeviz.
     """

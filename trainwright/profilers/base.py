@@ -27,8 +27,8 @@ class Profiler:
 
     Args:
         dirpath: the output folder, a local path or a URL; by default the run's log folder.
-        filename: the middle of the files' names, between the stage and, on several processes, the rank; by default "profile". Without both, the
-            summary is printed.
+        filename: the middle of the files' names, between the stage and the rank, which only several processes have; by default
+            "profile". Without both, the summary is printed.
     """
 
     def __init__(self, dirpath: str | os.PathLike[str] | None = None, filename: str | None = None) -> None:

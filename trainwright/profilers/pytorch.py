@@ -38,7 +38,8 @@ class PyTorchProfiler(Profiler):
 
     Args:
         dirpath: the output folder, a local path or a URL; by default the run's log folder.
-        filename: the middle of the files' names, between the stage and, on several processes, the rank. Without both, the table is printed.
+        filename: the middle of the files' names, between the stage and, on several processes, the rank.
+            Without both, the table is printed.
         group_by_input_shapes: list operators separately for different input shapes.
         emit_nvtx: emit ranges for Nsight Systems instead of recording; start Python under `nsys profile`.
         export_to_chrome: write a trace for chrome://tracing or perfetto.dev on each rank, after each recording.

@@ -24,7 +24,8 @@ class SimpleProfiler(Profiler):
 
     Args:
         dirpath: the output folder, a local path or a URL; by default the run's log folder.
-        filename: the middle of the file's name, between the stage and, on several processes, the rank. Without both, the table is printed.
+        filename: the middle of the file's name, between the stage and, on several processes, the rank.
+            Without both, the table is printed.
         extended: False leaves out the number of calls and the percentage.
     """
 
