@@ -285,6 +285,7 @@ PACKAGE_LINES = [
         105,
         "trials with loggers and overfit_batches, loggers that are set, links into folders, an earlier run's checkpoints",
     ),
+    (25, "the check of a loss follows a known way through its graph: 13 calls instead of 45 in each backward"),
 ]
 """Lines of the package: what is added to it, or taken off, with the reason. The sum is the limit."""
 
