@@ -302,6 +302,7 @@ PACKAGE_LINES = [
         336,
         "what Lightning's scripts read: its states, loops and layer summary; schedulers that follow a validation by steps",
     ),
+    (25, "the check of a loss follows a known way through its graph: 13 calls instead of 45 in each backward"),
 ]
 """Lines of the package: what is added to it, or taken off, with the reason. The sum is the limit."""
 

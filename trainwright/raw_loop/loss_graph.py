@@ -154,5 +154,5 @@ def _reaches(loss: Tensor, own: set[Tensor], most: int | None, way: list[int]) -
             return True
         if len(came) == most:
             return None
-        waiting.extend((each, node, place) for place, (each, _) in enumerate(node.next_functions))
+        waiting.extend((each, node, index) for index, (each, _) in enumerate(node.next_functions))
     return loss in own  # a parameter itself
