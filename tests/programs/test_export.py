@@ -61,6 +61,7 @@ def test_every_way(module: Exported, inputs: Tensor, tmp_path: Path) -> None:
     assert (tmp_path / "weights.safetensors").stat().st_size
 
 
+@pytest.mark.parametrize("module", [False], ids=["plain"], indirect=True)
 def test_onnx(module: Exported, inputs: Tensor, tmp_path: Path) -> None:
     pytest.importorskip("onnxscript")
     with warnings.catch_warnings():
