@@ -37,7 +37,7 @@ class Stream(Unmeasured):
         ({"max_epochs": 3}, 33, 3),
         ({"max_epochs": 3, "limit_train_batches": 4}, 12, 3),
         ({"max_epochs": 2, "limit_train_batches": 0.5}, 10, 2),
-        ({"max_epochs": None, "max_steps": 15}, 15, 1),
+        ({"max_epochs": None, "max_steps": 15}, 15, 2),
         ({"max_epochs": 2, "accumulate_grad_batches": 4}, 6, 2),
         ({"max_epochs": 0}, 0, 0),
     ],

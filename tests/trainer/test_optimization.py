@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -501,3 +502,37 @@ def test_manual_optimization_without_an_optimizer_says_so() -> None:
         trainer = fit(Idle(lambda module: None))
     assert any("nothing is trained" in str(each.message) for each in said)
     assert (trainer.global_step, trainer.current_epoch) == (0, 1)
+
+
+def test_a_step_wise_scheduler_follows_the_validation_after_its_step(tmp_path: Path) -> None:
+    """A checkpoint between that step and the validation has the scheduler wait in the resumed run too."""
+    rates: list[float] = []
+
+    class Follows(Plain):
+        def configure_optimizers(self) -> Any:
+            optimizer = self.sgd()
+            scheduler = ReduceLROnPlateau(optimizer, factor=0.5, patience=0)
+            config = {"scheduler": scheduler, "monitor": "score", "interval": "step", "frequency": 3}
+            return {"optimizer": optimizer, "lr_scheduler": config}
+
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.log("score", 1.0)
+
+        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+            rates.append(self.trainer.optimizers[0].param_groups[0]["lr"])
+
+    def run(name: str, path: str | None = None) -> Any:
+        rates.clear()
+        module, saving = Follows(), tw.ModelCheckpoint(tmp_path / name, "{step}", save_top_k=-1, every_n_train_steps=1)
+        settings = {**QUIET, "enable_checkpointing": True, "num_sanity_val_steps": 0, "callbacks": saving}
+        trainer = tw.Trainer(max_epochs=2, val_check_interval=3, **settings)
+        trainer.fit(module, make_loader(24), make_loader(4), ckpt_path=path)  # 6 batches an epoch
+        return weights(module), trainer.optimizers[0].param_groups[0]["lr"]
+
+    whole, rate = run("whole")
+    first = rates[0]
+    assert [each / first for each in rates] == [1, 1, 1, 1, 1, 1, 0.5, 0.5, 0.5, 0.25, 0.25, 0.25]
+    for step in (2, 3, 5, 6, 9, 11):
+        resumed, rate_then = run(f"from {step}", str(tmp_path / "whole" / f"step={step}.ckpt"))
+        assert_equal(resumed, whole)
+        assert rate_then == rate
