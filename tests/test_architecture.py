@@ -33,7 +33,7 @@ LAYERS = [
     {"strategies", "callbacks", "module"},
     {"engine"},
     {"trainer", "raw_loop"},
-    {"commands"},
+    {"commands", "cli"},
 ]
 """Each layer imports the ones before it; within a layer a part imports itself alone."""
 LAUNCH_MAY_IMPORT = {"devices", "distributed", "errors", "launch"}

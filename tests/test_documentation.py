@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import doctest
+import functools
 import importlib
 import inspect
 import io
@@ -30,6 +31,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import trainwright as tw
 from trainwright import __main__ as command_line
+from trainwright.cli import TrainwrightCLI
 from trainwright.commands.trials import Trials
 from trainwright.launch import cli
 from trainwright.launch.config import KEYS, find_config
@@ -349,6 +351,18 @@ SOURCES = "".join(
     for folder in ("trainwright", "benchmarks", "examples", "tests")
     for path in (ROOT / folder).rglob("*.py")
 )
+
+
+@functools.cache
+def options_of_a_program() -> set[str]:
+    """Return the options that a TrainwrightCLI makes of signatures, without what follows a dot."""
+    cli = TrainwrightCLI(Classifier, args=[], run=False)
+    names = {name.partition(".")[0] for name in cli.parser.get_defaults().keys()}  # noqa: SIM118 - a Namespace
+    return names | {
+        name for method in ("fit", "test") for name in inspect.signature(getattr(tw.Trainer, method)).parameters
+    }
+
+
 # -- names -----------------------------------------------------------------------------------------------------------
 
 
@@ -361,8 +375,8 @@ def test_what_a_page_names_exists(page: Path) -> None:
         return
     for path in re.findall(r"`((?:tests|benchmarks|examples|trainwright|docs|\.ci)/[\w./-]*)`", text):
         assert (ROOT / path).exists() or path == "benchmarks/out", path
-    for option in re.findall(r"`(--[a-z-]+)", text):
-        assert f'"{option}"' in SOURCES, option
+    for option in re.findall(r"`(--[a-z_-]+)", text):
+        assert f'"{option}"' in SOURCES or option.removeprefix("--") in options_of_a_program(), option
     for name in set(re.findall(r"\btw\.(\w+)", text)):
         assert hasattr(tw, name), name
 

@@ -283,6 +283,10 @@ PACKAGE_LINES = [
         "each loss of a raw loop is checked, reduced shapes are compared; Accelerate's other types of jobs, paths, arguments",
     ),
     (
+        1_120,
+        "TrainwrightCLI: the parser, configs that are stored and found again, lines and nearest names of wrong keys",
+    ),
+    (
         105,
         "trials with loggers and overfit_batches, loggers that are set, links into folders, an earlier run's checkpoints",
     ),

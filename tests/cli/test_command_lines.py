@@ -75,4 +75,4 @@ def test_two_ranks_and_a_resume_that_needs_nothing_else(tmp_path: Path, jobs: li
     first, second = find_checkpoints(str(tmp_path / "resumed" / CHECKPOINTS))
     assert (first.step, second.step) == (1, 2)
     trainer = yaml.safe_load(stored_config(second.path) or "")["trainer"]
-    assert (trainer["devices"], trainer["strategy"], trainer["max_epochs"]) == ("2", "ddp", 2)
+    assert (trainer["devices"], trainer["strategy"], trainer["max_epochs"]) == (2, "ddp", 2)

@@ -253,10 +253,6 @@ class TrainerProtocol(Protocol):
         """The first logger's folder of this run; None if it has none."""
 
     @property
-    def ckpt_path(self) -> str | None:
-        """The checkpoint that this call was given."""
-
-    @property
     def resume_source(self) -> str | None:
         """The checkpoint that this fit was resumed from."""
 

@@ -7,7 +7,8 @@ import inspect
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple, NoReturn
 
-from jsonargparse import ActionConfigFile, ArgumentParser, Namespace, class_from_function
+from jsonargparse import ActionConfigFile, ArgumentParser, Namespace  # type: ignore[attr-defined]
+from jsonargparse.typing import class_from_function
 from torch.nn import Parameter
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -49,7 +50,7 @@ class ConfigFile(ActionConfigFile):
     def __call__(self, parser: Any, cfg: Any, values: Any, option_string: str | None = None) -> None:
         if isinstance(parser, TrainwrightArgumentParser):
             parser.note_config(values)
-        super().__call__(parser, cfg, values, option_string)
+        super().__call__(parser, cfg, values, option_string)  # type: ignore[no-untyped-call]
 
 
 class TrainwrightArgumentParser(ArgumentParser):
@@ -75,7 +76,7 @@ class TrainwrightArgumentParser(ArgumentParser):
         self._titles: dict[str, str] = {}
         self._is_root = True
 
-    def parse_args(self, *args: Any, **kwargs: Any) -> Namespace:
+    def parse_args(self, *args: Any, **kwargs: Any) -> Namespace:  # type: ignore[override]
         """Return the config of a command's arguments; see jsonargparse."""
         if self._is_root:
             self._sources.clear()
@@ -93,10 +94,10 @@ class TrainwrightArgumentParser(ArgumentParser):
         actions = self.add_subcommands()
         for name, (parser, text) in parsers.items():
             actions.add_subcommand(name, parser, help=text)
-            parser.share_sources(self._sources, self._titles)
+            parser.use_sources(self._sources, self._titles)
             self.subcommands[name] = parser
 
-    def share_sources(self, sources: list[ConfigSource], titles: dict[str, str]) -> None:
+    def use_sources(self, sources: list[ConfigSource], titles: dict[str, str]) -> None:
         """Keep the configs that were read in another parser's list, since either of the two may find an error."""
         self._sources, self._titles, self._is_root = sources, titles, False
 
@@ -156,7 +157,7 @@ class TrainwrightArgumentParser(ArgumentParser):
         self._add_linked(self.schedulers, LRScheduler, lr_scheduler_class, nested_key, link_to, skip={"optimizer"})
 
     def _add_linked(
-        self, linked: dict[str, Linked], base: type[Any], kind: Any, nested_key: str, link_to: str, skip: set[str | int]
+        self, linked: dict[str, Linked], base: type[Any], kind: Any, nested_key: str, link_to: str, skip: set[str]
     ) -> None:
         for each in kind if isinstance(kind, tuple) else (kind,):
             if not (inspect.isclass(each) and issubclass(each, base)):
@@ -180,7 +181,7 @@ class TrainwrightArgumentParser(ArgumentParser):
     def print_usage(self, file: Any = None) -> None:
         """Print how the program is called, without its hundred options."""
         names = f" {{{','.join(self.subcommands)}}}" if self.subcommands else ""
-        self._print_message(f"usage: {self.prog.replace(' [options]', '')}{names} [options]\n", file)
+        print(f"usage: {self.prog.replace(' [options]', '')}{names} [options]", file=file)
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         """End the program with exit code 2 and a message that says where a config is wrong."""

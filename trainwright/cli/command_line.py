@@ -60,7 +60,7 @@ class TrainwrightCLI:
         parser_class: the parser's class.
         subclass_mode_model, subclass_mode_data: take subclasses of the given class, by `class_path` and `init_args`.
         args: what to parse instead of the program's arguments: a list of words, or a config as a dict or a Namespace.
-        run: False makes the objects alone; there are no subcommands then.
+        run: False makes the objects alone, without subcommands.
         auto_configure_optimizers: add `--optimizer` and `--lr_scheduler`, whose objects replace configure_optimizers.
     """
 
@@ -107,7 +107,7 @@ class TrainwrightCLI:
         self._check_linked()
         self._seed()
         self.before_instantiate_classes()
-        self.config_init: Namespace = Namespace()
+        self.config_init: Namespace
         """The same, with the objects that it describes."""
         self.instantiate_classes()
         if (
@@ -166,8 +166,8 @@ class TrainwrightCLI:
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         """Return a Trainer of the config; `kwargs` replace arguments."""
-        given = self._of(self.config_init, "trainer", Namespace())
-        arguments = {**self._left_open(dict(vars(given))), **kwargs}
+        given = self._of(self.config_init, "trainer")
+        arguments = {**self._left_open({} if given is None else dict(vars(given))), **kwargs}
         own = [self._of(self.config_init, key) for key in self._called_parser.callback_keys]
         callbacks = [
             *_listed(arguments.get("callbacks")),
@@ -204,7 +204,7 @@ class TrainwrightCLI:
                 .removesuffix("Collective.")
                 .strip()
             )
-            each = self._new_parser(**{"description": text, **_shared(options), **own.get(name, {})})
+            each = self._new_parser(**{"description": text, **_inherited(options), **own.get(name, {})})
             self._add_arguments(each)
             skipped = {*left_out} & {*inspect.signature(method).parameters}
             each.add_method_arguments(trainer, name, skip=skipped, fail_untyped=False)
@@ -277,7 +277,7 @@ class TrainwrightCLI:
         }
 
     def _with_stored_config(self, parser: TrainwrightArgumentParser, words: list[str]) -> list[str]:
-        """Return the arguments after those of a checkpoint's config, if they give the one and no config of their own."""
+        """Return the arguments after those of a checkpoint's config, if they give the one and no config."""
         name = words[0] if words else ""
         path = _value_of(words, "--ckpt_path")
         if name not in parser.subcommands or path in (None, "", "null", "best"):
@@ -370,7 +370,7 @@ def _listed(callbacks: Any) -> list[Callback]:
     return [] if callbacks is None else list(callbacks) if isinstance(callbacks, Sequence) else [callbacks]
 
 
-def _shared(options: Mapping[str, Any]) -> dict[str, Any]:
+def _inherited(options: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options of the program's parser that its subcommands' parsers have too."""
     return {name: value for name, value in options.items() if name in ("default_env", "env_prefix", "parser_mode")}
 

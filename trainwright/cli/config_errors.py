@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from trainwright.cli.argument_parser import TrainwrightArgumentParser
 
 BASES = (nn.Module, DataModule, Callback, Logger, Strategy, Precision, Profiler, Optimizer, LRScheduler)
-"""What short names in a config stand for subclasses of."""
+"""What a short name in a config is a subclass of."""
 SPEC_KEYS = ("class_path", "init_args", "dict_kwargs")
 MOST_NAMES = 12
 """The most names that a message lists."""
@@ -248,7 +248,7 @@ def _near_option(option: str, names: Iterable[str]) -> str:
 
 
 def _near_of_class(name: str, arguments: Sequence[str]) -> str:
-    """Return in words that an option is unknown to the class that an earlier one has chosen; "" if there is no such option."""
+    """Return in words that an option is unknown to the class that an earlier one has chosen; "" if none has."""
     given = [
         each.partition("=")[::2] if "=" in each else (each, following) for each, following in pairwise([*arguments, ""])
     ]

@@ -12,16 +12,16 @@ import yaml
 from jsonargparse import ArgumentParser, Namespace
 
 from trainwright.callbacks.base import Callback
-from trainwright.callbacks.trainer_protocol import TrainerProtocol
 from trainwright.checkpoint.discovery import find_checkpoints
 from trainwright.checkpoint.filesystem import resolve
 from trainwright.checkpoint.reader import open_checkpoint
 from trainwright.cli.argument_parser import dumped
 from trainwright.errors import CheckpointError
 from trainwright.loggers import CSVLogger
-from trainwright.loggers.folder import write_file
+from trainwright.loggers.files import write_file
 from trainwright.loggers.position import CHECKPOINTS
 from trainwright.module import Module
+from trainwright.trainer.trainer import Trainer
 
 CONFIG_NAME = "config.yaml"
 STATE_KEY = "SaveConfigCallback"
@@ -34,7 +34,7 @@ class SaveConfigCallback(Callback):
     """Stores a run's config in the run's folder and in its checkpoints; a TrainwrightCLI adds it to its Trainer.
 
     Rank 0 writes the file once, before anything is trained; a run with fast_dev_run writes none. A file with another config
-    stays as it is: a resumed run, and one without a folder of its own, writes `config-v1.yaml` beside it; a new run in the
+    stays as it is: a resumed run, and one without loggers, writes `config-v1.yaml`; a new run in the
     folder of an earlier one is refused.
 
     Args:
@@ -79,27 +79,27 @@ class SaveConfigCallback(Callback):
     def state_dict(self) -> dict[str, Any]:
         return {"config": self.text}
 
-    def setup(self, trainer: TrainerProtocol, module: Module, stage: str) -> None:  # type: ignore[override]
+    def setup(self, trainer: Trainer, module: Module, stage: str) -> None:
         self._due = "" if self._is_saved or trainer.fast_dev_run else stage
         if self._due and self.save_to_log_dir:
             trainer.engine.ranks.decide(partial(self._refuse_another, trainer), CALL)
 
-    def on_train_start(self, trainer: TrainerProtocol, module: Module) -> None:  # type: ignore[override]
+    def on_train_start(self, trainer: Trainer, module: Module) -> None:
         self._save(trainer, module, "fit")  # now, since a run that is refused before leaves no folder
 
-    def on_validation_start(self, trainer: TrainerProtocol, module: Module) -> None:  # type: ignore[override]
+    def on_validation_start(self, trainer: Trainer, module: Module) -> None:
         self._save(trainer, module, "validate")
 
-    def on_test_start(self, trainer: TrainerProtocol, module: Module) -> None:  # type: ignore[override]
+    def on_test_start(self, trainer: Trainer, module: Module) -> None:
         self._save(trainer, module, "test")
 
-    def on_predict_start(self, trainer: TrainerProtocol, module: Module) -> None:  # type: ignore[override]
+    def on_predict_start(self, trainer: Trainer, module: Module) -> None:
         self._save(trainer, module, "predict")
 
-    def save_config(self, trainer: TrainerProtocol, module: Module, stage: str) -> None:
+    def save_config(self, trainer: Trainer, module: Module, stage: str) -> None:
         """Called on rank 0 once the file is written; override it to store the config elsewhere, such as in a logger."""
 
-    def _save(self, trainer: TrainerProtocol, module: Module, stage: str) -> None:
+    def _save(self, trainer: Trainer, module: Module, stage: str) -> None:
         if stage != self._due:
             return
         self._due, self._is_saved = "", True
@@ -108,7 +108,7 @@ class SaveConfigCallback(Callback):
         if trainer.is_global_zero:
             self.save_config(trainer, module, stage)
 
-    def _refuse_another(self, trainer: TrainerProtocol) -> None:
+    def _refuse_another(self, trainer: Trainer) -> None:
         """Refuse a new run in the folder of an earlier one. Rank 0's."""
         path = next(self._paths(trainer))
         has_folder = bool(trainer.loggers) and trainer.log_dir is not None
@@ -117,11 +117,11 @@ class SaveConfigCallback(Callback):
         if (earlier := _read(path)) is not None and not self._is_this(earlier, trainer):
             raise ValueError(
                 f"{path} is the config of another run, whose folder this one would write to. Resume that run with --ckpt_path, "
-                "or give this one a folder of its own (another version or name of the logger). To replace the file, pass "
+                "or give this one another folder (another version or name of the logger). To replace the file, pass "
                 'save_config_kwargs={"overwrite": True} to the CLI.'
             )
 
-    def _write(self, trainer: TrainerProtocol) -> None:
+    def _write(self, trainer: Trainer) -> None:
         """Write the config into the run's folder, unless it is there. Rank 0's."""
         for path in self._paths(trainer):
             earlier = _read(path)
@@ -131,14 +131,14 @@ class SaveConfigCallback(Callback):
                 write_file(path, self.text.encode())
                 return
 
-    def _resumes(self, trainer: TrainerProtocol) -> bool:
+    def _resumes(self, trainer: Trainer) -> bool:
         """Return whether the run continues another one, or would if there were any."""
         return trainer.ckpt_path is not None or self.config.get("ckpt_path") is not None
 
-    def _is_this(self, earlier: str, trainer: TrainerProtocol) -> bool:
+    def _is_this(self, earlier: str, trainer: Trainer) -> bool:
         return _is_same(earlier, self.text, OF_A_CALL if self._resumes(trainer) else ())
 
-    def _paths(self, trainer: TrainerProtocol) -> Iterator[str]:
+    def _paths(self, trainer: Trainer) -> Iterator[str]:
         """Yield where the config may be in the run's folder: its name, then the same with a number."""
         folder = (trainer.log_dir or trainer.default_root_dir).rstrip("/")
         stem, extension = os.path.splitext(self.config_filename)
