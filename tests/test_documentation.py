@@ -177,6 +177,9 @@ def marked(block: Block) -> Any:
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")  # torch's own, in its compiler
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy is deprecated")  # MLflow's own use of SQLAlchemy
+@pytest.mark.filterwarnings(
+    "ignore:Exception ignored in. <socket.socket:pytest.PytestUnraisableExceptionWarning"
+)  # Comet's
 def test_a_code_block_runs(block: Block, tmp_path: Path) -> None:
     """On one process as a program; what trains on several as the ranks of a job."""
     (tmp_path / "block.py").write_text(block.text)

@@ -147,14 +147,14 @@ def test_names(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
     for wrong, match in (
         ("tensorbord", "unknown; .* Did you mean 'tensorboard'?"),
-        ("comet_ml", "choose from csv, tensorboard, wandb, mlflow, or pass a Logger instance"),
+        ("clearml", "choose from csv, tensorboard, wandb, comet_ml, mlflow, or pass a Logger instance"),
     ):
         with pytest.raises(ValueError, match=match):
             make(log_with=wrong)
     for other in (3, tw.CSVLogger, [None]):
         with pytest.raises(TypeError, match="accepted are names, Logger instances"):
             make(log_with=other)
-    for name in ("csv", "wandb", "mlflow"):
+    for name in ("csv", "wandb", "mlflow", "comet_ml"):
         monkeypatch.setitem(LOGGERS, name, NamedLogger("trainwright.loggers.csv:CSVLogger", "not_installed_here"))
     with pytest.raises(ImportError, match="pip install not_installed_here"):
         make(log_with="csv")
