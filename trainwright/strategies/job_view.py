@@ -120,7 +120,7 @@ class JobView:
 
 
 def _construct(kind: type[JobView], args: tuple[Any, ...], kwargs: dict[str, Any]) -> JobView:
-    # What the constructor has to tell was told when the first was made.
+    # The first one has warned of what the constructor warns of.
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return kind(*args, **kwargs)
