@@ -646,7 +646,7 @@ def test_the_rows_of_a_validation_that_a_signal_ended_come_once(tmp_path: Path) 
         return (folder / "logs" / "version_0" / "metrics.csv").read_bytes()
 
     whole = run(tmp_path / "whole")
-    assert whole.count(b"\n") == 1 + 12 + 3 * 3
+    assert whole.count(b"\n") == 1 + 12 + 3 * 4
     with pytest.raises(RunStopped):
         run(tmp_path / "part", Signals())
     assert run(tmp_path / "part") == whole
