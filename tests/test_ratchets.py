@@ -291,6 +291,7 @@ PACKAGE_LINES = [
         "trials with loggers and overfit_batches, loggers that are set, links into folders, an earlier run's checkpoints",
     ),
     (236, "comments that say why at the hard places"),
+    (60, "images of remote runs are not repeated on a resume; two jobs share a new experiment; the modes of children"),
     (
         1_530,
         "curves of runs as a page or an image, the list of runs, and the records of runs that say how they ended",

@@ -155,9 +155,11 @@ class CometLogger(RemoteLogger):
         """Write images by name: each an array, a tensor or a list of images; options are those of the client's log_image."""
         for key, images in values.items():
             for image in list(images) if isinstance(images, (list, tuple)) else [images]:
-                if self._begin():
+                at = self._step if step is None else step
+                if self._begin() and self._unseen(at, {f"image {key}": None}):
                     value = image.detach().cpu().numpy() if hasattr(image, "detach") else image
-                    self._experiment.log_image(value, name=key, step=self._step if step is None else step, **options)
+                    self._experiment.log_image(value, name=key, step=at, **options)
+                    self._noted.note(self._rows_file, Row(at, self._next_time(), {f"image {key}": None}))
 
     def log_model(self, path: str | os.PathLike[str], name: str | None = None) -> None:
         """Upload a checkpoint, or another folder or file, as a model of the experiment."""

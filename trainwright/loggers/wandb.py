@@ -222,7 +222,7 @@ class WandbLogger(RemoteLogger):
         at = self._step if step is None else step
         if self._unseen(at, {name: value}):
             self._run.log({name: value, STEP: at})
-            self._note(Row(at, self._next_time(), {name: value}))
+            self._noted.note(self._steps, Row(at, self._next_time(), {name: value}))
 
     def log_model(self, path: str | os.PathLike[str], name: str | None = None, aliases: Sequence[str] = ()) -> None:
         """Upload a checkpoint, or another folder or file, as an artifact of type "model"."""
