@@ -301,7 +301,7 @@ PACKAGE_LINES = [
         740,
         "RichProgressBar, RichModelSummary, a base for progress bars of users",
     ),
-    (205, "CometLogger, and rows that a client cannot read back apart from WandbLogger"),
+    (212, "CometLogger, and rows that a client cannot read back apart from WandbLogger"),
     (550, "ModelPruning, with masks apart from the module, resumes, several ranks and torch's own parametrization"),
     (
         336,

@@ -49,7 +49,7 @@ class TQDMProgressBar(LiveProgressBar):
             super().print(*args, sep=sep, **kwargs)
 
     def _can_be_live(self) -> bool:
-        return sys.stderr.isatty() or "ipykernel" in sys.modules
+        return sys.stderr.isatty() or _in_notebook()
 
     def _make_bar(self, title: str, total: int | None, count: int, *, leave: bool, below: int) -> TQDMBar:
         return TQDMBar(title, total, count, leave, 2 * self.process_position + below)
@@ -95,6 +95,13 @@ class TQDMBar:
 
     def close(self) -> None:
         self._bar.close()
+
+
+def _in_notebook() -> bool:
+    """Return whether this process runs a notebook's cells: other packages may import ipykernel too."""
+    interactive = sys.modules.get("IPython")
+    shell = interactive.get_ipython() if interactive is not None else None
+    return getattr(shell, "kernel", None) is not None
 
 
 def _size(stream: Any) -> dict[str, Any]:
