@@ -163,6 +163,14 @@ def case_should_stop_at_an_epochs_end(L: Any, folder: Any) -> Any:
     return _timeline(L, folder, loader(8), loader(4), max_epochs=5, callbacks=[Stops()])
 
 
+def case_should_stop_at_an_epochs_start(L: Any, folder: Any) -> Any:
+    class Stops(L.Callback):
+        def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+            trainer.should_stop = trainer.current_epoch == 1
+
+    return _timeline(L, folder, loader(8), None, max_epochs=5, callbacks=[Stops()])
+
+
 def case_should_stop_within_an_epoch_validates(L: Any, folder: Any) -> Any:
     class Stops(L.Callback):
         def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:

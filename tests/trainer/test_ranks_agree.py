@@ -283,7 +283,7 @@ STOPS = {
     "on_train_batch_end": None,
     "on_validation_end": (4, 1),
     "on_train_epoch_end": (4, 1),
-    "on_train_epoch_start": (4, 1),
+    "on_train_epoch_start": (4, 2),
 }
 """The hook in which rank 1 wishes to stop, and the (steps, epochs) after which all do; None: soon."""
 
