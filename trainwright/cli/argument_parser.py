@@ -7,8 +7,7 @@ import inspect
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple, NoReturn
 
-from jsonargparse import ActionConfigFile, ArgumentParser, Namespace  # type: ignore[attr-defined]
-from jsonargparse.typing import class_from_function
+from jsonargparse import ActionConfigFile, ArgumentParser, Namespace, class_from_function  # type: ignore[attr-defined]
 from torch.nn import Parameter
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler

@@ -104,10 +104,10 @@ def explain(
         for source in sources:
             if (node := _node_of(source.root, named[1].split("."))) is not None:
                 return f"{source.line(node)}: {message}\n{_other_version(source)}".rstrip()
-    if message.startswith("unrecognized arguments: "):
-        return f"{message}{_near_option(message.split()[2], _names(parser))}"
-    if (named := re.search(r"ption ['\"]([\w.]+)['\"]", message)) and (near := _near_of_class(named[1], arguments)):
-        return near
+    if (named := re.match(r"[Uu]nrecognized arguments: --(\S+)", message)) is not None:
+        return f"{message}{_near_option(named[1], _names(parser))}"
+    if unknown := _unknown_option(arguments):
+        return unknown
     return message
 
 
@@ -247,15 +247,17 @@ def _near_option(option: str, names: Iterable[str]) -> str:
     return f". Did you mean --{close[0]}?" if close else ""
 
 
-def _near_of_class(name: str, arguments: Sequence[str]) -> str:
-    """Return in words that an option is unknown to the class that an earlier one has chosen; "" if none has."""
-    given = [
-        each.partition("=")[::2] if "=" in each else (each, following) for each, following in pairwise([*arguments, ""])
-    ]
-    for option, _ in given:
+def _unknown_option(arguments: Sequence[str]) -> str:
+    """Return in words which option is unknown to the class that an earlier one has chosen; "" if all are known."""
+    chosen: dict[str, str] = {}
+    for each, following in pairwise([*arguments, ""]):
+        option, _, value = each.partition("=") if "=" in each else (each, "", following)
         owner, _, last = option.rpartition(".")
-        paths = [value for key, value in given if key.rstrip("+") == owner]
-        if last == name and paths and (names := _arguments_of(paths[-1])):
-            near = _near_option(option, [f"{owner.lstrip('-')}.{each}" for each in names])
-            return f"{option} is unknown: {paths[-1]} has no argument {name!r}{near or f'; it has {_some(names)}.'}"
+        path = chosen.get(owner)
+        if path is not None and last not in SPEC_KEYS and (names := _arguments_of(path)):
+            if last not in {name.partition(".")[0] for name in names}:
+                near = _near_option(option, [f"{owner.lstrip('-')}.{name}" for name in names])
+                return f"{option} is unknown: {path} has no argument {last!r}{near or f'; it has {_some(names)}.'}"
+        elif option.startswith("--"):
+            chosen[option.rstrip("+")] = value
     return ""
