@@ -231,3 +231,10 @@ def test_a_bar_is_copied_without_its_terminal(monkeypatch: pytest.MonkeyPatch) -
     bar = tw.TQDMProgressBar(refresh_seconds=0.0)
     tw.Trainer(max_epochs=1, callbacks=[bar, Copies()], **SETTINGS).fit(Shown(), make_loader(8))
     assert [(each._training.bar, each.refresh_rate) for each in copies] == [(None, bar.refresh_rate)] * 2
+
+
+def test_a_bar_that_the_trainer_is_to_leave_out() -> None:
+    with pytest.raises(
+        ValueError, match="enable_progress_bar=False, but callbacks= holds a TQDMProgressBar; leave out"
+    ):
+        tw.Trainer(callbacks=[tw.TQDMProgressBar()], enable_progress_bar=False)

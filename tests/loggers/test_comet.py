@@ -124,6 +124,7 @@ def test_what_else_it_logs(client: Client, tmp_path: Path) -> None:
     logger.log_hyperparams({"lr": 0.1})
     logger.log_metrics({"x": torch.tensor(2.0)}, 5)
     logger.log_images({"seen": [torch.zeros(2, 3)]}, image_channels="first")
+    logger.log_images({"color": torch.zeros(3, 8, 6)})
     (tmp_path / "file").write_text("x")
     logger.log_model(tmp_path / "file")
     logger.flush()
@@ -131,7 +132,8 @@ def test_what_else_it_logs(client: Client, tmp_path: Path) -> None:
     assert experiment.rows == [(5, {"a-x": 2.0})]
     assert experiment.logged == [
         {"lr": 0.1},
-        ("seen", 5, (2, 3), {"image_channels": "first"}),
+        ("a-seen", 5, (2, 3), {"image_channels": "first"}),
+        ("a-color", 5, (8, 6, 3), {}),
         ("file", str(tmp_path / "file")),
     ]
     assert (experiment.options["mode"], experiment.options["online"]) == ("create", True)

@@ -156,6 +156,18 @@ def test_a_plateau_follows_its_monitor() -> None:
     assert of_validations.lr_scheduler_configs[0].scheduler.last_epoch == 2
 
 
+def test_a_plateau_leaves_out_the_steps_that_the_loss_scale_skips() -> None:
+    class Overflows(Plain):
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            loss = super().training_step(batch, batch_idx)
+            return loss * torch.inf if batch_idx < 4 else loss
+
+    module = Overflows(lambda module: plateau(module, monitor="loss", interval="step"))
+    trainer = fit(module, precision="16-mixed")
+    assert trainer.state.skipped_steps == 4
+    assert trainer.lr_scheduler_configs[0].scheduler.last_epoch == 7
+
+
 def test_a_plateau_whose_monitor_was_not_logged() -> None:
     with pytest.raises(ValueError, match=r"ReduceLROnPlateau follows 'val_loss', which was not logged; there are loss"):
         fit(Plain(plateau))

@@ -64,6 +64,10 @@ class LiveProgressBar(ProgressBar):
         """Return whether bars can be shown where this process writes."""
         raise NotImplementedError
 
+    def _lines_file(self) -> Any:
+        """Return the stream of the plain lines that are written where bars cannot be shown."""
+        return sys.stderr
+
     def _make_bar(self, title: str, total: int | None, count: int, *, leave: bool, below: int) -> Bar:
         """Show a new bar, `below` another if there is one; `leave` keeps it on the screen once it is closed."""
         raise NotImplementedError
@@ -117,7 +121,7 @@ class LiveProgressBar(ProgressBar):
         else:
             metrics = rounded(self.get_metrics(trainer, module))
             text = "".join(f", {name} {value}" for name, value in metrics.items() if name != "v_num")
-            self._training.write_line(batches, text)
+            self._training.write_line(batches, text, self._lines_file())
 
     def on_validation_start(self, trainer: Trainer, module: Module) -> None:
         if trainer.sanity_checking:
@@ -170,7 +174,7 @@ class LiveProgressBar(ProgressBar):
             if self._evaluation.bar is not None:
                 self._evaluation.move_to(batches)
             else:
-                self._evaluation.write_line(batches)
+                self._evaluation.write_line(batches, "", self._lines_file())
 
     def _finish(self) -> None:
         self._evaluation.move_to(self._evaluated)
@@ -229,11 +233,11 @@ class Progress:
         if self.bar is not None:
             self.bar.move_to(batches)
 
-    def write_line(self, batches: int, metrics: str = "") -> None:
+    def write_line(self, batches: int, metrics: str, file: Any) -> None:
         """Write a plain line."""
         of = "" if self._total is None else f"/{self._total}"
         line = f"{self._title.lower()}: {batches}{of} batches in {time.monotonic() - self._started:.1f} s{metrics}"
-        print(line, file=sys.stderr, flush=True)
+        print(line, file=file, flush=True)
 
     def close(self) -> None:
         """Close the bar; nothing is due until the next `schedule`."""

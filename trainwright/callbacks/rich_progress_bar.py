@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
@@ -93,6 +94,9 @@ class RichProgressBar(LiveProgressBar):
         # rich takes FORCE_COLOR for a terminal, but a log with colors still has no cursor to move.
         is_terminal = getattr(console.file, "isatty", bool)() or self._console_kwargs.get("force_terminal")
         return console.is_jupyter or bool(is_terminal and console.is_interactive)
+
+    def _lines_file(self) -> Any:
+        return sys.stderr if self._console is None else self._console.file
 
     def _make_bar(self, title: str, total: int | None, count: int, *, leave: bool, below: int) -> RichBar:
         from trainwright.callbacks.rich_display import RichDisplay

@@ -42,11 +42,12 @@ class TQDMProgressBar(LiveProgressBar):
         super().__init__(refresh_rate, leave, refresh_seconds, line_seconds)
         self.process_position = process_position
 
-    def print(self, *args: Any, sep: str = " ", **kwargs: Any) -> None:
+    def print(self, *args: Any, **kwargs: Any) -> None:
         if self.has_bars:
-            tqdm.write(sep.join(map(str, args)), **kwargs)
+            with tqdm.external_write_mode(file=kwargs.get("file")):
+                print(*args, **kwargs)
         else:
-            super().print(*args, sep=sep, **kwargs)
+            super().print(*args, **kwargs)
 
     def _can_be_live(self) -> bool:
         return sys.stderr.isatty() or _in_notebook()

@@ -80,18 +80,20 @@ def _find_obstacle() -> Obstacle | None:
 
 def _find_test_runner() -> str | None:
     # The stack, not sys.modules: a script may import unittest without being run by it.
-    for frame, _ in traceback.walk_stack(sys._getframe()):
-        module = f"{frame.f_globals.get('__name__', '')}."
-        for runner in TEST_RUNNERS:
-            if module.startswith(f"{runner}."):
-                return runner.strip("_").split(".")[0]
-    return None
+    return next((runner.strip("_").split(".")[0] for runner in TEST_RUNNERS if _is_run_by(runner)), None)
+
+
+def _is_run_by(name: str) -> bool:
+    """Return whether a function of this module or package has called, at whatever distance."""
+    modules = (frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_stack(sys._getframe()))
+    return any(f"{module}.".startswith(f"{name}.") for module in modules)
 
 
 def _in_hydras_folders(command: list[str]) -> list[str]:
     """Return the command of a Hydra app with this process's folders, which Hydra names by the second of the start."""
     module = sys.modules.get("hydra.core.hydra_config")
-    if module is None or not module.HydraConfig.initialized():
+    # The stack, too: a script that composes a config by Hydra has a command line of its own.
+    if module is None or not module.HydraConfig.initialized() or not _is_run_by("hydra._internal"):
         return command
     config = module.HydraConfig.get()
     overrides = []

@@ -13,7 +13,7 @@ from typing import Any, Self
 
 from trainwright.loggers.base import RunResult
 from trainwright.loggers.noted_rows import NotedRows
-from trainwright.loggers.remote import RemoteLogger, Row
+from trainwright.loggers.remote import RemoteLogger, Row, channels_last
 
 MODES = ("get_or_create", "get", "create")
 QUIET = {"log_code": False, "log_graph": False, "auto_output_logging": False, "display_summary_level": 0}
@@ -157,8 +157,9 @@ class CometLogger(RemoteLogger):
             for image in list(images) if isinstance(images, (list, tuple)) else [images]:
                 at = self._step if step is None else step
                 if self._begin() and self._unseen(at, {f"image {key}": None}):
-                    value = image.detach().cpu().numpy() if hasattr(image, "detach") else image
-                    self._experiment.log_image(value, name=key, step=at, **options)
+                    value = channels_last(image) if "image_channels" not in options else image
+                    name = f"{self.prefix}-{key}" if self.prefix else key
+                    self._experiment.log_image(value, name=name, step=at, **options)
                     self._noted.note(self._rows_file, Row(at, self._next_time(), {f"image {key}": None}))
 
     def log_model(self, path: str | os.PathLike[str], name: str | None = None) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Self
 
 from trainwright.loggers.base import RunResult
-from trainwright.loggers.remote import RemoteLogger, Row
+from trainwright.loggers.remote import RemoteLogger, Row, channels_last
 
 STATUS = {"success": "FINISHED", "failed": "FAILED", "interrupted": "KILLED"}
 LONGEST_PARAM = 6000
@@ -208,9 +208,7 @@ class MLFlowLogger(RemoteLogger):
     def log_image(self, key: str, image: Any, step: int | None = None) -> None:
         """Write an image: an array, a tensor or a PIL image."""
         if self._begin():
-            value = image.detach().cpu().numpy() if hasattr(image, "detach") else image
-            if getattr(value, "ndim", 0) == 3 and value.shape[0] in (1, 3, 4) and value.shape[2] not in (1, 3, 4):
-                value = value.transpose(1, 2, 0)
+            value = channels_last(image)
             at = self._step if step is None else step
             if not self._arrived.takes(at, _image_name(key)):
                 self._client.log_image(self._id, value, key=key, step=at, timestamp=self._next_time())

@@ -300,6 +300,14 @@ class RemoteLogger(Logger):
         return {**self.__dict__, **rows, "_is_open": False, "_checkpoints": []}
 
 
+def channels_last(image: Any) -> Any:
+    """Return an image as its client takes it: a tensor as an array, and the channels last."""
+    value = image.detach().cpu().numpy() if hasattr(image, "detach") else image
+    if getattr(value, "ndim", 0) == 3 and value.shape[0] in (1, 3, 4) and value.shape[2] not in (1, 3, 4):
+        value = value.transpose(1, 2, 0)
+    return value
+
+
 def names_of(values: Mapping[str, Any]) -> str:
     """Return the names of a row's values as one text."""
     return json.dumps(sorted(values))

@@ -143,13 +143,13 @@ def fit_epoch(run: TrainingRun) -> None:
             agree_to_leave(run)
             is_last = True
             break
-        steps_before = state.step
+        steps_before, skipped_before = state.step, state.skipped_steps
         outputs = train_batch(run, batch, index, is_last)
         if run.pulls:
             batch, is_last, index = batch.latest, batch.is_at_end, batch.count - 1
         stepped = state.step != steps_before
         state.end_batch(index, unchecked, stepped)
-        if stepped and run.follows_by_step:
+        if run.follows_by_step and state.step - steps_before > state.skipped_steps - skipped_before:
             step_followers(run, is_last)
         if stepped and log_every and state.batches_that_stepped % log_every == 0:
             logbook.owe_row()

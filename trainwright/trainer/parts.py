@@ -64,6 +64,10 @@ def arranged_callbacks(callbacks: Callback | Sequence[Callback] | None, settings
         raise ValueError(
             "enable_checkpointing=False, but callbacks= holds a ModelCheckpoint; leave out one of the two."
         )
+    if settings.enable_progress_bar is False and (bars := [each for each in given if isinstance(each, ProgressBar)]):
+        raise ValueError(
+            f"enable_progress_bar=False, but callbacks= holds a {type(bars[0]).__name__}; leave out one of the two."
+        )
     defaults: list[tuple[bool, type[Callback], type[Callback]]] = [
         (settings.enable_model_summary is not False, ModelSummary, ModelSummary),
         (settings.enable_progress_bar is not False, ProgressBar, TQDMProgressBar),

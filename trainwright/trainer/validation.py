@@ -60,7 +60,8 @@ def validate(run: TrainingRun, within: bool) -> None:
 def step_followers(run: TrainingRun, is_last: bool) -> None:
     """Step the step-wise schedulers that follow a metric, or let them wait for the validation that is due now. Collective.
 
-    Its metric may be theirs, and a checkpoint that it leads to holds their step.
+    Its metric may be theirs, and a checkpoint that it leads to holds their step. A step that the loss scale skipped does not
+    count.
     """
     is_timed = run.validation_clock is not None  # such a validation is due on no batch that is known here
     if not is_timed and validation_is_due(run, at_end=is_last):
