@@ -68,7 +68,7 @@ def test_runs_and_their_curves(
     broken = logs / "broken"
     broken.mkdir()
     (broken / "metrics.csv").write_text("no,table\n")
-    (broken / "run.json").write_text("{")
+    (broken / "trainwright_run.json").write_text("{")
     runs = {each["run"]: each for each in listed(capsys, logs)}
     assert list(runs) == ["broken", "by_hand", "mine/version_0", "mine/version_1", "mine/version_2"]
     first, failed, other = (runs[f"mine/version_{number}"] for number in range(3))

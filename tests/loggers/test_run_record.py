@@ -94,10 +94,10 @@ def test_a_run_that_is_refused_leaves_the_record_as_it_was(tmp_path: Path) -> No
     assert os.listdir(tmp_path) == []
     trainer = trainer_in(tmp_path)
     trainer.fit(Classifier(), make_loader())
-    before = (tmp_path / "version_0/run.json").read_bytes()
+    before = (tmp_path / "version_0/trainwright_run.json").read_bytes()
     with pytest.raises(TypeError):
         trainer.fit(Refused(), make_loader())
-    assert (tmp_path / "version_0/run.json").read_bytes() == before
+    assert (tmp_path / "version_0/trainwright_run.json").read_bytes() == before
 
 
 KILLED = """
@@ -173,12 +173,12 @@ def test_loops_by_hand(tmp_path: Path) -> None:
     ],
 )
 def test_a_damaged_record_is_none(tmp_path: Path, text: str) -> None:
-    (tmp_path / "run.json").write_text(text)
+    (tmp_path / "trainwright_run.json").write_text(text)
     assert read_record(str(tmp_path)) is None
     trainer = tw.Trainer(**{**QUIET, "logger": tw.CSVLogger(tmp_path, name=None, version="")}, max_steps=1)
     if not text:
         trainer.fit(Classifier(), make_loader())
-        assert json.loads((tmp_path / "run.json").read_text())["status"] == "success"
+        assert json.loads((tmp_path / "trainwright_run.json").read_text())["status"] == "success"
 
 
 def two_ranks(folder: Path) -> str:
@@ -192,4 +192,4 @@ def test_two_ranks_write_one_record(tmp_path: Path) -> None:
     plotted = run_job(two_ranks, 2, tmp_path)
     assert plotted == [f"{tmp_path}/version_0/curves.html"] * 2
     assert record_in(tmp_path).state.word == "finished"
-    assert sorted(os.listdir(tmp_path / "version_0")) == ["curves.html", "metrics.csv", "run.json"]
+    assert sorted(os.listdir(tmp_path / "version_0")) == ["curves.html", "metrics.csv", "trainwright_run.json"]
