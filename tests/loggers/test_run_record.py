@@ -134,10 +134,14 @@ def test_no_run_depends_on_its_record(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_a_call_that_writes_nothing_does_not_bring_a_moved_folder_back(tmp_path: Path) -> None:
+    class Predicting(Classifier):
+        def predict_step(self, batch: Any, batch_idx: int) -> Any:
+            return self.net(batch[0])
+
     trainer = trainer_in(tmp_path / "logs", max_steps=1)
-    trainer.fit(Classifier(), make_loader())
+    trainer.fit(Predicting(), make_loader())
     shutil.move(tmp_path / "logs/version_0", tmp_path / "kept")
-    trainer.predict(Classifier(), make_loader(4))
+    trainer.predict(Predicting(), make_loader(4))
     assert os.listdir(tmp_path / "logs") == []
     assert record_in(tmp_path, "kept").call == "fit"
 
