@@ -12,6 +12,8 @@ from small import QUIET, Classifier, make_loader
 
 import trainwright as tw
 from trainwright.__main__ import check_names
+from trainwright.checkpoint.reader import open_checkpoint
+from trainwright.commands import runs
 from trainwright.commands.plot import plot_command
 from trainwright.commands.runs import runs_command
 
@@ -68,23 +70,23 @@ def test_runs_and_their_curves(
     broken = logs / "broken"
     broken.mkdir()
     (broken / "metrics.csv").write_text("no,table\n")
-    (broken / "run.json").write_text("{")
-    runs = {each["run"]: each for each in listed(capsys, logs)}
-    assert list(runs) == ["broken", "by_hand", "mine/version_0", "mine/version_1", "mine/version_2"]
-    first, failed, other = (runs[f"mine/version_{number}"] for number in range(3))
+    (broken / "trainwright_run.json").write_text("{")
+    by_name = {each["run"]: each for each in listed(capsys, logs)}
+    assert list(by_name) == ["broken", "by_hand", "mine/version_0", "mine/version_1", "mine/version_2"]
+    first, failed, other = (by_name[f"mine/version_{number}"] for number in range(3))
     assert (first["state"], first["epoch"], first["step"], first["call"]) == ("finished", 2, 33, "fit")
-    assert first["best"] == {"val_acc": {"value": 1.0, "mode": "max", "step": 11}}
+    assert first["best"] == {"val_acc": {"value": 1.0, "mode": "max", "step": 10}}
     assert first["checkpoint"]["path"].startswith(f"{logs}/mine/version_0/checkpoints/epoch=2-step=33")
     assert (first["age_seconds"] < 3600, first["problems"]) == (True, [])
     assert (failed["state"], failed["epoch"], failed["best"]["val_loss"]["value"]) == ("failed", 0, 1.0)
     # Two runs have saved into one folder: each is shown its own.
     assert (failed["checkpoint"]["step"], other["checkpoint"]["step"]) == (11, 33)
     assert failed["checkpoint"]["path"].startswith(str(shared))
-    assert other["best"] == {"val_loss": {"value": pytest.approx(1 / 3), "mode": "min", "step": 33}}
-    assert runs["by_hand"]["state"] == runs["broken"]["state"] == "unknown"
-    assert runs["by_hand"]["best"] == {"train_loss": {"value": 0.5, "mode": "min", "step": 3}}
-    assert runs["by_hand"]["checkpoint"] is None
-    assert "is not a table of a CSVLogger" in runs["broken"]["problems"][0]
+    assert other["best"] == {"val_loss": {"value": pytest.approx(1 / 3), "mode": "min", "step": 32}}
+    assert by_name["by_hand"]["state"] == by_name["broken"]["state"] == "unknown"
+    assert by_name["by_hand"]["best"] == {"train_loss": {"value": 0.5, "mode": "min", "step": 3}}
+    assert by_name["by_hand"]["checkpoint"] is None
+    assert "is not a table of a CSVLogger" in by_name["broken"]["problems"][1]
 
     order = [each["run"] for each in listed(capsys, logs, "--sort", "val_loss")]
     assert order == ["mine/version_0", "mine/version_2", "mine/version_1", "broken", "by_hand"]
@@ -129,6 +131,68 @@ def test_runs_and_their_curves(
 
     shutil.rmtree(shared)  # the checkpoints were moved away
     assert listed(capsys, logs)[-1]["checkpoint"] is None
+
+
+@pytest.mark.parametrize("name", ["val_nll", "val_mape", "bpb", "test/eer", "fid", "kl", "wer"])
+def test_sorting(tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str) -> None:
+    for run, value in (("a", 9), ("b", 1), ("c", 5)):
+        (tmp_path / run).mkdir()
+        (tmp_path / run / "metrics.csv").write_text(f"step,{name},{name}:max\n1,{value},{value}\n")
+
+    def order(sort: str) -> str:
+        return "".join(each["run"] for each in listed(capsys, tmp_path, "--sort", sort))
+
+    assert (order(name), order(f"{name}:min"), order(f"{name}:max:min")) == ("bca", "bca", "bca")
+    assert runs_command([str(tmp_path), "--sort", name], check_names) == 0
+    assert f"Sorted by {name}, the least first; --sort {name}:max turns this round." in capsys.readouterr().out
+    (tmp_path / "a/metrics.csv").write_text(f"step,{name}\n1,9\n")
+    for run in "bc":
+        (tmp_path / run / "metrics.csv").write_text(f"step,{name}\n1,1\n")
+    assert order(f"{name}:max") == "abc"
+    assert "no run has this metric" in refused(runs_command, capsys, tmp_path, "--sort", f"{name}:up")
+
+
+def test_runs_that_were_moved_and_damaged(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saves = {"monitor": "val_loss", "mode": "min", "save_top_k": 1}
+    for number in range(3):
+        fit(tmp_path / "old", **saves, dirpath=tmp_path / "shared", filename=f"run-{number}")
+    fit(tmp_path / "old", **saves)
+    shutil.move(tmp_path / "old", tmp_path / "new")
+    opened: list[str] = []
+    monkeypatch.setattr(
+        runs, "open_checkpoint", lambda path, verify: opened.append(path) or open_checkpoint(path, verify)
+    )
+    found = listed(capsys, tmp_path / "new")
+    assert [Path(each["checkpoint"]["path"]).name for each in found[:3]] == [
+        f"run-{number}.ckpt" for number in range(3)
+    ]
+    assert found[3]["checkpoint"]["path"].startswith(f"{tmp_path}/new/mine/version_3/checkpoints/")
+    assert [each["problems"] for each in found] == [[]] * 4
+    assert len(opened) == len(set(opened)) == 4
+
+    (tmp_path / "shared/run-0.ckpt/manifest.json").write_text("")
+    (tmp_path / "new/mine/version_1/trainwright_run.json").write_text("")
+    shutil.rmtree(tmp_path / "new/mine/version_3/checkpoints")
+    first, second, _, last = (each["problems"] for each in listed(capsys, tmp_path / "new"))
+    assert "run-0.ckpt was left out: " in first[0]
+    assert first[1:] == [f"{tmp_path}/shared holds no whole checkpoint of this run any more."]
+    assert second == [f"{tmp_path}/new/mine/version_1/trainwright_run.json is empty."]
+    assert last == [f"{tmp_path}/new/mine/version_3/checkpoints holds no whole checkpoint of this run any more."]
+
+
+def test_curves_of_several_runs_are_put_here(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for run, rows in (("a", ""), ("b", "1,2\n")):
+        (tmp_path / run).mkdir()
+        (tmp_path / run / "metrics.csv").write_text(f"step,loss\n{rows}")
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    assert plot_command([str(tmp_path / "a"), str(tmp_path / "b")], check_names) == 0
+    assert capsys.readouterr().out.startswith("curves.html: ")
+    assert (tmp_path / "here/curves.html").is_file()
 
 
 def test_folders_without_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

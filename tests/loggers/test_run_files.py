@@ -46,7 +46,7 @@ def test_both_kinds_of_files_say_the_same(tmp_path: Path) -> None:
         assert series.times is None
         assert other.times is not None
         assert (np.diff(other.times) >= 0).all()
-    assert (by_table.last_step, by_table.last_epoch) == (by_events.last_step, by_events.last_epoch) == (22, 1)
+    assert (by_table.last_step, by_table.last_epoch) == (by_events.last_step, by_events.last_epoch) == (21, 1)
     assert by_table.x_of(by_table.series["val_loss"], "epoch").tolist() == [1, 2]
     assert read_history(folder, with_times=True).series["val_loss"].times is not None
     assert read_history(folder).series["val_loss"].times is None
@@ -90,6 +90,32 @@ def test_events_after_a_resume(tmp_path: Path) -> None:
     newest.write_bytes(data[:60] + b"\xff" * (len(data) - 60))
     damaged = read_history(str(tmp_path / "version_0"))
     assert damaged.series["loss"].steps[0] == 0
+
+
+def test_writers_of_one_run_are_apart(tmp_path: Path) -> None:
+    for name, value in (("train", 1.0), ("eval", 50.0)):
+        logger = tw.TensorBoardLogger(tmp_path, name=None, version=0, sub_dir=name)
+        for step in range(2):
+            logger.log_metrics({"loss": value}, step=step)
+        if name == "eval":
+            logger.experiment.add_scalars("parts", {"left": 3.0}, 0)
+        logger.finalize("success")
+        logger.close()
+    series = read_history(str(tmp_path / "version_0")).series
+    assert {name: each.values.tolist() for name, each in series.items()} == {
+        "eval/loss": [50, 50],
+        "eval/parts_left/parts": [3],
+        "train/loss": [1, 1],
+    }
+    page = Path(logger.plot()).read_text()  # its own log_dir alone
+    assert "last 50, least 50, greatest 50" in page
+    assert "last 1," not in page
+    inner = tw.TensorBoardLogger(tmp_path / "version_0", name="fold")
+    inner.log_metrics({"loss": 9.0}, step=0)
+    inner.finalize("success")
+    inner.close()
+    assert set(read_history(str(tmp_path / "version_0")).series) == set(series)
+    assert find_runs(str(tmp_path)) == [f"{tmp_path}/version_0", f"{tmp_path}/version_0/fold/version_0"]
 
 
 def test_events_without_tensorboard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -146,6 +172,21 @@ def test_what_is_not_a_run(tmp_path: Path) -> None:
     ):
         with pytest.raises(ValueError, match=text):
             read_history(f"{tmp_path}/{path}")
+
+
+def test_files_of_others_do_not_hide_runs(tmp_path: Path) -> None:
+    table(tmp_path, "run,loss\na,1\n")
+    (tmp_path / "run.json").write_text("{}")
+    runs = ["version_0", "version_0/fold_1", "checkpoints/version_0", "net.ckpt/version_0"]
+    for name in runs:
+        table(tmp_path / name, "step,loss\n1,2\n")
+    table(tmp_path / "version_0/checkpoints/step=1.ckpt", "step,loss\n1,2\n")
+    table(tmp_path / "saved/step=1.ckpt", "step,loss\n1,2\n")  # a copy in a checkpoint
+    assert find_runs(str(tmp_path)) == sorted(f"{tmp_path}/{name}" for name in runs)
+    (tmp_path / "version_0/metrics.csv").unlink()
+    (tmp_path / "version_0/metrics.csv").mkdir()
+    (tmp_path / "version_0/trainwright_run.json").touch()
+    assert read_history(str(tmp_path / "version_0")).problems == (f"{tmp_path}/version_0/metrics.csv is not a file.",)
 
 
 def test_loggers_that_cannot_plot(tmp_path: Path) -> None:

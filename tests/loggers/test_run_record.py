@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -17,7 +18,9 @@ from jobs import run_job
 from small import QUIET, Classifier, make_loader
 
 import trainwright as tw
-from trainwright.loggers.run_record import RunRecord, read_record
+from trainwright.commands.runs import list_runs
+from trainwright.loggers import run_record
+from trainwright.loggers.run_record import RunRecord, RunRecorder, read_record
 from trainwright.process_identity import machine, process_start_time
 
 
@@ -57,11 +60,12 @@ def test_a_run_that_finishes_and_is_tested(tmp_path: Path) -> None:
     (running,) = seen
     assert (running.call, running.status, running.state.word, running.pid) == ("fit", "running", "running", os.getpid())
     done = record_in(tmp_path)
-    assert (done.state, done.step, done.resumed) == (("finished", ""), 11, None)
+    assert (done.state, done.step, done.epoch, done.resumed) == (("finished", ""), 10, 0, None)
     assert done.ended is not None
     assert done.checkpoints == (f"{tmp_path}/elsewhere",)
     trainer.test(Classifier(), make_loader(), verbose=False)
     assert record_in(tmp_path) == done  # how the training ended
+    assert [each.epoch for each in list_runs(str(tmp_path))] == [0]  # not that of the test's row
     trainer.fit(Classifier(), make_loader())
     again = record_in(tmp_path)
     assert (again.began, again.checkpoints, again.state.word) == (done.began, done.checkpoints, "finished")
@@ -75,29 +79,86 @@ def test_a_run_that_fails_or_is_stopped_and_goes_on(tmp_path: Path, error: BaseE
     with contextlib.suppress(ValueError, KeyboardInterrupt):
         trainer.fit(Raises(error), make_loader())
     ended = record_in(tmp_path)
-    assert (ended.state.word, ended.step) == (word, 2)
+    assert (ended.state.word, ended.step) == (word, 1)
     resumed = trainer_in(tmp_path, callbacks=tw.ModelCheckpoint(), enable_checkpointing=True)
     resumed.fit(Raises(), make_loader(), ckpt_path="auto")
     assert os.listdir(tmp_path) == ["version_0"]
     whole = record_in(tmp_path)
-    assert (whole.state.word, whole.began, whole.step) == ("finished", ended.began, 11)
+    assert (whole.state.word, whole.began, whole.step) == ("finished", ended.began, 10)
     assert whole.resumed is not None
 
 
-def test_a_run_that_is_refused_leaves_the_record_as_it_was(tmp_path: Path) -> None:
-    class Refused(Classifier):
-        def configure_optimizers(self) -> Any:
-            return "none"
+class Refused(Classifier):
+    def configure_optimizers(self) -> Any:
+        return "none"
 
+
+def test_a_run_that_is_refused_leaves_the_record_as_it_was(tmp_path: Path) -> None:
     with pytest.raises(TypeError):
         trainer_in(tmp_path).fit(Refused(), make_loader())
     assert os.listdir(tmp_path) == []
     trainer = trainer_in(tmp_path)
     trainer.fit(Classifier(), make_loader())
-    before = (tmp_path / "version_0/run.json").read_bytes()
+    before = (tmp_path / "version_0/trainwright_run.json").read_bytes()
     with pytest.raises(TypeError):
         trainer.fit(Refused(), make_loader())
-    assert (tmp_path / "version_0/run.json").read_bytes() == before
+    assert (tmp_path / "version_0/trainwright_run.json").read_bytes() == before
+
+
+def test_no_run_depends_on_its_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def by_hand(version: str) -> None:
+        logger = tw.CSVLogger(tmp_path, name=None, version=version)
+        logger.log_metrics({"loss": 1.0}, step=4)
+        logger.finalize("success")
+        assert (tmp_path / version / "metrics.csv").read_text() == "step,loss\n4,1.0\n"
+
+    for name in ("other", "folder"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "other/trainwright_run.json").write_text('{"my": "settings"}')
+    (tmp_path / "folder/trainwright_run.json").mkdir()
+    for name, what in (("other", "is not the record of a run"), ("folder", "is not a file")):
+        with pytest.warns(
+            UserWarning, match=rf"trainwright_run\.json {what}, and is left alone; move it away\."
+        ) as seen:
+            by_hand(name)
+        assert len(seen) == 1
+    assert (tmp_path / "other/trainwright_run.json").read_text() == '{"my": "settings"}'
+
+    def full(path: str, data: bytes) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(run_record, "write_file", full)
+    with pytest.warns(UserWarning, match=r"trainwright_run\.json cannot be written \(OSError: .*No space left") as seen:
+        by_hand("full")
+    assert len(seen) == 1
+
+
+def test_a_call_that_writes_nothing_does_not_bring_a_moved_folder_back(tmp_path: Path) -> None:
+    class Predicting(Classifier):
+        def predict_step(self, batch: Any, batch_idx: int) -> Any:
+            return self.net(batch[0])
+
+    trainer = trainer_in(tmp_path / "logs", max_steps=1)
+    trainer.fit(Predicting(), make_loader())
+    shutil.move(tmp_path / "logs/version_0", tmp_path / "kept")
+    trainer.predict(Predicting(), make_loader(4))
+    assert os.listdir(tmp_path / "logs") == []
+    assert record_in(tmp_path, "kept").call == "fit"
+
+
+def test_a_resume_with_nothing_left_to_train_keeps_the_step(tmp_path: Path) -> None:
+    recorder = RunRecorder()
+    for step, epoch in ((5, 1), (None, None)):
+        begun = recorder.begin(str(tmp_path), "fit", continues=True)
+        noted = [recorder.note_checkpoints(each) for each in (f"{tmp_path}/board/saved", "/elsewhere", str(tmp_path))]
+        for work in (begun, *noted, recorder.end("success", step, epoch)):
+            assert work is not None or epoch is None  # the folders are known then
+            if work is not None:
+                work()
+    record = record_in(tmp_path, "")
+    assert (record.step, record.epoch, record.resumed is None) == (5, 1, False)
+    assert record.checkpoints == ("board/saved", "/elsewhere", ".")
+    assert record.checkpoint_folders("/moved") == ("/moved/board/saved", "/elsewhere", "/moved")
 
 
 KILLED = """
@@ -173,18 +234,24 @@ def test_loops_by_hand(tmp_path: Path) -> None:
     ],
 )
 def test_a_damaged_record_is_none(tmp_path: Path, text: str) -> None:
-    (tmp_path / "run.json").write_text(text)
+    (tmp_path / "trainwright_run.json").write_text(text)
     assert read_record(str(tmp_path)) is None
     trainer = tw.Trainer(**{**QUIET, "logger": tw.CSVLogger(tmp_path, name=None, version="")}, max_steps=1)
     if not text:
         trainer.fit(Classifier(), make_loader())
-        assert json.loads((tmp_path / "run.json").read_text())["status"] == "success"
+        assert json.loads((tmp_path / "trainwright_run.json").read_text())["status"] == "success"
 
 
 def two_ranks(folder: Path) -> str:
     logger = tw.CSVLogger(folder, name=None)
     options = {**QUIET, "logger": logger, "devices": "auto", "max_epochs": 1, "log_every_n_steps": 1}
-    tw.Trainer(**options).fit(Classifier(), make_loader())
+    trainer = tw.Trainer(**options)
+    trainer.fit(Classifier(), make_loader())
+    before = (folder / "version_0/trainwright_run.json").read_bytes() if trainer.is_global_zero else b""
+    with pytest.raises(TypeError):
+        trainer.fit(Refused(), make_loader())
+    if trainer.is_global_zero:
+        assert (folder / "version_0/trainwright_run.json").read_bytes() == before
     return logger.plot()
 
 
@@ -192,4 +259,4 @@ def test_two_ranks_write_one_record(tmp_path: Path) -> None:
     plotted = run_job(two_ranks, 2, tmp_path)
     assert plotted == [f"{tmp_path}/version_0/curves.html"] * 2
     assert record_in(tmp_path).state.word == "finished"
-    assert sorted(os.listdir(tmp_path / "version_0")) == ["curves.html", "metrics.csv", "run.json"]
+    assert sorted(os.listdir(tmp_path / "version_0")) == ["curves.html", "metrics.csv", "trainwright_run.json"]

@@ -41,7 +41,7 @@ def plot_command(arguments: Sequence[str], _: Any) -> int:
     try:
         histories = [read_history(each, with_times=options.x == "time") for each in _distinct(options.runs)]
         drawn = [each for each in histories if each.series] or histories
-        out = options.out or (CURVES_NAME if len(drawn) > 1 else f"{drawn[0].folder}/{CURVES_NAME}")
+        out = options.out or (CURVES_NAME if len(histories) > 1 else f"{drawn[0].folder}/{CURVES_NAME}")
         form = checked_format(out)
         if os.path.isdir(out):
             raise ValueError(f"--out {out} is a folder; give the name of a file.")

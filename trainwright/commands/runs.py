@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import json
 import math
 import posixpath
 import re
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any, NamedTuple
@@ -17,20 +18,23 @@ import fsspec
 import numpy as np
 
 from trainwright.callbacks.checkpoint_policy import monitor_of
-from trainwright.checkpoint.discovery import CheckpointEntry, find_checkpoints, same_path
+from trainwright.checkpoint.discovery import CheckpointEntry, find_candidates, same_path
 from trainwright.checkpoint.reader import open_checkpoint
 from trainwright.errors import CheckpointError
 from trainwright.launch.cli import Parser
 from trainwright.launch.variables import printable
 from trainwright.loggers.position import CHECKPOINTS
 from trainwright.loggers.run_files import find_runs, read_history
-from trainwright.loggers.run_record import RunRecord, RunState, read_record
+from trainwright.loggers.run_record import RunRecord, RunState, find_record, read_record
 from trainwright.paths import absolute
 from trainwright.plots import History
 
 NO_VALUE = "-"
 _LEAST = re.compile(
-    r"(?:^|[^a-z]|[a-z](?=loss))(?:loss|error|err|mse|rmse|mae|perplexity|ppl|wer|cer)(?:$|[^a-z])", re.IGNORECASE
+    r"(?:^|[^a-z]|[a-z](?=loss))"
+    r"(?:loss|error|err|mse|rmse|mae|mape|smape|nll|kl|perplexity|ppl|bpb|bpc|wer|cer|eer|ece|brier|fid|lpips)"
+    r"(?:$|[^a-z])",
+    re.IGNORECASE,
 )
 _KNOWN = re.compile(r"(?:loss|acc|accuracy)(?:_epoch)?$", re.IGNORECASE)
 """The metrics whose best values are shown if no ModelCheckpoint says which to watch."""
@@ -57,6 +61,8 @@ class Run:
     checkpoint: CheckpointEntry | None = None
     monitors: dict[str, str] = field(default_factory=dict)
     """The modes of the metrics that a ModelCheckpoint monitors, by name."""
+    modes: dict[str, str] = field(default_factory=dict)
+    """The modes by which the listing compares runs, which come before those."""
     scores: dict[str, float] = field(default_factory=dict)
     """The best values that the newest checkpoint knows, by monitored metric."""
     problems: list[str] = field(default_factory=list)
@@ -65,24 +71,25 @@ class Run:
     @property
     def step(self) -> int | None:
         known = [self.history.last_step]
-        known += [self.record.step] if self.record is not None else []
+        known += [self.record.step] if self.record is not None and self.record.ended is not None else []
         known += [int(self.checkpoint.step)] if self.checkpoint is not None else []
         return max((each for each in known if each is not None), default=None)
 
     @property
     def epoch(self) -> int | None:
-        known = [self.history.last_epoch]
+        # A test after the training adds a row, which counts the epochs that are over; the record has the training's last.
+        at_end = self.record.epoch if self.record is not None and self.record.ended is not None else None
+        known = [self.history.last_epoch if at_end is None else at_end]
         known += [self.checkpoint.epoch] if self.checkpoint is not None else []
         return max((each for each in known if each is not None), default=None)
 
     def best_of(self, metric: str) -> Best | None:
         """Return the best value of a metric; None if the run has none."""
-        mode = self.monitors.get(metric) or ("min" if _LEAST.search(metric) else "max")
+        modes = {**self.monitors, **self.modes}
+        mode = modes.get(metric) or ("min" if _LEAST.search(metric) else "max")
         # A logger's prefix comes before the name that the callback knows.
         names = [
-            name
-            for name in self.history.series
-            if name == metric or (metric in self.monitors and name.endswith(f"-{metric}"))
+            name for name in self.history.series if name == metric or (metric in modes and name.endswith(f"-{metric}"))
         ]
         series = self.history.series[metric if metric in names else names[0]] if names else None
         if series is not None and (finite := np.flatnonzero(np.isfinite(series.values))).size:
@@ -109,24 +116,33 @@ def runs_command(arguments: Sequence[str], _: Any) -> int:
         "the best value of what a ModelCheckpoint monitors, and the newest checkpoint.",
     )
     parser.add_argument("directory", metavar="DIR", help="the folder, such as trainwright_logs")
-    parser.add_argument("--sort", metavar="METRIC", help="the runs with the best values of this metric come first")
+    parser.add_argument(
+        "--sort",
+        metavar="METRIC",
+        help="the runs with the best values of this metric come first; METRIC:min or METRIC:max says which are better",
+    )
     parser.add_argument("--json", action="store_true", help="print JSON")
     options = parser.parse_args(arguments)
+    sort = None
     try:
         runs = list_runs(options.directory)
         if options.sort is not None:
-            runs = _sorted(runs, options.sort)
+            sort, mode = _sorting(runs, options.sort)
+            runs = _sorted(runs, sort, mode)
     except (ValueError, OSError) as error:
         parser.error(printable(str(error)))
     if options.json:
-        print(json.dumps([_as_data(run, options.sort) for run in runs], indent=2))
+        print(json.dumps([_as_data(run, sort) for run in runs], indent=2))
         return 0
     if not runs:
         print(
             f"{printable(options.directory)} holds no runs: no folder in it has files of a CSVLogger or a TensorBoardLogger."
         )
         return 0
-    print("\n".join(_table(runs, options.directory, options.sort)))
+    print("\n".join(_table(runs, options.directory, sort)))
+    if sort is not None:
+        first, other = ("least", "max") if mode == "min" else ("greatest", "min")
+        print(f"Sorted by {printable(sort)}, the {first} first; --sort {printable(sort)}:{other} turns this round.")
     for run in runs:
         for problem in run.problems:
             print(f"{printable(run.name)}: {printable(problem)}")
@@ -140,12 +156,54 @@ def list_runs(directory: str) -> list[Run]:
     if not filesystem.isdir(inside):
         what = "is a file" if filesystem.exists(inside) else "does not exist"
         raise ValueError(f"{directory} {what}; give a folder that holds runs, such as trainwright_logs.")
-    return [_run(root, folder) for folder in find_runs(root)]
+    saved = _Saved()
+    return [_run(root, folder, saved) for folder in find_runs(root)]
 
 
-def _run(root: str, folder: str) -> Run:
-    record = read_record(folder)
-    problems: list[str] = []
+class _Facts(NamedTuple):
+    """What a checkpoint says of its run: the run folders of its loggers, and the states of its callbacks."""
+
+    folders: tuple[str, ...]
+    callbacks: Any
+
+
+class _Saved:
+    """The folders and checkpoints of a listing; each is read once, since several runs may save into one folder."""
+
+    def __init__(self) -> None:
+        self._folders: dict[str, list[CheckpointEntry]] = {}
+        self._facts: dict[str, _Facts] = {}
+
+    def in_folder(self, folder: str, problems: list[str]) -> list[CheckpointEntry]:
+        """Return the whole checkpoints in a folder; what is wrong there is said of the first run that has asked."""
+        if folder not in self._folders:
+            found = []
+            try:
+                found = find_candidates(folder)
+            except CheckpointError as error:
+                problems.append(str(error))
+            problems += [f"{each.path} was left out: {each.damage}" for each in found if each.damage]
+            self._folders[folder] = [each for each in found if not each.damage]
+        return self._folders[folder]
+
+    def facts_of(self, path: str, problems: list[str]) -> _Facts:
+        """Return what a checkpoint says; none if it cannot be read."""
+        if path not in self._facts:
+            state: Mapping[str, Any] = {}
+            try:
+                state = open_checkpoint(path, "off").run_state()
+            except CheckpointError as error:
+                problems.append(str(error))
+            folders = []
+            with contextlib.suppress(TypeError, KeyError, AttributeError):
+                folders = [str(each["state"].get("folder", "")) for each in state.get("loggers") or []]
+            self._facts[path] = _Facts(tuple(folders), state.get("callbacks"))
+        return self._facts[path]
+
+
+def _run(root: str, folder: str, saved: _Saved) -> Run:
+    record, _, problem = find_record(folder)
+    problems = [f"{problem}."] if problem else []
     try:
         history = read_history(folder)
         problems += history.problems
@@ -154,12 +212,9 @@ def _run(root: str, folder: str) -> Run:
         problems.append(str(error))
     state = record.state if record is not None else RunState("unknown")
     run = Run(folder[len(root) :].strip("/") or ".", folder, state, record, history, problems=problems)
-    run.checkpoint = next(_checkpoints(folder, record, problems), None)
+    run.checkpoint = _newest(folder, record, saved, problems)
     if run.checkpoint is not None:
-        try:
-            _take_monitors(run, open_checkpoint(run.checkpoint.path, "off").run_state().get("callbacks"))
-        except CheckpointError as error:
-            problems.append(str(error))
+        _take_monitors(run, saved.facts_of(run.checkpoint.path, problems).callbacks)
     run.written_at = _written_at(run)
     return run
 
@@ -175,32 +230,29 @@ def _take_monitors(run: Run, states: Any) -> None:
                 run.scores[metric] = float(score)
 
 
-def _checkpoints(folder: str, record: RunRecord | None, problems: list[str]) -> Iterator[CheckpointEntry]:
-    """Yield the checkpoints of a run, the newest first."""
+def _newest(folder: str, record: RunRecord | None, saved: _Saved, problems: list[str]) -> CheckpointEntry | None:
+    """Return the newest checkpoint of a run."""
     own = f"{folder}/{CHECKPOINTS}"
-    folders = [own, *(each for each in (record.checkpoints if record is not None else ()) if each != own)]
+    noted = record.checkpoint_folders(folder) if record is not None else ()
+    places = [folder]
+    # The checkpoints in other folders name the place where the run was when it saved them.
+    if record is not None and record.folder not in ("", folder) and read_record(record.folder) is None:
+        places.append(record.folder)
     found = []
-    for each in folders:
-        try:
-            entries = find_checkpoints(each)
-        except CheckpointError as error:
-            problems.append(str(error))
-            continue
-        is_inside = each == own or each.startswith(f"{folder}/")
-        found += [(entry, is_inside) for entry in entries]
-    for entry, is_inside in sorted(found, key=lambda each: each[0].order, reverse=True):
-        if is_inside or _is_of(entry, folder):
-            yield entry
+    for each in dict.fromkeys((own, *noted)):
+        entries = saved.in_folder(each, problems)
+        if each != folder and not each.startswith(f"{folder}/"):
+            entries = [entry for entry in entries if _is_of(saved.facts_of(entry.path, problems), places)]
+        if each in noted and not entries:
+            problems.append(f"{each} holds no whole checkpoint of this run any more.")
+        found += entries
+    return max(found, key=lambda each: each.order, default=None)
 
 
-def _is_of(entry: CheckpointEntry, folder: str) -> bool:
-    """Return whether a checkpoint in another folder, which several runs may use, is of this run."""
-    try:
-        loggers = open_checkpoint(entry.path, "off").run_state().get("loggers") or []
-        folders = [each["state"].get("folder", "") for each in loggers]
-    except (CheckpointError, TypeError, KeyError, AttributeError):
-        return False
-    return any(same_path(each, folder) for each in folders if isinstance(each, str))
+def _is_of(facts: _Facts, places: Sequence[str]) -> bool:
+    """Return whether a checkpoint is of a run that is, or was, in one of these folders."""
+    inside = [str(fsspec.core.url_to_fs(each)[1]) for each in places]
+    return any(same_path(each, place) for each in facts.folders for place in inside)
 
 
 def _written_at(run: Run) -> float | None:
@@ -216,16 +268,24 @@ def _written_at(run: Run) -> float | None:
     return max(moments, default=None)
 
 
-def _sorted(runs: list[Run], metric: str) -> list[Run]:
+def _sorting(runs: list[Run], given: str) -> tuple[str, str]:
+    """Return the metric that --sort names, and the mode by which all runs are compared (ValueError if no run has it)."""
     known = dict.fromkeys(name for run in runs for name in (*run.monitors, *run.history.series))
+    metric, _, mode = given.rpartition(":")
+    if given in known or mode not in ("min", "max"):
+        metric, mode = given, ""
     if metric not in known and runs:
         close = difflib.get_close_matches(metric, known, n=1)
         hint = f" Did you mean {close[0]!r}?" if close else ""
-        raise ValueError(f"--sort {metric}: no run has this metric; choose from {', '.join(known) or 'none'}.{hint}")
-    # One direction for all runs: that of a ModelCheckpoint of any of them, or else of the name.
+        raise ValueError(f"--sort {given}: no run has this metric; choose from {', '.join(known) or 'none'}.{hint}")
+    # That of a ModelCheckpoint of any run, or else of the name.
     modes = [run.monitors[metric] for run in runs if metric in run.monitors]
+    return metric, mode or (modes[0] if modes else "min" if _LEAST.search(metric) else "max")
+
+
+def _sorted(runs: list[Run], metric: str, mode: str) -> list[Run]:
     for run in runs:
-        run.monitors = {**({metric: modes[0]} if modes else {}), **run.monitors}
+        run.modes[metric] = mode
 
     def order(run: Run) -> tuple[bool, float]:
         best = run.best_of(metric)

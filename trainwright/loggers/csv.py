@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import io
 import os
@@ -84,7 +85,8 @@ class CSVLogger(FolderLogger):
     def close(self) -> None:
         self.flush()
         if self._file is not None:
-            self._file.sync()
+            with contextlib.suppress(FileNotFoundError):  # its folder was moved away since
+                self._file.sync()
 
     def drop_later_rows(self) -> None:
         self._take_open_row()

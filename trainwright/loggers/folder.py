@@ -76,6 +76,7 @@ class FolderLogger(Logger):
         self._is_first_here = False
         """True in the logger's first run in a given folder, which an earlier run may have written to."""
         self._step, self._has_rows = 0, False
+        self._epoch: int | None = None
         self._written_at = 0.0
         self._writer = BackgroundWriter()
         self._record = RunRecorder()
@@ -208,7 +209,8 @@ class FolderLogger(Logger):
         if not self._is_writer:
             return
         self._step, self._has_rows = self._step if step is None else step, True
-        step = self._step
+        step, epoch = self._step, metrics.get("epoch")
+        self._epoch = epoch if type(epoch) is int else self._epoch
         self._add_row({"step": step, **to_numbers(metrics, self.prefix)})
         if len(self._rows) > self._rows_at_once or time.monotonic() - self._written_at > LONGEST_WAIT_SECONDS:
             self._submit_rows()
@@ -266,7 +268,8 @@ class FolderLogger(Logger):
             )
         target = absolute(path) if path is not None else f"{self.log_dir or self.root_dir}/{CURVES_NAME}"
         if self._is_writer and self._folder is not None:
-            write_file(target, draw([read_history(self._folder, kind=self.kind)], form, metrics))
+            history = read_history(self._folder, kind=self.kind, log_dir=self.log_dir)
+            write_file(target, draw([history], form, metrics))
         return target
 
     def after_save_checkpoint(self, checkpoint_callback: KeptCheckpoints) -> None:
@@ -279,7 +282,8 @@ class FolderLogger(Logger):
         try:
             self.flush()
         finally:
-            if self._is_writer and (work := self._record.end(status, self._step if self._has_rows else None)):
+            step = self._step if self._has_rows else None
+            if self._is_writer and (work := self._record.end(status, step, self._epoch)):
                 self._writer.submit(work)
                 self._wait()
 
@@ -346,15 +350,18 @@ def start_loggers(
         logger._begin_record(call)
 
 
-def withdraw_loggers(loggers: Sequence[Logger]) -> None:
+def withdraw_loggers(loggers: Sequence[Logger], is_alone: bool) -> None:
     """Remove the folders that were claimed for a run that was refused before it started, unless they hold other files.
 
-    Only in a job of one process, since several cannot agree after a failure. The folder of a run that was to be resumed is
-    kept, and the logger's next run gets a new one.
+    In a job of several processes, which cannot agree after a failure, only the records become what they were. The folder of a
+    run that was to be resumed is kept, and the logger's next run gets a new one.
     """
     for logger in loggers:
         if isinstance(logger, FolderLogger):
             logger._record.withdraw()
+    if not is_alone:
+        return
+    for logger in loggers:
         if isinstance(logger, FolderLogger) and logger._is_resumed:
             logger._folder, logger._version, logger._is_resumed, logger._position = None, None, False, {}
             logger._has_started = False

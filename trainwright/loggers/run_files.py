@@ -59,10 +59,12 @@ def refuse_other(folder: str) -> None:
     raise ValueError(f"{folder} is not a run folder: {count}. {accepted}{hint}")
 
 
-def read_history(folder: str, *, with_times: bool = False, kind: str = "") -> History:
+def read_history(folder: str, *, with_times: bool = False, kind: str = "", log_dir: str | None = None) -> History:
     """Return what a run has logged: by its table, or else, or `with_times`, by its event files.
 
-    `kind` prefers the files of one kind of logger ("csv" or "tensorboard"), if they are there.
+    Event files in several folders are those of several writers: what is in an inner folder is named by it, as in "eval/loss".
+    `kind` prefers the files of one kind of logger ("csv" or "tensorboard"), if they are there; `log_dir` is the folder in the
+    run's whose event files are read.
 
     Raises:
         ValueError: it is not the folder of a run, or a file in it is not what it seems.
@@ -71,11 +73,12 @@ def read_history(folder: str, *, with_times: bool = False, kind: str = "") -> Hi
     refuse_other(folder)
     filesystem, inside = fsspec.core.url_to_fs(folder)
     has_table = filesystem.isfile(f"{inside}/{TABLE_NAME}")
-    events = sorted(_event_files(filesystem, inside), key=posixpath.basename)
+    events = list(_event_files(filesystem, inside if log_dir is None else fsspec.core.url_to_fs(log_dir)[1]))
     if events and (with_times or kind == "tensorboard" or not has_table):
         return _of_events(folder, filesystem, events)
-    if not has_table:
-        return History(folder, {})  # a run that has logged nothing yet
+    if not has_table:  # a run that has logged nothing yet
+        is_other = filesystem.exists(f"{inside}/{TABLE_NAME}")
+        return History(folder, {}, problems=(f"{folder}/{TABLE_NAME} is not a file.",) if is_other else ())
     with filesystem.open(f"{inside}/{TABLE_NAME}", "rb") as file:
         return _of_table(folder, file.read())
 
@@ -137,22 +140,33 @@ def _series(steps: Numbers, values: Numbers, times: Numbers | None = None) -> Se
 
 
 def _of_events(folder: str, filesystem: Any, paths: list[str]) -> History:
-    rows: list[tuple[int, float, dict[str, float]]] = []
     problems: list[str] = []
-    for path in paths:
-        for step, time, values, is_start in _events_of(filesystem, path, problems):
-            if is_start:  # of a run that was resumed, which writes what follows again
-                rows = [row for row in rows if row[0] < step]
-            elif values:
-                rows.append((step, time, values))
+    series: dict[str, Series] = {}
+    epochs: list[tuple[float, float]] = []
+    folders = sorted({posixpath.dirname(each) for each in paths})
+    top = posixpath.commonpath(folders)
+    for each in folders:
+        rows: list[tuple[int, float, dict[str, float]]] = []
+        for path in sorted(path for path in paths if posixpath.dirname(path) == each):
+            for step, time, values, is_start in _events_of(filesystem, path, problems):
+                if is_start:  # of a run that was resumed, which writes what follows again
+                    rows = [row for row in rows if row[0] < step]
+                elif values:
+                    rows.append((step, time, values))
+        epochs += [(row[0], row[2]["epoch"]) for row in rows if "epoch" in row[2]]
+        series |= _columns(rows, each[len(top) :].strip("/"))
+    return History(folder, series, np.array(epochs, float).reshape(-1, 2), tuple(problems))
+
+
+def _columns(rows: list[tuple[int, float, dict[str, float]]], inner: str) -> dict[str, Series]:
+    """Return the series of one folder's rows, named by that folder if it is an inner one."""
     columns: dict[str, list[tuple[float, float, float]]] = {}
     for step, time, values in rows:
         for name, value in values.items():
-            columns.setdefault(name, []).append((step, time, value))
-    epochs = [(row[0], row[2]["epoch"]) for row in rows if "epoch" in row[2]]
-    tables = {name: np.array(column) for name, column in columns.items() if name not in ("epoch", "step")}
-    series = {name: _series(table[:, 0], table[:, 2], table[:, 1]) for name, table in tables.items()}
-    return History(folder, series, np.array(epochs, float).reshape(-1, 2), tuple(problems))
+            if name not in ("epoch", "step") and not (inner and name == "hp_metric"):
+                columns.setdefault(f"{inner}/{name}" if inner else name, []).append((step, time, value))
+    tables = {name: np.array(column) for name, column in columns.items()}
+    return {name: _series(table[:, 0], table[:, 2], table[:, 1]) for name, table in tables.items()}
 
 
 def _events_of(filesystem: Any, path: str, problems: list[str]) -> Iterator[tuple[int, float, dict[str, float], bool]]:
@@ -188,14 +202,34 @@ def _events_of(filesystem: Any, path: str, problems: list[str]) -> Iterator[tupl
 # -- folders ---------------------------------------------------------------------------------------------------------------
 
 
-def _runs(filesystem: Any, inside: str, depth: int = 0) -> Iterator[str]:
+def _runs(filesystem: Any, inside: str, depth: int = 0, is_within: bool = False) -> Iterator[str]:
+    """Yield the folders of runs; one that `is_within` another's needs a record or a table, since writers use inner folders."""
     listed = list(_listing(filesystem, inside))
-    if _has_run(name for name, is_folder in listed if not is_folder):
+    files = {name for name, is_folder in listed if not is_folder}
+    if inside.endswith(".ckpt") and files and RECORD_NAME not in files:
+        return  # a checkpoint, which may hold a copy of a table
+    if (
+        RECORD_NAME in files
+        or (TABLE_NAME in files and _is_table(filesystem, f"{inside}/{TABLE_NAME}"))
+        or (not is_within and any(name.startswith(EVENTS) for name in files))
+    ):
+        is_within = True
         yield inside
-        return
     for name, is_folder in listed if depth < DEEPEST else ():
-        if is_folder and not name.startswith(".") and not name.endswith(".ckpt") and name != CHECKPOINTS:
-            yield from _runs(filesystem, f"{inside.rstrip('/')}/{name}", depth + 1)
+        if is_folder and not name.startswith(".") and not (is_within and name == CHECKPOINTS):
+            yield from _runs(filesystem, f"{inside.rstrip('/')}/{name}", depth + 1, is_within)
+
+
+def _is_table(filesystem: Any, path: str) -> bool:
+    """Return whether a file may be a CSVLogger's: others have tables of this name too, but few with a column step."""
+    try:
+        with filesystem.open(path, "rb") as file:
+            head = bytes(file.read(1 << 16)).partition(b"\n")[0]
+        return not head or "step" in next(csv.reader([head.decode("utf-8", "replace")]))
+    except OSError:
+        return True  # what is listed says why it cannot be read
+    except csv.Error:
+        return False
 
 
 def _has_run(names: Iterator[str]) -> bool:
@@ -203,8 +237,11 @@ def _has_run(names: Iterator[str]) -> bool:
 
 
 def _event_files(filesystem: Any, inside: str, depth: int = 0) -> Iterator[str]:
-    """Yield the event files of a run, also those in a `sub_dir`."""
-    for name, is_folder in _listing(filesystem, inside):
+    """Yield the event files of a run, also those in a `sub_dir`, but not those of a run within it."""
+    listed = list(_listing(filesystem, inside))
+    if depth and any(name in (RECORD_NAME, TABLE_NAME) for name, _ in listed):
+        return
+    for name, is_folder in listed:
         if not is_folder and name.startswith(EVENTS):
             yield f"{inside}/{name}"
         elif is_folder and depth < 3 and not name.endswith(".ckpt") and name != CHECKPOINTS:

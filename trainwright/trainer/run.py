@@ -396,5 +396,5 @@ class Run:
 
     def _withdraw_loggers(self, outcome: Outcome) -> None:
         """Let a run that was refused leave nothing behind."""
-        if outcome.error is not None and not self.logbook.has_begun and self.engine.world_size == 1:
-            outcome.after(withdraw_loggers, self.loggers)
+        if outcome.error is not None and not self.logbook.has_begun:
+            outcome.after(withdraw_loggers, self.loggers, self.engine.world_size == 1)
