@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.lr_scheduler import ReduceLROnPlateau as TorchReduceLROnPlateau
 
 from trainwright.callbacks.base import Callback
-from trainwright.cli.config_errors import ConfigSource, explain
+from trainwright.cli.config_errors import ConfigSource, explain, misplaced
 from trainwright.trainer.trainer import Trainer
 
 
@@ -80,6 +80,8 @@ class TrainwrightArgumentParser(ArgumentParser):
         if self._is_root:
             self._sources.clear()
         parsed: Namespace = super().parse_args(*args, **kwargs)
+        if self._is_root and (wrong := misplaced(self._sources)):
+            super().error(wrong)
         return parsed
 
     def add_config_argument(self) -> None:

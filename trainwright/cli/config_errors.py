@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import importlib
+import json
 import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
@@ -67,7 +69,10 @@ class ConfigSource(NamedTuple):
 
     @property
     def damage(self) -> str:
-        """Return why its text is not YAML, and where; "" if it is."""
+        """Return why its text is neither YAML nor JSON, and where; "" if it is."""
+        with contextlib.suppress(ValueError):
+            json.loads(self.text)  # which takes tabs, unlike YAML
+            return ""
         try:
             yaml.compose(self.text, Loader=yaml.SafeLoader)
         except yaml.MarkedYAMLError as error:
@@ -92,6 +97,10 @@ def explain(
     """Return what is wrong: unknown keys of the configs if there are any, else jsonargparse's message and where it applies."""
     if damaged := [damage for source in sources if (damage := source.damage)]:
         return "\n".join(damaged)
+    if message.startswith("Unexpected config"):
+        for source in sources:
+            if not isinstance(source.root, yaml.MappingNode):
+                return f"{source.title} holds no settings; a config has names and values, such as trainer: {{max_epochs: 5}}."
     found = [(source, key) for source in sources for key in _unknown_in(source)]
     if found:
         lines = [f"{source.line(key.node)}: {_unknown(key)}" for source, key in found]
@@ -109,6 +118,34 @@ def explain(
     if unknown := _unknown_option(arguments):
         return unknown
     return message
+
+
+def misplaced(sources: Sequence[ConfigSource]) -> str:
+    """Return which sections of the configs hold a number or a list, which jsonargparse would ignore; "" if none does."""
+    lines = []
+    for source in sources:
+        names = _all_names(source.parser)
+        for key, value, name in _sections(source.root, names, ""):
+            is_text = isinstance(value, yaml.ScalarNode) and value.tag.endswith((":null", ":str"))  # a file's name
+            if not isinstance(value, yaml.MappingNode) and not is_text:
+                lines.append(
+                    f"{source.line(key)}: {name!r} must hold names and values, such as {_example(names, name)}."
+                )
+    return "\n".join(lines)
+
+
+def _sections(node: yaml.Node | None, names: Sequence[str], prefix: str) -> Iterator[tuple[yaml.Node, yaml.Node, str]]:
+    """Yield (key, value, name) of the keys that stand for a group of arguments."""
+    for key, value in node.value if isinstance(node, yaml.MappingNode) else ():
+        name = f"{prefix}{key.value}"
+        if name not in names and any(each.startswith(f"{name}.") for each in names):
+            yield key, value, name
+            yield from _sections(value, names, f"{name}.")
+
+
+def _example(names: Sequence[str], group: str) -> str:
+    inside = next(each.removeprefix(f"{group}.") for each in names if each.startswith(f"{group}."))
+    return f"{inside.partition('.')[0]}: ..."
 
 
 def _unknown(key: UnknownKey) -> str:
@@ -148,12 +185,16 @@ def _unknown_in(source: ConfigSource) -> Iterator[UnknownKey]:
     root = source.root
     if not isinstance(root, yaml.MappingNode):
         return
-    parser = source.parser
-    known = _names(parser)
+    owner = "the command" if not source.parser.subcommands else "the program"
+    yield from _walk(root, _all_names(source.parser), "", owner)
+
+
+def _all_names(parser: TrainwrightArgumentParser) -> list[str]:
+    """Return the names of a parser's arguments, and those of its subcommands."""
     below = {name: _names(each) for name, each in parser.subcommands.items()}
-    names = [*known, *below, *(f"{name}.{each}" for name, inside in below.items() for each in inside)]
-    names += ["subcommand"] if below else []
-    yield from _walk(root, names, "", "the command" if not parser.subcommands else "the program")
+    inside = [f"{name}.{each}" for name, arguments in below.items() for each in arguments]
+    # A subcommand of a root config is a section.
+    return [*_names(parser), *inside, *(["subcommand"] if below else [])]
 
 
 def _names(parser: Any) -> list[str]:

@@ -175,7 +175,7 @@ class _Saved:
         self._facts: dict[str, _Facts] = {}
 
     def in_folder(self, folder: str, problems: list[str]) -> list[CheckpointEntry]:
-        """Return the whole checkpoints in a folder; what is wrong there is said of the first run that has asked."""
+        """Return the whole checkpoints in a folder; what is wrong there is reported for the first run that asks."""
         if folder not in self._folders:
             found = []
             try:
@@ -234,25 +234,25 @@ def _newest(folder: str, record: RunRecord | None, saved: _Saved, problems: list
     """Return the newest checkpoint of a run."""
     own = f"{folder}/{CHECKPOINTS}"
     noted = record.checkpoint_folders(folder) if record is not None else ()
-    places = [folder]
-    # The checkpoints in other folders name the place where the run was when it saved them.
+    homes = [folder]
+    # The checkpoints in other folders name the folder that the run had when it saved them.
     if record is not None and record.folder not in ("", folder) and read_record(record.folder) is None:
-        places.append(record.folder)
+        homes.append(record.folder)
     found = []
     for each in dict.fromkeys((own, *noted)):
         entries = saved.in_folder(each, problems)
         if each != folder and not each.startswith(f"{folder}/"):
-            entries = [entry for entry in entries if _is_of(saved.facts_of(entry.path, problems), places)]
+            entries = [entry for entry in entries if _is_of(saved.facts_of(entry.path, problems), homes)]
         if each in noted and not entries:
             problems.append(f"{each} holds no whole checkpoint of this run any more.")
         found += entries
     return max(found, key=lambda each: each.order, default=None)
 
 
-def _is_of(facts: _Facts, places: Sequence[str]) -> bool:
+def _is_of(facts: _Facts, homes: Sequence[str]) -> bool:
     """Return whether a checkpoint is of a run that is, or was, in one of these folders."""
-    inside = [str(fsspec.core.url_to_fs(each)[1]) for each in places]
-    return any(same_path(each, place) for each in facts.folders for place in inside)
+    inside = [str(fsspec.core.url_to_fs(each)[1]) for each in homes]
+    return any(same_path(each, home) for each in facts.folders for home in inside)
 
 
 def _written_at(run: Run) -> float | None:

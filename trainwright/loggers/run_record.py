@@ -106,7 +106,7 @@ class RunRecord:
 
 
 class FoundRecord(NamedTuple):
-    """What a run folder has in the place of its record: the record, the bytes of a file, and why they are not a record."""
+    """What a run folder has under the name of its record: the record, the bytes of a file, and why they are not a record."""
 
     record: RunRecord | None = None
     data: bytes | None = None
