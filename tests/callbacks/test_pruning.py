@@ -530,9 +530,9 @@ def test_two_callbacks_of_other_pairs(tmp_path: Path) -> None:
     for mine, expected in zip(resumed.parameters(), module.parameters(), strict=True):
         assert torch.equal(mine, expected)
     assert [int((~each.masks[name]).sum()) for each, name in zip(callbacks, FIRST[:2], strict=True)] == [78, 17]
-    twins = [both(module)[0], both(module)[0]]
-    with pytest.raises(ValueError, match=r"two of one state_key \(ModelPruning\[l1_unstructured,net.0.weight\]\)"):
-        fit(twins[0], 1, module=module, more=twins[1:])
+    twins = [both(other := Classifier())[0], both(other)[0]]
+    with pytest.raises(ValueError, match=r"two of one state_key \(ModelPruning\[l1_unstructured,Linear#\d+.weight\]\)"):
+        fit(twins[0], 1, module=other, more=twins[1:])
 
 
 def test_another_modules_masks_are_refused(tmp_path: Path) -> None:

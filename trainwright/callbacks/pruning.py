@@ -65,7 +65,7 @@ class ModelPruning(Callback):
     Raises:
         TypeError: an argument is of the wrong kind.
         ValueError: a setting is out of its range, or settings do not fit together; before training, a strategy that divides the
-            module over the ranks (fsdp, deepspeed), a callback that averages weights, or another with the same pairs.
+            module over the ranks (fsdp, deepspeed), or a callback that averages weights.
     """
 
     counts_rounds = True
@@ -103,7 +103,7 @@ class ModelPruning(Callback):
         self._amount, self._applies, self._rewinds = amount, apply_pruning, use_lottery_ticket_hypothesis
         self._is_permanent, self._resamples = make_pruning_permanent, resample_parameters
         self._verbose, self._is_at_epoch_end = verbose, prune_on_train_epoch_end
-        self._module: nn.Module | None = None
+        self._owner_of_pairs: nn.Module | None = None
         """The module of the latest run, which gives the pairs their names."""
         self._targets: list[Target] = []
         self._hooks: dict[str, Any] = {}
@@ -132,9 +132,12 @@ class ModelPruning(Callback):
     def state_key(self) -> str:
         names = list(self._names)
         if self._given is not None:
-            found = {} if self._module is None else _paths(self._module)
-            # Before a run it only has to differ from those of others; on_fit_start compares the names.
-            names = [_join(found.get(id(owner), str(id(owner))), attribute) for owner, attribute in self._given]
+            found = {} if self._owner_of_pairs is None else _paths(self._owner_of_pairs)
+            # Before a run, which tells the names, it only has to differ from those of others.
+            names = [
+                f"{found.get(id(owner), f'{type(owner).__name__}#{id(owner)}')}.{attribute}"
+                for owner, attribute in self._given
+            ]
         return f"ModelPruning[{self._method.name},{','.join(names)}]"
 
     def state_dict(self) -> dict[str, Any]:
@@ -152,12 +155,12 @@ class ModelPruning(Callback):
         self._seed = state["seed"]
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_module": None, "_targets": [], "_hooks": {}}
+        return {**super().__getstate__(), "_owner_of_pairs": None, "_targets": [], "_hooks": {}}
 
     # -- hooks -----------------------------------------------------------------------------------------------------------
 
     def setup(self, trainer: Trainer, module: Module, stage: str) -> None:
-        self._is_fitting, self._module = stage == "fit", module
+        self._is_fitting, self._owner_of_pairs = stage == "fit", module
         if self._is_fitting:
             self._refuse(trainer)
             self._begin()
@@ -184,14 +187,8 @@ class ModelPruning(Callback):
                 "Leave out one of the two callbacks."
             )
 
-    def _refuse_changed(self, trainer: Trainer) -> None:
-        """Refuse what is known once all layers exist."""
-        others = [each for each in trainer.callbacks if isinstance(each, ModelPruning) and each is not self]
-        if any(each.state_key == self.state_key for each in others):
-            raise ValueError(
-                f"callbacks= holds two of one state_key ({self.state_key}), so a checkpoint could keep the state of only one; "
-                "leave out one of them."
-            )
+    def _refuse_others(self) -> None:
+        """Refuse parameters that are not in the form that `setup` gives them."""
         for target in self._targets:
             if target.is_reparametrized is self._is_permanent:
                 has, does, remedy = "lacks", "makes", "leave out make_pruning_permanent=False"
@@ -199,15 +196,15 @@ class ModelPruning(Callback):
                     has, does, remedy = "has", "removes", "do not prune it there"
                 raise ValueError(
                     f"{target.name!r} {has} torch's {target.attribute}_{ORIGINAL} and {target.mask_name}, which ModelPruning "
-                    f"{does} before the module's setup() and configure_model: one of these made the layer, or another ModelPruning has "
-                    f"another make_pruning_permanent. Make the layer in __init__, or {remedy}; and pass the same to all."
+                    f"{does} before the module's setup() and configure_model: one of these made the layer, or another "
+                    f"ModelPruning has another make_pruning_permanent. Make the layer in __init__, or {remedy}; and pass the same to all."
                 )
 
     def on_fit_start(self, trainer: Trainer, module: Module) -> None:
         # Again: configure_model may have made some, and a strategy may have replaced them.
         self._targets = self._find(module)
         _refuse_lazy(*self._targets)
-        self._refuse_changed(trainer)
+        self._refuse_others()
         if self._resamples:
             check_resets(self._targets)
         own = {target.name: target.parameter for target in self._targets}
