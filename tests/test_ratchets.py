@@ -309,7 +309,7 @@ PACKAGE_LINES = [
     ),
     (25, "the check of a loss follows a known way through its graph: 13 calls instead of 45 in each backward"),
     (
-        150,
+        126,
         "ModelPruning of LSTMs, sparse embeddings, layers of configure_model, few elements; what torch's hooks do not reach",
     ),
 ]

@@ -197,7 +197,7 @@ class ModelPruning(Callback):
                 raise ValueError(
                     f"{target.name!r} {has} torch's {target.attribute}_{ORIGINAL} and {target.mask_name}, which ModelPruning "
                     f"{does} before the module's setup() and configure_model: one of these made the layer, or another "
-                    f"ModelPruning has another make_pruning_permanent. Make the layer in __init__, or {remedy}; pass all the same."
+                    f"ModelPruning has another make_pruning_permanent. Make it in __init__, or {remedy}; pass all the same."
                 )
 
     def on_fit_start(self, trainer: Trainer, module: Module) -> None:
