@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -322,6 +323,216 @@ def test_what_it_refuses_before_training() -> None:
             fit(tw.ModelPruning("l1_unstructured", **settings), 1, **options)
     with pytest.warns(UserWarning, match="this fit has none: nothing will be pruned"):
         fit(tw.ModelPruning("l1_unstructured", prune_on_train_epoch_end=False), 1, val=None)
+
+
+class Reads(nn.Module):
+    """Classifies the rows of a batch as sequences."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        torch.manual_seed(7)
+        self.kind = kind
+        self.rnn = getattr(nn, kind)(2, 5, batch_first=True)
+        self.head = nn.Linear(5, 3)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.head(self.rnn(inputs.view(-1, 4, 2))[0][:, -1])
+
+
+@pytest.mark.parametrize(
+    ("kind", "is_permanent", "resamples"), [("LSTM", True, False), ("GRU", True, True), ("RNN", False, False)]
+)
+def test_recurrent_layers_train_on(kind: str, is_permanent: bool, resamples: bool) -> None:
+    weights: list[torch.Tensor] = []
+
+    class Watches(tw.Callback):
+        def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
+            weights.append(module.net.rnn.weight_ih_l0.detach().clone())
+
+    callback = tw.ModelPruning(
+        "l1_unstructured",
+        parameter_names=["weight_ih_l0"],
+        amount=0.3,
+        make_pruning_permanent=is_permanent,
+        use_lottery_ticket_hypothesis=resamples,
+        resample_parameters=resamples,
+    )
+    module = Classifier()
+    module.net = Reads(kind)
+    fit(callback, 2, module=module, more=[Watches()], val=None)
+    kept = callback.masks["net.rnn.weight_ih_l0"].cpu()
+    for before, after in pairwise(weights):
+        assert ((before.cpu() != after.cpu()) | ~kept).all()
+    rnn = module.net.rnn
+    assert all(
+        each is getattr(rnn, name) for each, name in zip(rnn._flat_weights, rnn._flat_weights_names, strict=True)
+    )
+    assert not rnn.weight_ih_l0.cpu()[~kept].any()
+
+
+class Tied(nn.Module):
+    """Two layers of one weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.head = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 3)
+        self.second.weight = self.first.weight
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.head(self.second(self.first(inputs)))
+
+
+class Attends(nn.Module):
+    """Classifies the rows of a batch as sequences."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention, self.head = nn.MultiheadAttention(2, 1, batch_first=True), nn.Linear(2, 3)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        rows = inputs.view(-1, 4, 2)
+        return self.head(self.attention(rows, rows, rows)[0].mean(1))
+
+
+def test_weights_that_torchs_hooks_do_not_reach() -> None:
+    keeps = partial(tw.ModelPruning, "l1_unstructured", make_pruning_permanent=False, **TRAINS_ON)
+    tied, attends = Classifier(), Classifier()
+    tied.net, attends.net = Tied(), Attends()
+    with pytest.raises(ValueError, match=r"'net.first.weight', 'net.second.weight' are one parameter"):
+        fit(keeps(), 1, module=tied)
+    assert not prune.is_pruned(tied)
+    fit(keeps(parameter_names=["bias"]), 1, module=tied)
+    with pytest.raises(ValueError, match=r"'net.attention.out_proj.weight' is read by a MultiheadAttention that never"):
+        fit(keeps([(attends.net.attention.out_proj, "weight")]), 1, module=attends)
+    assert not prune.is_pruned(attends)
+    callback = keeps()
+    fit(callback, 1, module=attends)
+    assert sorted(callback.masks) == ["net.head.bias", "net.head.weight"]
+    assert attends.net.attention.out_proj.weight.grad_fn is None
+
+    tied, attends = Classifier(), Classifier()
+    tied.net, attends.net = Tied(), Attends()
+    fit(tw.ModelPruning("l1_unstructured", use_global_unstructured=False, **TRAINS_ON), 1, module=tied)
+    assert int((tied.net.second.weight == 0).sum()) == 32
+    callback = tw.ModelPruning("l1_unstructured", **TRAINS_ON)
+    fit(callback, 1, module=attends)
+    assert "net.attention.out_proj.weight" in callback.masks
+
+
+class Late(Classifier):
+    """Has its layers from configure_model, or from setup."""
+
+    def __init__(self, layers: nn.Module, is_setup: bool, has_head: bool = False) -> None:
+        super().__init__()
+        self.layers, self.is_setup = [layers], is_setup  # not registered yet
+        del self.net
+        if has_head:
+            self.head = nn.Linear(2, 2)
+
+    def setup(self, stage: str) -> None:
+        if self.is_setup:
+            self.net = self.layers[0]
+
+    def configure_model(self) -> None:
+        self.net = self.layers[0]
+
+
+@pytest.mark.parametrize("is_setup", [True, False], ids=["setup", "configure_model"])
+def test_layers_that_come_late(is_setup: bool) -> None:
+    for given in (False, True):
+        layers = make_net()
+        pairs = [(layers[0], "weight")] if given else None
+        callback = tw.ModelPruning("l1_unstructured", pairs, **TRAINS_ON)
+        module = fit(callback, 1, module=Late(layers, is_setup))
+        assert sorted(callback.masks) == (["net.0.weight"] if given else sorted(FIRST))
+        assert sum(int((each == 0).sum()) for each in module.parameters()) == (52 if given else 80)
+        with pytest.raises(ValueError, match=r"must exist before the module's setup\(\) and configure_model"):
+            fit(
+                tw.ModelPruning("l1_unstructured", pairs, make_pruning_permanent=False),
+                1,
+                module=Late(layers, is_setup),
+            )
+    with pytest.raises(ValueError, match=r"'net.0.weight' lacks torch's weight_orig and weight_mask"):
+        fit(
+            tw.ModelPruning("l1_unstructured", make_pruning_permanent=False), 1, module=Late(make_net(), is_setup, True)
+        )
+    prune.identity(layers[0], "weight")
+    with pytest.raises(ValueError, match=r"'net.0.weight' has torch's weight_orig .*do not prune it there"):
+        fit(tw.ModelPruning("l1_unstructured"), 1, module=Late(layers, is_setup))
+
+
+def test_a_sparse_embedding() -> None:
+    class Embeds(Classifier):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = nn.Sequential(nn.EmbeddingBag(10, 4, sparse=True), nn.Linear(4, 3))
+
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            return loss_of(self.net, ((batch[0].abs() * 4).long().clamp(max=9), batch[1]))
+
+        def on_before_optimizer_step(self, optimizer: Any) -> None:
+            gradient = self.net[0].weight.grad
+            assert gradient.is_sparse
+            if "net.0.weight" in callback.masks:
+                assert not gradient.to_dense()[~callback.masks["net.0.weight"]].any()
+                assert gradient.to_dense().any()
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    callback = tw.ModelPruning("l1_unstructured", use_global_unstructured=False, **TRAINS_ON)
+    module = fit(callback, 2, module=Embeds(), val=None)
+    assert int((module.net[0].weight == 0).sum()) == 30
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected", "match"),
+    [
+        (
+            {"pruning_fn": "l1_unstructured", "amount": 70},
+            [159],
+            "amount=70 is more than the 19 elements that are left",
+        ),
+        (
+            {"pruning_fn": "random_unstructured", "amount": 2, "use_global_unstructured": False},
+            [6, 6, 6, 3],
+            r"amount=2 is more than the 1 elements that are left of 'net.3.bias'",
+        ),
+        (
+            {"pruning_fn": "random_structured", "amount": 2, "use_global_unstructured": False, "pruning_dim": 0},
+            [6 * 8, 0, 3 * 13, 0],
+            r"amount=2 is more than the 1 channels that are left of 'net.3.weight'",
+        ),
+    ],
+    ids=["global", "each", "structured"],
+)
+def test_an_amount_of_more_than_is_left(settings: dict[str, Any], expected: list[int], match: str) -> None:
+    with pytest.warns(UserWarning, match=match) as warned:
+        module = fit(tw.ModelPruning(**settings, **TRAINS_ON), 4 if len(expected) == 1 else 3)
+    assert len(warned) == 1
+    found = [int((each == 0).sum()) for each in module.parameters()]
+    assert (found if len(expected) > 1 else [sum(found)]) == expected
+
+
+def test_two_callbacks_of_other_pairs(tmp_path: Path) -> None:
+    def both(module: Classifier) -> list[tw.ModelPruning]:
+        return [
+            tw.ModelPruning("l1_unstructured", [(module.net[index], "weight")], amount=amount, **TRAINS_ON)
+            for index, amount in ((0, 0.5), (3, 0.25))
+        ]
+
+    module, resumed = Classifier(), Classifier()
+    callbacks = both(module)
+    fit(callbacks[0], 2, module=module, more=[callbacks[1], Saves(tmp_path)])
+    assert callbacks[0].state_key == "ModelPruning[l1_unstructured,net.0.weight]"
+    callbacks = both(resumed)
+    fit(callbacks[0], 2, module=resumed, more=[callbacks[1]], ckpt_path=tmp_path / "end-0.ckpt")
+    for mine, expected in zip(resumed.parameters(), module.parameters(), strict=True):
+        assert torch.equal(mine, expected)
+    assert [int((~each.masks[name]).sum()) for each, name in zip(callbacks, FIRST[:2], strict=True)] == [78, 17]
+    twins = [both(other := Classifier())[0], both(other)[0]]
+    with pytest.raises(ValueError, match=r"two of one state_key \(ModelPruning\[l1_unstructured,Linear#\d+.weight\]\)"):
+        fit(twins[0], 1, module=other, more=twins[1:])
 
 
 def test_another_modules_masks_are_refused(tmp_path: Path) -> None:

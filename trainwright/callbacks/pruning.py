@@ -26,7 +26,10 @@ Amount = int | float
 
 
 class ModelPruning(Callback):
-    """Prunes weights at the end of each training epoch, with the methods of torch.nn.utils.prune: they stay zero from then on.
+    """Prunes weights at the end of each training epoch, with the methods of torch.nn.utils.prune.
+
+    They stay zero until the end of the fit, and in a fit that resumes it from a checkpoint. Another fit without one begins with
+    no masks (except those of torch's parametrization), and trains these weights again.
 
     An epoch's pruning comes before the validation of its end, so that what is scored is what the epoch's checkpoint holds, and
     a rewind of the lottery ticket after both. All amounts count what is not pruned yet: 0.5 at each of two epochs prunes 3/4.
@@ -35,7 +38,8 @@ class ModelPruning(Callback):
     have no gradients. So a checkpoint holds the weights as any other run's does, and the masks in this callback's
     state; a resumed run ends bitwise as one that was not stopped. With `make_pruning_permanent=False` the module has torch's
     `weight_orig`, `weight_mask` and hooks instead, from the beginning on: also in checkpoints, which only a module that is
-    pruned in the same way can load.
+    pruned in the same way can load. That needs layers that exist before the module's `setup` and `configure_model`. Weights
+    that several modules share are refused then, as is the `out_proj` of a MultiheadAttention, which the default leaves out.
 
     On several ranks rank 0 chooses, and all ranks have its masks.
 
@@ -46,7 +50,8 @@ class ModelPruning(Callback):
             structured method those of more than one dimension.
         parameter_names: names that the default takes; "weight" and "bias" by default.
         use_global_unstructured: compare the elements of all parameters, rather than prune `amount` of each.
-        amount: a fraction of the elements, a number of them, or a function of the epoch that returns one.
+        amount: a fraction of the elements, a number of them, or a function of the epoch that returns one. Where fewer
+            are left than the number, all are pruned, with one warning.
         apply_pruning: whether to prune, or a function of the epoch that returns it.
         make_pruning_permanent: see above.
         use_lottery_ticket_hypothesis: whether what is left returns to its initial values after each pruning, or a function of
@@ -98,6 +103,8 @@ class ModelPruning(Callback):
         self._amount, self._applies, self._rewinds = amount, apply_pruning, use_lottery_ticket_hypothesis
         self._is_permanent, self._resamples = make_pruning_permanent, resample_parameters
         self._verbose, self._is_at_epoch_end = verbose, prune_on_train_epoch_end
+        self._owner_of_pairs: nn.Module | None = None
+        """The module of the latest run, which gives the pairs their names."""
         self._targets: list[Target] = []
         self._hooks: dict[str, Any] = {}
         """The hooks of gradients, by the parameter's name."""
@@ -123,8 +130,15 @@ class ModelPruning(Callback):
 
     @property
     def state_key(self) -> str:
-        names = ",".join(self._names) if self._given is None else str(len(self._given))
-        return f"ModelPruning[{self._method.name},{names}]"
+        names = list(self._names)
+        if self._given is not None:
+            found = {} if self._owner_of_pairs is None else _paths(self._owner_of_pairs)
+            # Before a run, which tells the names, it only has to differ from those of others.
+            names = [
+                f"{found.get(id(owner), f'{type(owner).__name__}#{id(owner)}')}.{attribute}"
+                for owner, attribute in self._given
+            ]
+        return f"ModelPruning[{self._method.name},{','.join(names)}]"
 
     def state_dict(self) -> dict[str, Any]:
         return {
@@ -141,19 +155,17 @@ class ModelPruning(Callback):
         self._seed = state["seed"]
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_targets": [], "_hooks": {}}
+        return {**super().__getstate__(), "_owner_of_pairs": None, "_targets": [], "_hooks": {}}
 
     # -- hooks -----------------------------------------------------------------------------------------------------------
 
     def setup(self, trainer: Trainer, module: Module, stage: str) -> None:
-        self._is_fitting = stage == "fit"
+        self._is_fitting, self._owner_of_pairs = stage == "fit", module
         if self._is_fitting:
             self._refuse(trainer)
             self._begin()
         if self._is_fitting or not self._is_permanent:
-            self._targets = self._find(module)
-        if self._is_fitting and self._resamples:
-            check_resets(self._targets)
+            self._targets = self._find(module, is_early=True)
         for target in self._targets:
             if not self._is_permanent and not target.is_reparametrized:
                 _refuse_lazy(target)
@@ -175,8 +187,26 @@ class ModelPruning(Callback):
                 "Leave out one of the two callbacks."
             )
 
+    def _refuse_others(self) -> None:
+        """Refuse parameters that are not in the form that `setup` gives them."""
+        for target in self._targets:
+            if target.is_reparametrized is self._is_permanent:
+                has, does, remedy = "lacks", "makes", "leave out make_pruning_permanent=False"
+                if self._is_permanent:
+                    has, does, remedy = "has", "removes", "do not prune it there"
+                raise ValueError(
+                    f"{target.name!r} {has} torch's {target.attribute}_{ORIGINAL} and {target.mask_name}, which ModelPruning "
+                    f"{does} before the module's setup() and configure_model: one of these made the layer, or another "
+                    f"ModelPruning has another make_pruning_permanent. Make it in __init__, or {remedy}; pass all the same."
+                )
+
     def on_fit_start(self, trainer: Trainer, module: Module) -> None:
-        self._targets = self._find(module)  # again: a strategy may have replaced them
+        # Again: configure_model may have made some, and a strategy may have replaced them.
+        self._targets = self._find(module)
+        _refuse_lazy(*self._targets)
+        self._refuse_others()
+        if self._resamples:
+            check_resets(self._targets)
         own = {target.name: target.parameter for target in self._targets}
         for name, pruned in {**self._pruned, **self._initial}.items():
             if name not in own or own[name].shape != pruned.shape:
@@ -186,7 +216,6 @@ class ModelPruning(Callback):
                     "the same module and parameters_to_prune."
                 )
         self._pruned = {name: pruned.to(own[name].device) for name, pruned in self._pruned.items()}
-        _refuse_lazy(*self._targets)
 
     def on_train_start(self, trainer: Trainer, module: Module) -> None:
         if not self._initial and self._rewinds is not False and not self._resamples:
@@ -237,29 +266,50 @@ class ModelPruning(Callback):
 
     # -- what they do ----------------------------------------------------------------------------------------------------
 
-    def _find(self, module: nn.Module) -> list[Target]:
-        """Return the parameters to prune, each once."""
-        owners = {id(each): clean_name(name) for name, each in module.named_modules()}
+    def _find(self, module: nn.Module, is_early: bool = False) -> list[Target]:
+        """Return the parameters to prune, each once; `is_early`: those that the module has before its own setup."""
+        owners = _paths(module)
+        is_tolerant = is_early and self._is_permanent
+        unread = set() if self._is_permanent else _unread(module)
+        early = (
+            " With make_pruning_permanent=False layers must exist before the module's setup() and configure_model: if one of "
+            "these makes them, make them in __init__, or leave out that argument."
+            if is_early
+            else ""
+        )
         pairs = self._given or [(owner, name) for name in self._names for owner in module.modules()]
         found: dict[int, Target] = {}
         for owner, attribute in pairs:
             parameter = owner._parameters.get(f"{attribute}_{ORIGINAL}", owner._parameters.get(attribute))
             if self._given is not None and (parameter is None or id(owner) not in owners):
+                if is_tolerant:
+                    continue
                 raise ValueError(
                     f"parameters_to_prune holds {attribute!r} of a {type(owner).__name__}, which {type(module).__name__} "
                     "does not have as a parameter; pass pairs of one of its modules and the name of that module's parameter, "
-                    "such as (model.layer, 'weight')."
+                    f"such as (model.layer, 'weight').{early}"
+                )
+            if id(owner) in unread:
+                if self._given is None:
+                    continue
+                raise ValueError(
+                    f"{_join(owners[id(owner)], attribute)!r} is read by a MultiheadAttention that never calls the "
+                    "layer, so that torch's hook would not compute it, as make_pruning_permanent=False needs. Leave out that "
+                    "argument, or the pair from parameters_to_prune."
                 )
             is_flat = (
                 self._given is None and self._method.is_structured and parameter is not None and parameter.ndim < 2
             )
             if parameter is not None and not is_flat:
-                name = f"{owners[id(owner)]}.{attribute}".lstrip(".")
-                found.setdefault(id(parameter), Target(name, owner, attribute, parameter))
-        if not found:
+                found.setdefault(
+                    id(parameter), Target(_join(owners[id(owner)], attribute), owner, attribute, parameter)
+                )
+        if not self._is_permanent:
+            _refuse_shared(module, found)
+        if not found and not is_tolerant:
             raise ValueError(
                 f"{type(module).__name__} has no parameter to prune of the names {', '.join(self._names)}; pass "
-                "parameter_names, or parameters_to_prune with pairs of a module and a name."
+                f"parameter_names, or parameters_to_prune with pairs of a module and a name.{early}"
             )
         return list(found.values())
 
@@ -333,7 +383,7 @@ class ModelPruning(Callback):
                 self._hooks[target.name] = hook
 
     def _without(self, name: str) -> Callable[[Tensor], Tensor]:
-        return lambda gradient: gradient.masked_fill(self._pruned[name], 0)
+        return lambda gradient: _masked(gradient, self._pruned[name])
 
     @torch.no_grad()
     def _rewind(self, trainer: Trainer, module: Module) -> None:
@@ -357,6 +407,46 @@ def _generators(seed: int) -> Iterator[None]:
         seed_generators(seed)
         torch.manual_seed(seed)  # those of accelerators, too
         yield
+
+
+def _join(path: str, attribute: str) -> str:
+    return f"{path}.{attribute}".lstrip(".")
+
+
+def _paths(module: nn.Module) -> dict[int, str]:
+    """Return the names of the modules in one, by their ids."""
+    return {id(each): clean_name(name) for name, each in module.named_modules()}
+
+
+def _unread(module: nn.Module) -> set[int]:
+    """Return the ids of modules that torch computes with and never calls, so that hooks before a call have no effect."""
+    return {id(each.out_proj) for each in module.modules() if isinstance(each, nn.MultiheadAttention)}
+
+
+def _refuse_shared(module: nn.Module, found: Mapping[int, Target]) -> None:
+    """Raise ValueError if several modules have one of the parameters."""
+    names: dict[int, list[str]] = {}
+    for path, owner in module.named_modules():
+        for attribute, parameter in owner._parameters.items():
+            if id(parameter) in found:
+                own = attribute.removesuffix(f"_{ORIGINAL}")
+                names.setdefault(id(parameter), []).append(_join(clean_name(path), own))
+    for shared in names.values():
+        if len(shared) > 1:
+            raise ValueError(
+                f"{', '.join(map(repr, shared))} are one parameter, and with make_pruning_permanent=False only the first would "
+                "be pruned. Leave out that argument, or leave out the parameter with parameters_to_prune."
+            )
+
+
+def _masked(gradient: Tensor, pruned: Tensor) -> Tensor:
+    """Return a gradient, dense or that of a sparse embedding, without what is pruned."""
+    if not gradient.is_sparse:
+        return gradient.masked_fill(pruned, 0)
+    gradient = gradient.coalesce()
+    rows = gradient.indices()
+    values = gradient.values().masked_fill(pruned[tuple(rows)], 0)
+    return torch.sparse_coo_tensor(rows, values, gradient.shape, check_invariants=False, is_coalesced=True)
 
 
 def _checked_pairs(given: Any) -> list[tuple[nn.Module, str]] | None:

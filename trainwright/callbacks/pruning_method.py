@@ -14,6 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import prune
 
+from trainwright.rank_zero import rank_zero_warn
+
 FUNCTIONS: dict[str, Callable[..., Any]] = {
     "l1_unstructured": prune.l1_unstructured,
     "random_unstructured": prune.random_unstructured,
@@ -71,6 +73,10 @@ class PruningMethod:
         given = known.get(pruning_fn, pruning_fn) if callable(pruning_fn) else pruning_fn
         self._function: Callable[..., Any] | None = None
         self._method: type[prune.BasePruningMethod] | None = None
+        self._dim: int | None = None
+        self._is_torchs = isinstance(given, str)
+        """Whether it is known what an amount counts: elements, or channels along `_dim`."""
+        self._has_warned = False
         self.is_structured = False
         """Whether it takes whole rows or channels, which a tensor of one dimension does not have."""
         if isinstance(given, str):
@@ -119,7 +125,7 @@ class PruningMethod:
                 raise ValueError(
                     f"{name} needs pruning_dim=, the dimension to prune along, such as 0; {dim!r} was given."
                 )
-            options["dim"] = dim
+            options["dim"] = self._dim = dim
         if name == "ln_structured":
             if norm is None:
                 raise ValueError("ln_structured needs pruning_norm=, such as 2; None was given.")
@@ -141,11 +147,15 @@ class PruningMethod:
         pairs = [(twins[id(target.module)], target.attribute) for target in targets]
         try:
             if self._method is not None:
-                prune.global_unstructured(pairs, pruning_method=self._method, amount=amount)
+                fitting = self._fitting(amount, targets, pruned)
+                if fitting is not None:
+                    prune.global_unstructured(pairs, pruning_method=self._method, amount=fitting)
             else:
                 assert self._function is not None
-                for twin, attribute in pairs:
-                    self._function(twin, attribute, amount=amount)
+                for target, (twin, attribute) in zip(targets, pairs, strict=True):
+                    fitting = self._fitting(amount, [target], pruned)
+                    if fitting is not None:
+                        self._function(twin, attribute, amount=fitting)
         except Exception as error:  # of the user's own function, too
             raise ValueError(
                 f"pruning with {self.name} and amount={amount!r} failed with {type(error).__name__}: {error} An amount "
@@ -161,6 +171,29 @@ class PruningMethod:
                 )
             found[target.name] = mask == 0
         return found
+
+    def _fitting(self, amount: int | float, targets: Sequence[Target], pruned: dict[str, Tensor]) -> int | float | None:
+        """Return `amount`, or what is left if that is a smaller number; None if nothing is."""
+        masks = [pruned.get(target.name) for target in targets]
+        if not self._is_torchs or all(mask is None for mask in masks):
+            return amount  # more than there is at all is torch's error
+        total = left = 0
+        for target, mask in zip(targets, masks, strict=True):
+            size = target.parameter.numel() if self._dim is None else target.parameter.shape[self._dim]
+            if mask is not None and self._dim is not None:
+                mask = mask.movedim(self._dim, 0).flatten(1).all(1)
+            total, left = total + size, left + size - (0 if mask is None else int(mask.sum()))
+        if isinstance(amount, float) or not left < amount <= total:
+            return amount if left else None
+        if not self._has_warned:
+            self._has_warned = True
+            rank_zero_warn(
+                f"amount={amount!r} is more than the {left} {'elements' if self._dim is None else 'channels'} that are left of "
+                f"{targets[0].name!r}{' and the others' if len(targets) > 1 else ''}: all of them are pruned. Pass a smaller "
+                "amount, a fraction, or apply_pruning as a function of the epoch that ends the pruning.",
+                stacklevel=2,
+            )
+        return left or None
 
 
 def check_resets(targets: Sequence[Target]) -> None:
@@ -191,11 +224,14 @@ def _twins(targets: Sequence[Target]) -> dict[int, nn.Module]:
     """Return a copy of each target's module with the same tensors, which takes torch's pruning instead of it."""
     twins: dict[int, nn.Module] = {}
     for target in targets:
-        twin = twins.setdefault(id(target.module), copy.copy(target.module))
-        if twin._parameters is target.module._parameters:
-            twin._parameters = dict(twin._parameters)
-            twin._buffers = dict(twin._buffers)
+        if id(target.module) not in twins:
+            twin = copy.copy(target.module)
+            for name, value in vars(twin).items():
+                if type(value) in (list, dict):  # such as an LSTM's list of its weights, which follows its attributes
+                    vars(twin)[name] = copy.copy(value)
             twin._forward_pre_hooks = OrderedDict()
+            twins[id(target.module)] = twin
+        twin = twins[id(target.module)]
         for extra in (twin._parameters, twin._buffers):
             for ending in (ORIGINAL, MASK):
                 extra.pop(f"{target.attribute}_{ending}", None)
