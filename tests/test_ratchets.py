@@ -291,6 +291,7 @@ PACKAGE_LINES = [
         "trials with loggers and overfit_batches, loggers that are set, links into folders, an earlier run's checkpoints",
     ),
     (236, "comments that say why at the hard places"),
+    (65, "sections of configs that hold no names, lines of bars that go to a console's file, composed Hydra configs"),
     (60, "images of remote runs are not repeated on a resume; two jobs share a new experiment; the modes of children"),
     (
         1_530,

@@ -79,7 +79,9 @@ def test_names_of_lightning() -> None:
 
 
 def test_any_model_by_its_name() -> None:
-    cli = made("--model=OwnOptimizer", "--model.width=4", "--data=Data", model_class=None, datamodule_class=None)
+    cli = made(
+        "--model=OwnOptimizer", "--model.width=4", "--data=cli_program.Data", model_class=None, datamodule_class=None
+    )
     assert type(cli.model) is OwnOptimizer
     assert type(cli.datamodule) is Data
     without = made(

@@ -12,6 +12,7 @@ from typing import Any
 
 import driver
 import pytest
+from deadlines import deadline
 from differences import DIFFERENCES, EXACT, SAFE, VISIBLE
 
 LIMIT = 1 / 20
@@ -58,5 +59,7 @@ def test_only_the_listed_cases_differ(expected: dict[str, Any]) -> None:
 )
 def test_the_record_is_that_of_lightning(expected: dict[str, Any], tmp_path: Path) -> None:
     program = Path(driver.__file__)
-    subprocess.run([sys.executable, str(program), "lightning", str(tmp_path / "found.json")], check=True, timeout=900)
+    subprocess.run(
+        [sys.executable, str(program), "lightning", str(tmp_path / "found.json")], check=True, timeout=deadline(900)
+    )
     assert differing(json.loads((tmp_path / "found.json").read_text()), expected) == set()

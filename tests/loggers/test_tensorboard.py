@@ -150,7 +150,7 @@ def test_loggers_of_one_run_share_a_folder(tmp_path: Path) -> None:
         each.close()
     assert shared[1].version == 0
     kinds = {name.partition(".")[0] for name in os.listdir(tmp_path / "trainwright_logs/version_0")}
-    assert kinds == {"metrics", "events", "hparams", "run"}
+    assert kinds == {"metrics", "events", "hparams", "trainwright_run"}
     assert start(TensorBoardLogger(root), Logger(), CSVLogger(root), CSVLogger(root)) == [
         "trainwright_logs/version_1",
         None,

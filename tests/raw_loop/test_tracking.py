@@ -66,7 +66,8 @@ def test_a_run(tmp_path: Path) -> None:
     accelerator.end_training()
     folder = tmp_path / "digits" / "first"
     assert rows(folder) == [
-        {"step": "3", "loss": "0.5", "accuracy": "1", "val_loss": "0.25"},
+        {"step": "3", "loss": "0.5", "accuracy": "1", "val_loss": ""},
+        {"step": "3", "loss": "", "accuracy": "", "val_loss": "0.25"},
         {"step": "0", "loss": "2.0", "accuracy": "", "val_loss": ""},
     ]
     assert json.loads((folder / "hparams.json").read_text()) == {"lr": 0.1}

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
 from torch.nn.utils import prune
 
 from trainwright.callbacks.averaging import Averaging
 from trainwright.callbacks.base import Callback
+from trainwright.callbacks.pruning_checks import check_amount, checked_pairs, joined, refuse_lazy, refuse_shared
 from trainwright.callbacks.pruning_method import ORIGINAL, PruningMethod, Target, check_resets, new_values
 from trainwright.compiled_names import clean_name
 from trainwright.data.seeding import derive_seed, isolate_rng, seed_generators
@@ -97,9 +97,9 @@ class ModelPruning(Callback):
         if verbose not in (0, 1, 2):
             raise ValueError(f"verbose={verbose!r} is not accepted; choose from 0, 1 and 2.")
         if not callable(amount):
-            _check_amount(amount)
+            check_amount(amount)
         self._method = PruningMethod(pruning_fn, use_global_unstructured, pruning_dim, pruning_norm)
-        self._given, self._names = _checked_pairs(parameters_to_prune), tuple(parameter_names or self.PARAMETER_NAMES)
+        self._given, self._names = checked_pairs(parameters_to_prune), tuple(parameter_names or self.PARAMETER_NAMES)
         self._amount, self._applies, self._rewinds = amount, apply_pruning, use_lottery_ticket_hypothesis
         self._is_permanent, self._resamples = make_pruning_permanent, resample_parameters
         self._verbose, self._is_at_epoch_end = verbose, prune_on_train_epoch_end
@@ -168,7 +168,7 @@ class ModelPruning(Callback):
             self._targets = self._find(module, is_early=True)
         for target in self._targets:
             if not self._is_permanent and not target.is_reparametrized:
-                _refuse_lazy(target)
+                refuse_lazy(target)
                 prune.identity(target.module, target.attribute)  # type: ignore[no-untyped-call]
             elif self._is_permanent and target.is_reparametrized:  # by the user, or an earlier run
                 self._pruned[target.name] = getattr(target.module, target.mask_name) == 0
@@ -203,7 +203,7 @@ class ModelPruning(Callback):
     def on_fit_start(self, trainer: Trainer, module: Module) -> None:
         # Again: configure_model may have made some, and a strategy may have replaced them.
         self._targets = self._find(module)
-        _refuse_lazy(*self._targets)
+        refuse_lazy(*self._targets)
         self._refuse_others()
         if self._resamples:
             check_resets(self._targets)
@@ -293,7 +293,7 @@ class ModelPruning(Callback):
                 if self._given is None:
                     continue
                 raise ValueError(
-                    f"{_join(owners[id(owner)], attribute)!r} is read by a MultiheadAttention that never calls the "
+                    f"{joined(owners[id(owner)], attribute)!r} is read by a MultiheadAttention that never calls the "
                     "layer, so that torch's hook would not compute it, as make_pruning_permanent=False needs. Leave out that "
                     "argument, or the pair from parameters_to_prune."
                 )
@@ -302,10 +302,10 @@ class ModelPruning(Callback):
             )
             if parameter is not None and not is_flat:
                 found.setdefault(
-                    id(parameter), Target(_join(owners[id(owner)], attribute), owner, attribute, parameter)
+                    id(parameter), Target(joined(owners[id(owner)], attribute), owner, attribute, parameter)
                 )
         if not self._is_permanent:
-            _refuse_shared(module, found)
+            refuse_shared(module, found)
         if not found and not is_tolerant:
             raise ValueError(
                 f"{type(module).__name__} has no parameter to prune of the names {', '.join(self._names)}; pass "
@@ -344,7 +344,7 @@ class ModelPruning(Callback):
         if not _answer(self._applies, epoch):
             return {}
         amount = self._amount(epoch) if callable(self._amount) else self._amount
-        _check_amount(amount, f" (of epoch {epoch})" if callable(self._amount) else "")
+        check_amount(amount, f" (of epoch {epoch})" if callable(self._amount) else "")
         if not amount:
             return {}
         so_far = dict(self._pruned)
@@ -409,10 +409,6 @@ def _generators(seed: int) -> Iterator[None]:
         yield
 
 
-def _join(path: str, attribute: str) -> str:
-    return f"{path}.{attribute}".lstrip(".")
-
-
 def _paths(module: nn.Module) -> dict[int, str]:
     """Return the names of the modules in one, by their ids."""
     return {id(each): clean_name(name) for name, each in module.named_modules()}
@@ -421,22 +417,6 @@ def _paths(module: nn.Module) -> dict[int, str]:
 def _unread(module: nn.Module) -> set[int]:
     """Return the ids of modules that torch computes with and never calls, so that hooks before a call have no effect."""
     return {id(each.out_proj) for each in module.modules() if isinstance(each, nn.MultiheadAttention)}
-
-
-def _refuse_shared(module: nn.Module, found: Mapping[int, Target]) -> None:
-    """Raise ValueError if several modules have one of the parameters."""
-    names: dict[int, list[str]] = {}
-    for path, owner in module.named_modules():
-        for attribute, parameter in owner._parameters.items():
-            if id(parameter) in found:
-                own = attribute.removesuffix(f"_{ORIGINAL}")
-                names.setdefault(id(parameter), []).append(_join(clean_name(path), own))
-    for shared in names.values():
-        if len(shared) > 1:
-            raise ValueError(
-                f"{', '.join(map(repr, shared))} are one parameter, and with make_pruning_permanent=False only the first would "
-                "be pruned. Leave out that argument, or leave out the parameter with parameters_to_prune."
-            )
 
 
 def _masked(gradient: Tensor, pruned: Tensor) -> Tensor:
@@ -449,42 +429,5 @@ def _masked(gradient: Tensor, pruned: Tensor) -> Tensor:
     return torch.sparse_coo_tensor(rows, values, gradient.shape, check_invariants=False, is_coalesced=True)
 
 
-def _checked_pairs(given: Any) -> list[tuple[nn.Module, str]] | None:
-    """Return the pairs of a module and a name; TypeError if they are not."""
-    if given is None:
-        return None
-    pairs = list(given)
-    if not pairs:
-        raise ValueError("parameters_to_prune is empty; pass pairs of a module and a name, or None for all parameters.")
-    for each in pairs:
-        if not (
-            isinstance(each, (tuple, list)) and len(each) == 2 and isinstance(each[0], nn.Module)
-        ) or not isinstance(each[1], str):
-            raise TypeError(
-                f"parameters_to_prune holds {each!r:.80}; accepted are pairs of a module and the name of its parameter, such "
-                "as (model.layer, 'weight')."
-            )
-    return [(each[0], each[1]) for each in pairs]
-
-
-def _check_amount(amount: Any, origin: str = "") -> None:
-    """Raise ValueError unless it is a fraction or a number of elements."""
-    is_number = isinstance(amount, (int, float)) and not isinstance(amount, bool)
-    if not is_number or amount < 0 or (isinstance(amount, float) and not amount <= 1.0):
-        raise ValueError(
-            f"amount={amount!r}{origin} is not accepted; pass a fraction from 0.0 to 1.0, a whole number of elements, or a "
-            "function of the epoch that returns one."
-        )
-
-
 def _answer(setting: bool | Callable[[int], bool], epoch: int) -> bool:
     return bool(setting(epoch)) if callable(setting) else setting
-
-
-def _refuse_lazy(*targets: Target) -> None:
-    lazy = [each.name for each in targets if is_lazy(each.parameter)]
-    if lazy:
-        raise ValueError(
-            f"{lazy[0]!r} is lazy: it has no elements to prune yet. Call the module on a batch before fit, or leave the "
-            "parameter out with parameters_to_prune."
-        )

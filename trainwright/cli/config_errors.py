@@ -135,7 +135,7 @@ def misplaced(sources: Sequence[ConfigSource]) -> str:
 
 
 def _sections(node: yaml.Node | None, names: Sequence[str], prefix: str) -> Iterator[tuple[yaml.Node, yaml.Node, str]]:
-    """Yield (key, value, name) of the keys that stand for a group of arguments."""
+    """Yield (key, value, name) of the keys that name a group of arguments."""
     for key, value in node.value if isinstance(node, yaml.MappingNode) else ():
         name = f"{prefix}{key.value}"
         if name not in names and any(each.startswith(f"{name}.") for each in names):

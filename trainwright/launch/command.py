@@ -92,7 +92,7 @@ def _is_run_by(name: str) -> bool:
 def _in_hydras_folders(command: list[str]) -> list[str]:
     """Return the command of a Hydra app with this process's folders, which Hydra names by the second of the start."""
     module = sys.modules.get("hydra.core.hydra_config")
-    # The stack, too: a script that composes a config by Hydra has a command line of its own.
+    # The stack, too: a script that composes a config by Hydra parses its command line itself.
     if module is None or not module.HydraConfig.initialized() or not _is_run_by("hydra._internal"):
         return command
     config = module.HydraConfig.get()
