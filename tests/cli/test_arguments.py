@@ -278,6 +278,8 @@ def test_a_script_runs_with_the_programs_arguments(monkeypatch: pytest.MonkeyPat
             ["line 3: Parser key \"optimizer\": no class is named 'SDG'", "Did you mean 'SGD'?"],
         ),
         ("model:\n  width: 3\n trainer: 1\n", ["line 3 is not YAML"]),
+        ("model: {width: 3}\ntrainer: 5\n", ["line 2: 'trainer' must hold names and values, such as"]),
+        ("model: {width: 3}\ndata:\n- n: 7\n", ["line 2: 'data' must hold names and values, such as"]),
     ],
 )
 def test_a_wrong_config_is_named_with_its_line(
@@ -293,6 +295,23 @@ def test_a_wrong_config_is_named_with_its_line(
         assert line in said
     assert f"{tmp_path / 'wrong.yaml'}, line" in said
     assert "was written by" not in said
+
+
+@pytest.mark.parametrize("text", ["", "# only\n", "- a\n- b\n"])
+def test_a_config_without_settings(
+    text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], parser: TrainwrightArgumentParser
+) -> None:
+    (tmp_path / "none.yaml").write_text(text)
+    assert "none.yaml holds no settings" in refused(capsys, parser.parse_args, "--config", str(tmp_path / "none.yaml"))
+
+
+def test_json_with_tabs_is_no_damage(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], parser: TrainwrightArgumentParser
+) -> None:
+    (tmp_path / "tabs.json").write_text('{\n\t"model": {"width": 3}\n}\n')
+    wrong = refused(capsys, parser.parse_args, "--config", str(tmp_path / "tabs.json"), "--model.widht=2")
+    assert "is not YAML" not in wrong
+    assert "widht" in wrong
 
 
 def test_a_config_of_another_version_is_named(

@@ -253,5 +253,5 @@ def test_help_and_unknown_commands() -> None:
     wrong = run("lanch")
     assert wrong.returncode == 2
     text = "'lanch' is not a command; choose from launch, config, test, estimate, env, runs, plot, checkpoint. "
-        "Did you mean 'launch'?"
+    text += "Did you mean 'launch'?"
     assert text in wrong.stderr
