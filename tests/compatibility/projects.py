@@ -130,10 +130,14 @@ def hooks_of(stage: str) -> list[str]:
     ]  # fmt: skip
 
 
+OWN_FILES = ("trainwright_run.json", "hparams.json")
+"""What our loggers write besides: no project looks for it."""
+
+
 def files(folder: Any) -> list[str]:
     """Return the files and checkpoints below a folder; a checkpoint is one entry, whether file or folder."""
     found = []
-    for path in sorted(folder.rglob("*")):
+    for path in sorted(each for each in folder.rglob("*") if each.name not in OWN_FILES):
         above = path.relative_to(folder).parents
         if path.suffix == ".ckpt" or (path.is_file() and not any(each.suffix == ".ckpt" for each in above)):
             found.append(str(path.relative_to(folder)))
