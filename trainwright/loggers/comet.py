@@ -82,16 +82,6 @@ class CometLogger(RemoteLogger):
         return cls(**{"project": project, "save_dir": save_dir or ".", **options})
 
     @property
-    def name(self) -> str | None:  # type: ignore[override]
-        """Return the project."""
-        return self._group
-
-    @property
-    def version(self) -> str | None:  # type: ignore[override]
-        """Return the experiment's key; None before the run if none was given."""
-        return self._id
-
-    @property
     def experiment(self) -> Any:
         """Return the client's experiment; on all ranks but 0 an object that does nothing. Before a fit it opens it."""
         return self._experiment if self._begin() else self._silent()

@@ -72,16 +72,6 @@ class MLFlowLogger(RemoteLogger):
         return cls(**{"experiment_name": project, "save_dir": save_dir, **options})
 
     @property
-    def name(self) -> str | None:  # type: ignore[override]
-        """Return the experiment's id; None before the run is open."""
-        return self._group
-
-    @property
-    def version(self) -> str | None:  # type: ignore[override]
-        """Return the run's id; None before the run is open if none was given."""
-        return self._id
-
-    @property
     def run_id(self) -> str | None:
         """Return the run's id, opening the run on rank 0."""
         self._begin()

@@ -119,6 +119,16 @@ class RemoteLogger(Logger):
     def _close(self, status: RunResult) -> None:
         """Close the run; it may be opened again."""
 
+    @property
+    def name(self) -> str | None:  # type: ignore[override]
+        """Return what the run belongs to: the project, or MLflow's experiment id; None before it is known."""
+        return self._group
+
+    @property
+    def version(self) -> str | None:  # type: ignore[override]
+        """Return the run's id; None before the run is open if none was given."""
+        return self._id
+
     # -- Logger ------------------------------------------------------------------------------------------------------------
 
     def start(self, agreed: Callable[[str], str], *, is_writer: bool) -> None:

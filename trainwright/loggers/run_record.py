@@ -53,7 +53,7 @@ class RunRecord:
     step: int | None = None
     """That of the latest row at the run's end."""
     epoch: int | None = None
-    """That of the latest row at the run's end, which counts from 0."""
+    """The latest epoch that was trained, which counts from 0."""
     folder: str = ""
     """Where the run was when it wrote this."""
     checkpoints: tuple[str, ...] = ()
@@ -193,7 +193,7 @@ class RunRecorder:
         return self._writing()
 
     def end(self, status: RunResult, step: int | None, epoch: int | None) -> Work | None:
-        """Note how the run ended, and its latest row's step and epoch, if it has one; None if nothing was begun."""
+        """Note how the run ended, its latest row's step and its latest epoch, if any; None if nothing was begun."""
         self._may_withdraw = self._record is not None and status != "success"
         if self._record is None:
             return None

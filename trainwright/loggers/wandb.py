@@ -74,14 +74,9 @@ class WandbLogger(RemoteLogger):
         return cls(**{"project": project, "save_dir": save_dir or ".", **options})
 
     @property
-    def name(self) -> str | None:  # type: ignore[override]
+    def name(self) -> str | None:
         """Return the project."""
         return self._run.project if self._run is not None else self._group
-
-    @property
-    def version(self) -> str | None:  # type: ignore[override]
-        """Return the run's id; None before the run if none was given."""
-        return self._id
 
     @property
     def experiment(self) -> Any:
