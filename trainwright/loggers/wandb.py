@@ -74,7 +74,7 @@ class WandbLogger(RemoteLogger):
         return cls(**{"project": project, "save_dir": save_dir or ".", **options})
 
     @property
-    def name(self) -> str | None:
+    def name(self) -> str | None:  # type: ignore[override]
         """Return the project."""
         return self._run.project if self._run is not None else self._group
 
