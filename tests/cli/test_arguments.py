@@ -278,6 +278,11 @@ def test_a_script_runs_with_the_programs_arguments(monkeypatch: pytest.MonkeyPat
             ["line 3: Parser key \"optimizer\": no class is named 'SDG'", "Did you mean 'SGD'?"],
         ),
         ("model:\n  width: 3\n trainer: 1\n", ["line 3 is not YAML"]),
+        (
+            "trainer: &common\n  max_epochs: 1\nmodel:\n  width: 3\ndata:\n  <<: &sizes {n: 7}\n  batch_sise: 1\n",
+            ["line 7: 'data' has no argument 'batch_sise'. Did you mean 'batch_size'?"],
+        ),
+        ("model:\n  <<: 3\n", ["line 2 is not YAML: expected a mapping"]),
         ("model: {width: 3}\ntrainer: 5\n", ["line 2: 'trainer' must hold names and values, such as"]),
         ("model: {width: 3}\ndata:\n- n: 7\n", ["line 2: 'data' must hold names and values, such as"]),
     ],

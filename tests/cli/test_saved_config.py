@@ -176,6 +176,32 @@ def test_what_a_command_leaves_out_is_taken_from_the_checkpoint(capsys: pytest.C
     assert "leaves out" not in capsys.readouterr().err
 
 
+class Distilling(tw.Trainer):
+    """A trainer with a call that has arguments of its own."""
+
+    def distill(self, model: tw.Module, temperature: float = 1.0, datamodule: Any = None, ckpt_path: Any = None) -> None:
+        self.temperature = temperature
+        self.fit(model, datamodule=datamodule, ckpt_path=ckpt_path)
+
+
+class DistillingCLI(TrainwrightCLI):
+    @staticmethod
+    def subcommands() -> dict[str, set[str]]:
+        return {**TrainwrightCLI.subcommands(), "distill": {"model", "datamodule"}}
+
+
+def test_a_stored_config_of_a_call_with_other_arguments() -> None:
+    def run(*args: str) -> Any:
+        cli = DistillingCLI(OwnOptimizer, Data, args=list(args), trainer_class=Distilling, trainer_defaults=QUICK)
+        return cli.config[args[0]]
+
+    run("distill", "--model.width=6", "--temperature=3")
+    assert run("fit", "--ckpt_path=last", "--trainer.max_epochs=2").model.width == 6
+    assert run("test", "--ckpt_path=last").model.width == 6
+    run("distill", "--model.width=5", "--temperature=4")
+    assert run("distill", "--ckpt_path=last", "--trainer.max_epochs=2").temperature == 4
+
+
 @pytest.mark.slow
 def test_a_checkpoint_of_another_program(capsys: pytest.CaptureFixture[str]) -> None:
     fitted("--model.width=6")

@@ -244,6 +244,12 @@ class TrainwrightCLI:
         method = getattr(as_class(self.trainer_class), name)
         return set(inspect.signature(method).parameters) - self.subcommands()[name] - {"self"}
 
+    def _arguments_of_others(self, name: str) -> set[str]:
+        """Return the arguments in a stored config that are not for the subcommand `name`: each names its own checkpoint."""
+        taken = {each: self._arguments_of(each) for each in self.subcommands()}
+        of_others = set().union(*(taken[each] for each in taken if each != name)) - taken[name]
+        return of_others | {"ckpt_path"} | (taken.get("fit", set()) if name != "fit" else set())
+
     @property
     def _called_parser(self) -> TrainwrightArgumentParser:
         return self.parser if self.subcommand is None else self.parser.subcommands[self.subcommand]
@@ -294,8 +300,7 @@ class TrainwrightCLI:
         if text is None:
             return words
         stored = plain_config(text)
-        of_fit = self._arguments_of("fit") if "fit" in self.subcommands() else set()
-        for key in of_fit if name != "fit" else ("ckpt_path",):
+        for key in self._arguments_of_others(name):
             stored.pop(key, None)
         header = "".join(f"{line}\n" for line in text.splitlines() if line.startswith("#"))
         text = f"{header}{yaml.safe_dump(stored, sort_keys=False)}"

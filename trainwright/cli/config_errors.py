@@ -62,10 +62,9 @@ class ConfigSource(NamedTuple):
     def root(self) -> yaml.Node | None:
         """Return its nodes, which know their lines; None if it cannot be read."""
         try:
-            node: yaml.Node | None = yaml.compose(self.text, Loader=yaml.SafeLoader)
+            return _composed(self.text)
         except yaml.YAMLError:
             return None
-        return node
 
     @property
     def damage(self) -> str:
@@ -74,13 +73,29 @@ class ConfigSource(NamedTuple):
             json.loads(self.text)  # which takes tabs, unlike YAML
             return ""
         try:
-            yaml.compose(self.text, Loader=yaml.SafeLoader)
+            _composed(self.text)
         except yaml.MarkedYAMLError as error:
             line = "" if error.problem_mark is None else f", line {error.problem_mark.line + 1}"
             return f"{self.title}{line} is not YAML: {error.problem or error.context}"
         except yaml.YAMLError as error:
             return f"{self.title} is not YAML: {error}"
         return ""
+
+
+def _composed(text: str) -> yaml.Node | None:
+    """Return the nodes of a YAML text, the keys of its anchors where it merges them (`<<: *anchor`)."""
+    root: yaml.Node | None = yaml.compose(text, Loader=yaml.SafeLoader)
+    constructor, left, seen = yaml.constructor.SafeConstructor(), [root], set()
+    while left:
+        node = left.pop()
+        if isinstance(node, yaml.CollectionNode) and id(node) not in seen:
+            seen.add(id(node))  # an anchor may hold itself
+            if isinstance(node, yaml.MappingNode):
+                constructor.flatten_mapping(node)
+                left += [value for _, value in node.value]
+            else:
+                left += node.value
+    return root
 
 
 class UnknownKey(NamedTuple):
