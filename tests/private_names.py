@@ -207,7 +207,12 @@ TORCH = (
     Use(
         "torch.utils.data.DataLoader",
         "_iterator _get_iterator",
-        "start a loader's workers anew, and know them (data/loaders.py)",
+        "start a loader's workers anew, know them, and know who iterates as torch does (data/loaders.py, fetching.py)",
+    ),
+    Use(
+        "torch.autograd.profiler",
+        "_is_profiler_enabled",
+        "open a profiler's region only while one records (data/fetching.py)",
     ),
     Use(
         "torch.utils.data.dataloader._MultiProcessingDataLoaderIter",

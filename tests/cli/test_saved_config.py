@@ -179,7 +179,9 @@ def test_what_a_command_leaves_out_is_taken_from_the_checkpoint(capsys: pytest.C
 class Distilling(tw.Trainer):
     """A trainer with a call that has arguments of its own."""
 
-    def distill(self, model: tw.Module, temperature: float = 1.0, datamodule: Any = None, ckpt_path: Any = None) -> None:
+    def distill(
+        self, model: tw.Module, temperature: float = 1.0, datamodule: Any = None, ckpt_path: Any = None
+    ) -> None:
         self.temperature = temperature
         self.fit(model, datamodule=datamodule, ckpt_path=ckpt_path)
 

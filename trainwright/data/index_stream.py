@@ -134,10 +134,10 @@ class IndexStream(StreamShard):
         return chain((item[self._trimmed :] for item in islice(items, 1)), items)
 
     def _drawn_whole(self, pass_number: int) -> Iterator[Any]:
-        """Yield the items of one pass over the whole stream, drawn in chunks under its seed."""
-        if _is_stock(self.source, SequentialSampler):  # draws nothing
-            yield from self.source
-            return
+        """Return the items of one pass over the whole stream, drawn under its seed."""
+        return iter(self.source) if _is_stock(self.source, SequentialSampler) else self._drawn_seeded(pass_number)
+
+    def _drawn_seeded(self, pass_number: int) -> Iterator[Any]:
         seed = self.pass_seed(pass_number)
         isolated = IsolatedGenerators(derive_seed(seed, self.epoch))
         own = SamplerGenerators(self.source, seed, self.epoch, same_on_ranks=self._same_on_ranks)

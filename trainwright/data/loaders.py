@@ -23,6 +23,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from trainwright.data.batch_stream import BatchStream
 from trainwright.data.epoch_listeners import set_epoch_of_parts
+from trainwright.data.fetching import fetched, is_fetched_here
 from trainwright.data.index_stream import IndexStream, in_dataset_order
 from trainwright.data.loader_state import StatefulLoader
 from trainwright.data.seeding import IsolatedGenerators, derive_seed, read_isolated
@@ -210,7 +211,7 @@ class ShardedLoader(StatefulLoader):
     def batches(self) -> Iterator[Any]:
         if self.stream is None:
             return self.shard.items()
-        batches = iter(self._source)
+        batches = fetched(self._source) if is_fetched_here(self._source) else iter(self._source)
         if not self._isolates_draws:
             return batches
         seeds = map(

@@ -74,17 +74,18 @@ class PreparedOptimizer(Optimizer):
 
     def step(self, closure: Closure | None = None) -> Any:
         """Step at the window's end, unless the gradients are not finite; return what the closure first returned, if any."""
+        if closure is None:
+            self.step_clipped()
+            return None
         losses: list[Any] = []
 
         def call() -> Any:
-            losses.append(closure())  # type: ignore[misc]
+            losses.append(closure())
             return losses[-1]
 
-        if closure is not None and self._windows is not None:
+        if self._windows is not None:
             self._refuse_closure(self._windows)
-        if closure is None:
-            self.step_clipped()
-        elif self._has_loss or (self._engine.strategy.takes_closure and self._engine.precision.takes_closure):
+        if self._has_loss or (self._engine.strategy.takes_closure and self._engine.precision.takes_closure):
             self.step_clipped(call=call)
         else:
             # Gradients have to be final (averaged, unscaled) before such a step, so it cannot compute them itself.
@@ -111,7 +112,8 @@ class PreparedOptimizer(Optimizer):
             norm = self._clip_norm  # else the loop has clipped them already
         if self._before_step is not None:
             self._before_step(self.optimizer)
-        result = self._engine.step(self.optimizer, Clipping.needed(norm, value, scale), call)
+        clips = norm is not None or value is not None or scale != 1.0
+        result = self._engine.step(self.optimizer, Clipping(norm, value, scale) if clips else None, call)
         self.step_was_skipped = result.skipped
         self.steps_made += not result.skipped
         self._is_done = True

@@ -148,6 +148,8 @@ class ModelWindow(AccumulationWindow, AbstractContextManager[None]):
 
     def correct(self, optimizer: Optimizer) -> float:
         """Return the factor that an optimizer's gradients still need in this window; 1 from the second call on."""
+        if self._divisor is None and self._count == self.length:
+            return 1.0  # nothing was divided
         correction = self.correction
         if (
             correction == 1.0 or id(optimizer) in self._corrected

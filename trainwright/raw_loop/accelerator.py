@@ -285,13 +285,17 @@ class Accelerator(Collectives):
             RuntimeError: nothing was prepared.
         """
         # First, because divide counts the loss as sent backward.
-        self._loss_check.check(loss, options)
-        loss = self._preparations.windows.divide(loss)
-        if self._weighs_rounds:
-            iteration, _ = self._preparations.iterations.current()
-            if iteration is not None and (weight := iteration.loader.weight) != 1.0:
-                loss = in_float32(loss) * weight
-        self.engine.backward(loss, **options)
+        self._loss_check.look(loss, options)
+        try:
+            divided = self._preparations.windows.divide(loss)
+            if self._weighs_rounds:
+                iteration, _ = self._preparations.iterations.current()
+                if iteration is not None and (weight := iteration.loader.weight) != 1.0:
+                    divided = in_float32(divided) * weight
+            self.engine.backward(divided, **options)
+        except (AttributeError, RuntimeError, TypeError):
+            self._loss_check.check(loss, options)  # it says what is wrong with a loss that was not looked at
+            raise
 
     def step(
         self, optimizer: Optimizer, *, max_norm: float | None = None, clip_value: float | None = None

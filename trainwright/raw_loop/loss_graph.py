@@ -16,8 +16,14 @@ MOST_NODES = 100
 """How many nodes of a loss's graph are looked at in each backward; the first parameters are near the loss."""
 
 
+CHECKED_FIRST = 100
+"""How many losses a single process checks before it checks only some: it can train on any loss, prepared or not."""
+UNCHECKED = 10
+"""How many losses a single process leaves out between two checks: 11 is prime, so all losses of a cycle are checked in turn."""
+
+
 class LossCheck:
-    """Refuses losses that the backward of a loop cannot use, in each backward, in a few microseconds."""
+    """Refuses losses that the backward of a loop cannot use: each of them on several ranks, in a few microseconds."""
 
     def __init__(self, engine: Engine, preparation: Preparation) -> None:
         self._engine, self._preparation = engine, preparation
@@ -33,6 +39,20 @@ class LossCheck:
         """How often prepared models had been called at the last loss of a new call, and the optimizer steps by then."""
         self._is_kept = False
         """Whether the last backward has kept its graph for another one."""
+        self._passed = 0
+        """How many losses have been checked and may be used."""
+        self._left_out = 0
+        """How many of the next losses are not checked."""
+
+    def look(self, loss: Any, options: dict[str, Any]) -> None:
+        """Check a loss, on several ranks, or on one if it is due."""
+        if self._left_out:
+            self._left_out -= 1
+            return
+        self.check(loss, options)
+        self._passed += 1
+        if self._passed > CHECKED_FIRST and self._engine.world_size == 1:
+            self._left_out = UNCHECKED
 
     def check(self, loss: Any, options: dict[str, Any]) -> None:
         """Refuse a loss; `options` are those of its backward.
