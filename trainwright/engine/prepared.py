@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader
 
 from trainwright.data.transfer import map_tensors
 from trainwright.engine.engine import Engine
+from trainwright.engine.gradients import clear_gradients
 from trainwright.engine.prepared_loader import PreparedLoader
 from trainwright.engine.window import AccumulationWindows
 from trainwright.precision.base import Closure
@@ -185,7 +186,10 @@ class PreparedOptimizer(Optimizer):
     def drop_gradients(self, set_to_none: bool = True) -> None:
         """Clear the gradients, also those that wait for the end of a window."""
         self._is_done, self._cleared_at = False, None
-        self.optimizer.zero_grad(set_to_none)
+        if set_to_none:
+            clear_gradients(self.optimizer)
+        else:
+            self.optimizer.zero_grad(set_to_none)
         if self._windows is not None:
             self._began = self._windows.backwards
         strategy = self._engine.strategy

@@ -29,11 +29,12 @@ from torch import Tensor
 from trainwright.callbacks.base import after_training
 from trainwright.data.seeding import rng_state
 from trainwright.engine.fused import use_fused
+from trainwright.engine.gradients import clear_gradients
 from trainwright.trainer.evaluate import sanity_check
 from trainwright.trainer.hooks import RUN_LAST, SAVE
 from trainwright.trainer.optimization import (
     backward,
-    clear_gradients,
+    begin_window,
     count_empty,
     hold_over_end,
     leave_window,
@@ -242,10 +243,10 @@ def train_batch(run: TrainingRun, batch: Any, index: int, is_last: bool) -> Any:
         window.begin_batch(run.accumulate, None if length is None else length - index, is_last)
         engine.sync_gradients(window.is_at_end)
     if window.is_at_start and run.clears_plainly and optimizer is not None:
-        optimizer.zero_grad()  # before the forward, which then has this memory
+        clear_gradients(optimizer)  # before the forward, which then has this memory
     outputs = engine.run(run.module, "training_step", *arguments)
     if window.is_at_start and not run.clears_plainly:
-        clear_gradients(run, index)
+        begin_window(run, index)
     weight = run.weight if run.data.uneven else 1.0
     loss = outputs if type(outputs) is Tensor else read_loss(outputs, engine.world_size)
     if loss is None:
@@ -256,9 +257,10 @@ def train_batch(run: TrainingRun, batch: Any, index: int, is_last: bool) -> Any:
         # Before the step, whose changes stay on a rank without a sample too.
         run.uneven_round.put_back()
     # A window whose batches all returned None has nothing to step with.
-    if window.is_at_end and (window.has_gradients or optimizer is None):
+    if window.is_at_end and (loss is not None or window.has_gradients or optimizer is None):
         step(run, optimizer, arguments, loss, weight)
-    window.end_batch()
+    if run.accumulate > 1:
+        window.end_batch()
     return outputs
 
 

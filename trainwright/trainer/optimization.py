@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from trainwright.data.transfer import map_tensors
+from trainwright.engine.gradients import clear_gradients
 from trainwright.engine.optimizers import SchedulerConfig, may_use_closure, needs_closure
 from trainwright.engine.window import in_float32
 from trainwright.rank_zero import rank_zero_warn
@@ -86,8 +87,8 @@ def read_outputs(outputs: Any) -> dict[str, Any]:
     return dict(map_tensors(Tensor.detach, outputs)) if isinstance(outputs, Mapping) else {"outputs": outputs}
 
 
-def clear_gradients(run: TrainingRun, index: int) -> None:
-    """Begin a window: clear the gradients of the previous one."""
+def begin_window(run: TrainingRun, index: int) -> None:
+    """Begin a window, and clear the gradients of the previous one."""
     optimizer = run.optimizer
     if optimizer is None:
         return
@@ -96,7 +97,7 @@ def clear_gradients(run: TrainingRun, index: int) -> None:
     if "optimizer_zero_grad" in run.own:
         run.own["optimizer_zero_grad"](run.state.epoch, index, optimizer)
     else:
-        optimizer.zero_grad()
+        clear_gradients(optimizer)
 
 
 def backward(run: TrainingRun, loss: Tensor, weight: float) -> None:
@@ -116,7 +117,7 @@ def backward(run: TrainingRun, loss: Tensor, weight: float) -> None:
         loss = in_float32(loss) * weight
     if run.accumulate > 1:
         loss = run.window.divide(loss, dtype)
-    run.window.hold_gradients()
+        run.window.hold_gradients()
     if run.before_backward:
         run.hooks.call("on_before_backward", loss)
     try:
