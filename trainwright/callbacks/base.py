@@ -22,7 +22,8 @@ class Callback:
     """
 
     runs_last = False
-    """True: called after the others, and at an epoch's end also after the module, since it reads what they logged."""
+    """True: called after the others; in on_train_batch_end, on_validation_end and on_train_epoch_end after the module too,
+    because it reads or saves what they have done there."""
 
     reads_outputs = True
     """False: on_train_batch_end ignores the outputs, so they are not prepared for it."""

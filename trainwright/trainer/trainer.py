@@ -360,7 +360,7 @@ class Trainer(Status):
                 whole. Anything else at the path is refused, and on a file system without rename (object stores) any path that
                 exists.
 
-        Within an accumulation window the save waits for its end, since gradients are not part of a checkpoint; between an
+        Within an accumulation window the save waits for its end, since a checkpoint within an epoch holds no gradients; between an
         epoch's last batch and the end of its validation, hooks and schedulers it waits for that. It returns False then.
 
         Raises:

@@ -274,7 +274,7 @@ class TrainingRun(Run):
     def may_save(self, weights_only: bool) -> bool:
         """Return whether a checkpoint can be written now; else it waits for the end of the window, or of the epoch.
 
-        Gradients that wait for a step are in no checkpoint, and no run resumes within an epoch's end.
+        A checkpoint within an epoch holds no gradients that wait for a step, and no run resumes within an epoch's end.
         """
         if self.stage is None:
             return True
