@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 if TYPE_CHECKING:
-    from trainwright.checkpoint.reader import Checkpoint as StoredCheckpoint
+    from trainwright.checkpoint.reader import StoredCheckpoint
     from trainwright.module import Module
     from trainwright.trainer.trainer import Trainer
 

@@ -120,8 +120,8 @@ class Evaluation:
                 continue
             if loader.shard.source_length == 0:
                 raise ValueError(
-                    f"{self._named(index, name)} has no batch (its dataset is empty, or drop_last dropped all); give it data, or "
-                    "leave it out."
+                    f"{self._named(index, name)} has no batch (its dataset is empty, or drop_last dropped all); give it data, "
+                    "or leave it out."
                 )
 
     def refuse_none(self, index: int, source: Shard | OwnRounds, has_batch: bool) -> None:
@@ -133,8 +133,8 @@ class Evaluation:
         is_empty = source.is_empty if isinstance(source, OwnRounds) else not has_batch
         if is_empty and self.source.owner is None:
             raise RuntimeError(
-                f"{self._named(index, self.loaders[index][0])} gave no batch (its dataset yields nothing, drop_last dropped all, "
-                "or its __iter__ does not start again for another pass); give it data, or leave it out."
+                f"{self._named(index, self.loaders[index][0])} gave no batch (its dataset yields nothing, drop_last dropped "
+                "all, or its __iter__ does not start again for another pass); give it data, or leave it out."
             )
 
     def _named(self, index: int, name: str | None) -> str:
