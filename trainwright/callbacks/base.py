@@ -115,7 +115,7 @@ class Callback:
         """Called last, also after a failure."""
 
     def on_exception(self, trainer: Trainer, module: Module, exception: BaseException) -> None:
-        """Called when an exception ends the run, on the rank that raised it."""
+        """Called when an exception ends the run, on the rank that raised it; a signal that stops a fit raises none."""
 
     def on_fit_start(self, trainer: Trainer, module: Module) -> None:
         """Called once the model and the optimizers are prepared, before a checkpoint's state is loaded."""
