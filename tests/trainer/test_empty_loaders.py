@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from jobs import run_job
 from small import QUIET, Classifier, make_data, make_loader
 from torch import Tensor
@@ -25,7 +24,9 @@ class Stream(IterableDataset[Any]):
 
     def __iter__(self) -> Iterator[Any]:
         self.passes += 1
-        yield from (make_data(self.samples)[index] for index in range(self.samples if self.passes < self.ends_at else 0))
+        yield from (
+            make_data(self.samples)[index] for index in range(self.samples if self.passes < self.ends_at else 0)
+        )
 
 
 class Evaluated(Classifier):
@@ -55,7 +56,7 @@ def stream(samples: int, **options: Any) -> DataLoader[Any]:
     ("call", "stage"), [("fit", "validation"), ("validate", "validation"), ("test", "test"), ("predict", "predict")]
 )
 def test_a_stream_that_yields_nothing_is_refused(call: str, stage: str) -> None:
-    match = f"the {stage} loader gave no batch .its dataset yields nothing, drop_last.*give it data, or leave it out"
+    match = rf"the {stage} loader gave no batch \(its dataset yields nothing, drop_last.*give it data, or leave it out"
     for loader in (stream(0), stream(3, drop_last=True)):
         with pytest.raises(RuntimeError, match=match):
             run(call, loader, num_sanity_val_steps=2)
@@ -69,7 +70,7 @@ def test_a_stream_that_yields_nothing_is_refused(call: str, stage: str) -> None:
 
 
 def test_a_validation_of_a_later_epoch_is_refused() -> None:
-    with pytest.raises(RuntimeError, match="validation loader gave no batch .*__iter__ does not start again"):
+    with pytest.raises(RuntimeError, match=r"validation loader gave no batch .*__iter__ does not start again"):
         run("fit", DataLoader(Stream(8, ends_at=2), batch_size=4), max_epochs=3, num_sanity_val_steps=0)
 
 
@@ -97,7 +98,12 @@ def two_ranks(folder: Path) -> list[str]:
     rank, raised = int(tw.Trainer(devices="auto", **QUIET).global_rank), []
     shared = [stream(0), stream(1), stream(3, drop_last=True)]
     # Of each rank's own, the first kind does not know its length, and the second does.
-    own = [(stream(0), stream(0)), (stream(8), stream(0)), (make_loader(0), make_loader(0)), (make_loader(8), make_loader(0))]
+    own = [
+        (stream(0), stream(0)),
+        (stream(8), stream(0)),
+        (make_loader(0), make_loader(0)),
+        (make_loader(8), make_loader(0)),
+    ]
     cases: list[tuple[Any, dict[str, Any]]] = [(each, {}) for each in shared]
     cases += [(pair[rank], {"use_distributed_sampler": False}) for pair in own]
     for call in ("fit", "test", "predict"):
