@@ -127,8 +127,8 @@ class Evaluation:
     def refuse_none(self, index: int, source: Shard | OwnRounds, has_batch: bool) -> None:
         """Refuse a loader that was given and gave no batch to any rank (RuntimeError); a hook may return an empty one.
 
-        Only reading shows that of one without a length. All ranks know it without another exchange: a sharded loader gives a rank
-        without a batch a dummy of another rank's, and OwnRounds has exchanged what each rank has.
+        Only reading shows that of one without a length. All ranks know it without another exchange: a sharded loader gives a
+        rank without a batch a dummy of another rank's, and OwnRounds has exchanged what each rank has.
         """
         is_empty = source.is_empty if isinstance(source, OwnRounds) else not has_batch
         if is_empty and self.source.owner is None:
