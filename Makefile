@@ -5,8 +5,8 @@
 #                          make test-all all of them. WORKERS=0 runs them in one process, ARGS="tests/engine -x" chooses
 #   make test-gpu          the tests of a GPU, on the interpreter that PYTHON names as it is (.venv without it); where there is no
 #                          GPU they are skipped
-#   make test-versions     the fast tests with the oldest and the newest torch on each Python that is here (noxfile.py): 5 GB a torch;
-#                          ARGS="--list", ARGS="--python 3.12 -k oldest", ARGS="-- tests/trainer -x"
+#   make test-versions     the fast tests and those of launchers with the oldest and the newest torch on each Python that is here (noxfile.py):
+#                          5 GB a torch; ARGS="--list", ARGS="--python 3.12 -k oldest", ARGS="-- tests/trainer -x"
 #   make test-device       tests on the simulated accelerator of tests/simulated_device, which the first run compiles: those of devices,
 #                          and the fast ones of the trainer, the data, the precisions and checkpoints; ARGS="tests/engine -x" for others
 #   make check             formatting, lint, types; make format mends the first two

@@ -16,7 +16,7 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from trainwright.checkpoint.discovery import find_checkpoints
-from trainwright.checkpoint.reader import Checkpoint, open_checkpoint
+from trainwright.checkpoint.reader import StoredCheckpoint, open_checkpoint
 
 Outcome = dict[str, str]
 SHOWN = 5
@@ -126,7 +126,7 @@ def _scalars(folder: Path) -> Outcome:
     return {f"scalar/{tag}": str(sorted((each.step, each.value) for each in found[tag])) for tag in found}
 
 
-def _stored(checkpoint: Checkpoint, num_ranks: int) -> Iterator[tuple[str, str]]:
+def _stored(checkpoint: StoredCheckpoint, num_ranks: int) -> Iterator[tuple[str, str]]:
     for section in checkpoint.sections:
         for name in checkpoint.tensors(section):
             yield f"{section}/{name}", _digest(checkpoint.read_tensor(section, name))

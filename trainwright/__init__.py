@@ -106,7 +106,7 @@ _HOMES = {
     "SpikeDetection "
     "StochasticWeightAveraging TQDMProgressBar TensorPredictionWriter ThroughputMonitor Timer "
     "WeightAveraging load_predictions",
-    "trainwright.data.combined": "CombinedLoader",
+    "trainwright.data.combined_loader": "CombinedLoader",
     "trainwright.data.datamodule": "DataModule",
     "trainwright.data.seeding": "isolate_rng seed_everything",
     "trainwright.raw_loop.accelerator": "Accelerator",

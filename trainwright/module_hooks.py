@@ -96,7 +96,10 @@ class ModuleHooks:
         """Called with the batch on its device, before training_step; return -1 on every rank to end the epoch here."""
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Called with what training_step returned, after the optimizer's and the scheduler's steps."""
+        """Called after the steps of optimizer and schedulers, with training_step's outputs as a dict, its loss as "loss".
+
+        The tensors in it are detached.
+        """
 
     def on_before_zero_grad(self, optimizer: Optimizer) -> None:
         """Called before the gradients of a new accumulation window are cleared."""

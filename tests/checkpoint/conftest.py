@@ -11,7 +11,7 @@ import pytest
 import torch
 from deadlines import deadline
 
-from trainwright.checkpoint.reader import Checkpoint
+from trainwright.checkpoint.reader import StoredCheckpoint
 from trainwright.checkpoint.store import write_checkpoint
 from trainwright.checkpoint.tensors import Piece
 from trainwright.distributed.ranks import Ranks
@@ -65,7 +65,7 @@ def write_step(path: Path | str, step: int = 1, world_size: int = 1, overwrite: 
     return [future.exception() for future in futures]  # type: ignore[misc]
 
 
-def check_step(checkpoint: Checkpoint, step: int) -> None:
+def check_step(checkpoint: StoredCheckpoint, step: int) -> None:
     """Assert that every part is of that step."""
     assert (checkpoint.step, checkpoint.epoch, checkpoint.header["strategy"]) == (step, step // 10, "ddp")
     for index in range(2):
@@ -84,7 +84,7 @@ def save() -> Callable[..., list[Exception | None]]:
 
 
 @pytest.fixture
-def check() -> Callable[[Checkpoint, int], None]:
+def check() -> Callable[[StoredCheckpoint, int], None]:
     """Asserts that a checkpoint is wholly of a step."""
     return check_step
 

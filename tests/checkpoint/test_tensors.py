@@ -22,7 +22,7 @@ from torch import Tensor
 from trainwright.checkpoint import reader
 from trainwright.checkpoint.conversion import export_safetensors
 from trainwright.checkpoint.editing import edit_for_load
-from trainwright.checkpoint.reader import Checkpoint, open_checkpoint
+from trainwright.checkpoint.reader import StoredCheckpoint, open_checkpoint
 from trainwright.checkpoint.shards import (
     THREADED_BYTES,
     FileRecord,
@@ -59,7 +59,7 @@ class Meeting:
             return replies
 
 
-def save(path: Path, *ranks: Sequence[Piece], state: Any = None) -> Checkpoint:
+def save(path: Path, *ranks: Sequence[Piece], state: Any = None) -> StoredCheckpoint:
     meeting = Meeting(len(ranks))
 
     def write(rank: int) -> None:
@@ -373,8 +373,8 @@ def test_what_hooks_and_an_export_read_does_not_grow_with_the_square(
         plain = getattr(place, name)
         monkeypatch.setattr(place, name, lambda *args: calls.update([name]) or plain(*args))
 
-    counted(Checkpoint, "read_into")
-    counted(Checkpoint, "tensors")
+    counted(StoredCheckpoint, "read_into")
+    counted(StoredCheckpoint, "tensors")
     counted(reader, "_OpenShards")
     made = {}
     for count in (4, 32):

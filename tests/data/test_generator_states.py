@@ -69,10 +69,10 @@ def test_a_run_refuses_it_before_anything_is_changed(tmp_path: Path, monkeypatch
     trainer = tw.Trainer(max_epochs=1, **QUIET)
     trainer.fit(Classifier(), make_loader(8))
     trainer.save_checkpoint(tmp_path / "whole.ckpt")
-    own = reader.Checkpoint.rank_state
+    own = reader.StoredCheckpoint.rank_state
     for bad in (spoiled(*BAD["position"]), "nothing"):
         monkeypatch.setattr(
-            reader.Checkpoint, "rank_state", lambda self, rank, bad=bad: {**own(self, rank), "rng": bad}
+            reader.StoredCheckpoint, "rank_state", lambda self, rank, bad=bad: {**own(self, rank), "rng": bad}
         )
         module = Classifier()
         before = module.net[0].weight.detach().clone()

@@ -571,7 +571,7 @@ def test_inference_mode_where_itis_asked_for() -> None:
 
     class Watching(Diary):
         def validation_step(self, batch: Any, batch_idx: int) -> None:
-            seen.append((self.trainer.run.stage, torch.is_inference_mode_enabled(), torch.is_grad_enabled()))
+            seen.append((self.trainer.run.running_call, torch.is_inference_mode_enabled(), torch.is_grad_enabled()))
 
         test_step = validation_step
 
@@ -602,7 +602,7 @@ def test_what_hooks_see_of_the_trainer() -> None:
             look("sanity", trainer)
 
         def on_validation_batch_end(self, trainer: Any, *_: Any) -> None:
-            look("sanity" if trainer.sanity_checking else f"{trainer.run.stage} val", trainer)
+            look("sanity" if trainer.sanity_checking else f"{trainer.run.running_call} val", trainer)
             assert trainer.num_val_batches == [2]
 
         def on_test_epoch_end(self, trainer: Any, module: Any) -> None:
@@ -614,7 +614,7 @@ def test_what_hooks_see_of_the_trainer() -> None:
             assert trainer.num_predict_batches == [1, 2]
 
         def setup(self, trainer: Any, module: Any, stage: str) -> None:
-            assert trainer.run.stage == stage
+            assert trainer.run.running_call == stage
 
     class Predicting(Classifier):
         def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int) -> Any:  # type: ignore[override]

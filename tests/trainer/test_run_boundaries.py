@@ -407,11 +407,11 @@ def test_a_run_within_a_run_is_refused(call: str, is_caught: bool) -> None:
             RuntimeError, match=rf"trainer\.{call} was called while trainer\.fit runs; call it after that"
         ):
             trainer.fit(module, make_loader(16))
-        assert (trainer.run.stage, trainer.global_step) == (None, 2)
+        assert (trainer.run.running_call, trainer.global_step) == (None, 2)
         nests.nests = False
         module.load_state_dict(expected.state_dict())
     trainer.fit(module, make_loader(16))
-    assert (trainer.global_step, trainer.current_epoch, trainer.run.stage) == (8, 2, None)
+    assert (trainer.global_step, trainer.current_epoch, trainer.run.running_call) == (8, 2, None)
     fit(expected, make_loader(16), max_epochs=2)
     assert_equal(weights(module), weights(expected))
     assert len(trainer.validate(module, make_loader(4), verbose=False)) == 1
@@ -444,7 +444,7 @@ def test_an_error_in_configure_callbacks_leaves_no_run() -> None:
     for call in (trainer.fit, trainer.validate):
         with pytest.raises(ArithmeticError, match="no callbacks"):
             call(Broken(), make_loader(8))
-        assert (trainer.run.stage, trainer.training, names(trainer)) == (None, False, ["own"])
+        assert (trainer.run.running_call, trainer.training, names(trainer)) == (None, False, ["own"])
     trainer.fit(Classifier(), make_loader(8))
     assert trainer.global_step == 2
 
@@ -557,7 +557,7 @@ def test_the_first_error_comes_out_and_the_rest_is_done(
     said = capsys.readouterr().err
     assert "LookupError: the module's teardown failed" in said
     assert ("LookupError: on_exception failed" in said) is (where != "teardown")
-    assert (trainer.run.stage, trainer.training) == (None, False)
+    assert (trainer.run.running_call, trainer.training) == (None, False)
 
 
 def test_rows_that_are_logged_in_teardown_are_written(tmp_path: Path) -> None:

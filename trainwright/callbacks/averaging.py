@@ -17,7 +17,7 @@ from torch.optim.swa_utils import get_swa_multi_avg_fn
 from trainwright.callbacks.base import Callback
 from trainwright.checkpoint.contents import AVERAGE, MODEL, TRAINING
 from trainwright.checkpoint.editing import fill
-from trainwright.checkpoint.reader import Checkpoint
+from trainwright.checkpoint.reader import StoredCheckpoint
 from trainwright.checkpoint.tensors import Piece, tied_groups
 from trainwright.compiled_names import clean_name
 from trainwright.rank_zero import rank_zero_warn
@@ -190,7 +190,7 @@ class AveragedPieces:
         self,
         strategy: Strategy,
         module: nn.Module,
-        checkpoint: Checkpoint,
+        checkpoint: StoredCheckpoint,
         edited: Mapping[str, Tensor] | None,
         is_model: bool,
     ) -> None:
@@ -342,7 +342,7 @@ class Averaging(Callback):
         return self._pieces.parts(trainer.strategy, module, self._is_model, self._is_final)
 
     def _load_parts(
-        self, trainer: Trainer, module: Module, checkpoint: Checkpoint, edited: Mapping[str, Tensor] | None
+        self, trainer: Trainer, module: Module, checkpoint: StoredCheckpoint, edited: Mapping[str, Tensor] | None
     ) -> bool:
         if self.n_averaged and not {AVERAGE, TRAINING} & set(checkpoint.sections):  # saved by a copy without its pieces
             self.n_averaged, self._is_loaded = 0, False

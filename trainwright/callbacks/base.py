@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 if TYPE_CHECKING:
-    from trainwright.checkpoint.reader import Checkpoint as StoredCheckpoint
+    from trainwright.checkpoint.reader import StoredCheckpoint
     from trainwright.module import Module
     from trainwright.trainer.trainer import Trainer
 
@@ -22,7 +22,8 @@ class Callback:
     """
 
     runs_last = False
-    """True: called after the others, and at an epoch's end also after the module, since it reads what they logged."""
+    """True: called after the others; in on_train_batch_end, on_validation_end and on_train_epoch_end after the module too,
+    because it reads or saves what they have done there."""
 
     reads_outputs = True
     """False: on_train_batch_end ignores the outputs, so they are not prepared for it."""
@@ -114,7 +115,7 @@ class Callback:
         """Called last, also after a failure."""
 
     def on_exception(self, trainer: Trainer, module: Module, exception: BaseException) -> None:
-        """Called when an exception ends the run, on the rank that raised it."""
+        """Called when an exception ends the run, on the rank that raised it; a signal that stops a fit raises none."""
 
     def on_fit_start(self, trainer: Trainer, module: Module) -> None:
         """Called once the model and the optimizers are prepared, before a checkpoint's state is loaded."""

@@ -53,7 +53,7 @@ class LiveProgressBar(ProgressBar):
         self.refresh_rate, self.leave = refresh_rate, leave
         self.refresh_seconds, self.line_seconds = refresh_seconds, line_seconds
         self._is_shown = self._is_live = False
-        self._training, self._evaluation = Progress(), Progress()
+        self._training, self._evaluation = LoopDisplay(), LoopDisplay()
         self._loaders: list[tuple[str, int | None]] = []
         """The title and the number of batches of each loader of an evaluation."""
         self._loader = self._evaluated = 0
@@ -181,7 +181,7 @@ class LiveProgressBar(ProgressBar):
         self._evaluation.close()
 
     def _begin(
-        self, progress: Progress, title: str, total: int | None, count: int = 0, *, leave: bool, below: int = 0
+        self, progress: LoopDisplay, title: str, total: int | None, count: int = 0, *, leave: bool, below: int = 0
     ) -> None:
         """Show a loop that starts at batch `count`, in a new bar unless the one of its previous epoch is still open."""
         if not self._is_shown:
@@ -196,7 +196,7 @@ class LiveProgressBar(ProgressBar):
         self._training.close()
 
 
-class Progress:
+class LoopDisplay:
     """What is shown of one loop: a bar in a terminal, plain lines elsewhere."""
 
     def __init__(self) -> None:

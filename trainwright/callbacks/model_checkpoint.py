@@ -67,10 +67,10 @@ class ModelCheckpoint(Checkpoint):
         save_last: True or "link": also keep the newest, whatever its metric, and let the link `last.ckpt` lead to it; where
             symbolic links do not exist, that is a directory with a pointer. Every ckpt_path takes it.
         save_top_k: how many to keep: -1 for all, 0 for none; without monitor -1, 0 or 1.
-        save_on_exception: save `exception-epoch=..-step=..` when an exception or Ctrl-C ends the run, if it can be resumed
-            exactly from there, and else print why it cannot. It can on one process (a save needs all ranks) between two
-            batches: while the next one is loaded, in a validation within an epoch until its metrics are known, or in the
-            hooks of an epoch's start.
+        save_on_exception: save `exception-epoch=..-step=..` when an exception ends the run, if it can be resumed exactly from
+            there, and else print why it cannot. It can on one process (a save needs all ranks) between two batches: while the
+            next one is loaded, in a validation within an epoch until its metrics are known, or in the hooks of an epoch's
+            start. A first Ctrl-C or another signal raises nothing in the run: it is saved as `stop-step=..` without this.
         save_weights_only: leave out optimizers and counters; no run can resume from such a checkpoint. If a killed run wrote
             one after the checkpoint it is resumed from, it is kept in addition to those of the resumed run.
         mode: "min" or "max": which value of the metric is better.
@@ -414,7 +414,8 @@ class ModelCheckpoint(Checkpoint):
     def save_stop(self, trainer: Trainer, name: str = "stop") -> str:
         """Save a run that ends here as `stop-step=..`, whatever its metric and the intervals. Collective.
 
-        Return the path, or that of a checkpoint of this very position; "" if nothing is saved (weights that are not finite).
+        The first ModelCheckpoint that keeps checkpoints is called, and saves everything, even with `save_weights_only`. Return
+        the path, or that of a checkpoint of this very position; "" if nothing is saved (weights that are not finite).
         """
         if not self._is_fitting or not self.keeps_any:
             return ""

@@ -1,4 +1,4 @@
-"""OnExceptionCheckpoint: saves the run that an exception or Ctrl-C ends."""
+"""OnExceptionCheckpoint: saves the run that an exception ends."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ class OnExceptionCheckpoint(Checkpoint):
     """Saves the run as `dirpath/filename.ckpt` when an exception ends a fit, if it can be resumed exactly from there.
 
     If it cannot (several processes, gradients half computed), a line on standard error says why; the checkpoints of a
-    ModelCheckpoint stay. A name that is taken gets -v1, -v2.
+    ModelCheckpoint stay. A name that is taken gets -v1, -v2. A first Ctrl-C or another signal raises nothing in the run:
+    ModelCheckpoint saves what it stops.
 
     Args:
         dirpath: where to save: a path (made absolute here) or an fsspec URL.

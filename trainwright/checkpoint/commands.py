@@ -17,7 +17,7 @@ from trainwright.checkpoint.discovery import listing_of, read_manifest
 from trainwright.checkpoint.filesystem import Files, resolve
 from trainwright.checkpoint.last_link import is_last_link, pointed
 from trainwright.checkpoint.manifest import FORMAT_VERSION, MANIFEST_NAME
-from trainwright.checkpoint.reader import Checkpoint, faults, open_checkpoint
+from trainwright.checkpoint.reader import StoredCheckpoint, faults, open_checkpoint
 from trainwright.checkpoint.tensors import DTYPE_NAMES, TensorEntry
 from trainwright.errors import CheckpointError
 
@@ -272,7 +272,7 @@ def _has_manifest(files: Files, path: str) -> bool:
         return False
 
 
-def summary(checkpoint: Checkpoint) -> dict[str, Any]:
+def summary(checkpoint: StoredCheckpoint) -> dict[str, Any]:
     """Return what a checkpoint holds as JSON-able data."""
     state = checkpoint.run_state()
     about = {key: value for key, value in checkpoint.header.items() if key not in ("step", "epoch", "world_size")}
@@ -303,7 +303,7 @@ def size_of(table: Mapping[str, TensorEntry]) -> dict[str, int]:
     }
 
 
-def list_tensors(checkpoint: Checkpoint) -> dict[str, dict[str, Any]]:
+def list_tensors(checkpoint: StoredCheckpoint) -> dict[str, dict[str, Any]]:
     """Return the shape and dtype of every tensor by section and name."""
     return {
         section: {

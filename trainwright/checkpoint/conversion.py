@@ -12,7 +12,7 @@ import torch
 from trainwright.checkpoint.contents import is_extra_state
 from trainwright.checkpoint.filesystem import LocalFiles, describe, resolve, temporary_path
 from trainwright.checkpoint.foreign_formats import Weights, read_weights
-from trainwright.checkpoint.reader import Checkpoint, open_checkpoint
+from trainwright.checkpoint.reader import StoredCheckpoint, open_checkpoint
 from trainwright.checkpoint.shards import METADATA_KEY, host_bytes, render_header
 from trainwright.checkpoint.store import write_checkpoint
 from trainwright.checkpoint.tensors import DTYPES, Piece, TensorEntry
@@ -143,7 +143,7 @@ def _untied(entries: Mapping[str, TensorEntry]) -> tuple[dict[str, TensorEntry],
     return kept, shared
 
 
-def _chunks(checkpoint: Checkpoint, section: str, name: str, entry: TensorEntry) -> Iterator[torch.Tensor]:
+def _chunks(checkpoint: StoredCheckpoint, section: str, name: str, entry: TensorEntry) -> Iterator[torch.Tensor]:
     for start in range(0, entry.numel, CHUNK_ELEMENTS):
         chunk = torch.empty(min(CHUNK_ELEMENTS, entry.numel - start), dtype=entry.dtype)
         checkpoint.read_part(section, Piece(name, entry.shape, start, chunk))

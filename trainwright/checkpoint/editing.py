@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from trainwright.checkpoint.reader import Checkpoint
+from trainwright.checkpoint.reader import StoredCheckpoint
 from trainwright.checkpoint.shards import copy_whole
 from trainwright.checkpoint.tensors import Piece, is_range, shown, stored
 from trainwright.errors import CheckpointError
@@ -52,7 +52,7 @@ def edit_for_save(
 
 
 def edit_for_load(
-    checkpoint: Checkpoint, state: Mapping[str, Any], header: Mapping[str, int], edit: Edit
+    checkpoint: StoredCheckpoint, state: Mapping[str, Any], header: Mapping[str, int], edit: Edit
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Return the edited state, and the edited tensors of the model, read whole."""
     contents = {**header, **state, "state_dict": checkpoint.read_tensors("model")}

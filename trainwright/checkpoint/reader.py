@@ -33,7 +33,7 @@ class ReadReport(NamedTuple):
     unexpected: list[str]
 
 
-class Checkpoint:
+class StoredCheckpoint:
     """A verified checkpoint; made by `open_checkpoint`. `path` is the one that the user gave, `inside` the one in `files`."""
 
     def __init__(
@@ -230,7 +230,7 @@ def check_verify(verify: str) -> None:
         )
 
 
-def open_checkpoint(path: str, verify: Verify = "full", *, ranks: Ranks | None = None) -> Checkpoint:
+def open_checkpoint(path: str, verify: Verify = "full", *, ranks: Ranks | None = None) -> StoredCheckpoint:
     """Verify a checkpoint and return it, ready to be read.
 
     With `ranks` the files are distributed: one rank hashes each, and all raise the same error. Collective then.
@@ -248,7 +248,7 @@ def open_checkpoint(path: str, verify: Verify = "full", *, ranks: Ranks | None =
     path = ranks.decide(partial(pointed, str(path)), "the opening of a checkpoint") if ranks else pointed(str(path))
     rank, world_size = (ranks.rank, ranks.world_size) if ranks else (0, 1)
     files, inside = resolve(path)
-    found: list[Checkpoint] = []
+    found: list[StoredCheckpoint] = []
 
     def examine() -> str:
         manifest = read_manifest(files, inside)
@@ -259,7 +259,7 @@ def open_checkpoint(path: str, verify: Verify = "full", *, ranks: Ranks | None =
         if fault := next(faults(files, inside, manifest, listed, verify, rank, world_size), None):
             raise CheckpointError(f"{path}: {fault}. {REMEDY}")
         extra = sorted(listed.keys() - manifest.own_names)
-        found.append(Checkpoint(files, str(path), inside, manifest, verify, extra))
+        found.append(StoredCheckpoint(files, str(path), inside, manifest, verify, extra))
         return hashlib.sha256(repr(sorted(manifest.all_files.items())).encode()).hexdigest()
 
     if ranks is None:

@@ -11,7 +11,7 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 
 import trainwright as tw
-from trainwright.commands.machine import STRATEGIES, best_precision, describe_devices, why_missing
+from trainwright.commands.machine import LISTED_STRATEGIES, best_precision, describe_devices, why_missing
 from trainwright.devices import accelerator
 from trainwright.distributed.network import DEFAULT_PORT, LOOPBACK
 from trainwright.launch.cli import Parser, check_config
@@ -99,8 +99,10 @@ class Questions:
         """Return the answers (EOFError if the input ends)."""
         print(f"This machine has {describe_devices()}. An empty answer takes the value in brackets.")
         usual = defaults()
-        missing = [name for name in STRATEGIES if why_missing(name)]
-        remarks = {"strategy": f" ({', '.join(['auto', *(each for each in STRATEGIES if each not in missing)])})"}
+        missing = [name for name in LISTED_STRATEGIES if why_missing(name)]
+        remarks = {
+            "strategy": f" ({', '.join(['auto', *(each for each in LISTED_STRATEGIES if each not in missing)])})"
+        }
         for name, default in usual.items():
             if name == "cpu" and accelerator.accelerator_type() is None:
                 continue  # nothing to choose

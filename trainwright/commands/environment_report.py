@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 import trainwright as tw
-from trainwright.commands.machine import STRATEGIES, describe_devices, why_missing
+from trainwright.commands.machine import LISTED_STRATEGIES, describe_devices, why_missing
 from trainwright.devices import abilities, accelerator
 from trainwright.engine.memory import available_memory, size_text
 from trainwright.launch.cli import Parser, check_config
@@ -52,7 +52,7 @@ def report(check_names: NameCheck) -> dict[str, Any]:
             "collectives": abilities.collective_backend(kind) or "none",
             "threads of torch": torch.get_num_threads(),
         },
-        "strategies": {name: why_missing(name) or "installed" for name in STRATEGIES},
+        "strategies": {name: why_missing(name) or "installed" for name in LISTED_STRATEGIES},
         "variables": of_jobs(),
         "config": _config(check_names),
     }

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from trainwright.commands.choices import choose
-from trainwright.commands.machine import STRATEGIES
+from trainwright.commands.machine import LISTED_STRATEGIES
 from trainwright.commands.module_source import make_module
 from trainwright.engine.memory import MOST_USED, available_memory, estimate_memory, size_text
 from trainwright.launch.cli import Parser
@@ -52,7 +52,7 @@ def estimate_command(arguments: Sequence[str], _: Any) -> int:
     options = parser.parse_args(arguments)
     try:
         precisions = choose(options.precision, NAMES, USUAL_PRECISIONS, "--precision")
-        strategies = choose(options.strategies, STRATEGIES, STRATEGIES, "--strategies")
+        strategies = choose(options.strategies, LISTED_STRATEGIES, LISTED_STRATEGIES, "--strategies")
         devices = [_whole(each, "--devices") for each in options.devices.split(",")]
         memory = _amount(options.memory, UNITS, "--memory", "80GiB") if options.memory else available_memory()
         optimizer = _optimizer(options.optimizer)
@@ -112,7 +112,7 @@ def _parser() -> Parser:
     add("--optimizer", metavar="NAME", default="AdamW", help="a class of torch.optim (default: AdamW)")
     add("--devices", metavar="N,N", default="1,2,4,8", help="numbers of devices (default: 1,2,4,8)")
     add("--precision", metavar="NAME,NAME", help=f"of {', '.join(NAMES)} (default: all of 16 and 32 bits)")
-    add("--strategies", metavar="NAME,NAME", help=f"of {', '.join(STRATEGIES)} (default: all)")
+    add("--strategies", metavar="NAME,NAME", help=f"of {', '.join(LISTED_STRATEGIES)} (default: all)")
     add("--memory", metavar="SIZE", help="memory of each device, such as 80GiB (default: that of this machine)")
     add("--json", action="store_true", help="print JSON")
     return parser

@@ -9,7 +9,8 @@ from trainwright.launch.processes import num_cores
 from trainwright.strategies import resolve_strategy
 from trainwright.strategies.memory_plan import ALONE, MEMORY_PLANS
 
-STRATEGIES = (ALONE, *MEMORY_PLANS)
+LISTED_STRATEGIES = (ALONE, *MEMORY_PLANS)
+"""The names that the commands list and try, in the order in which a strategy is recommended; `STRATEGIES` has the classes."""
 
 
 def describe_devices() -> str:

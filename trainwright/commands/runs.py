@@ -49,7 +49,7 @@ class Best(NamedTuple):
 
 
 @dataclass
-class Run:
+class ListedRun:
     """What is listed of a run."""
 
     name: str
@@ -149,7 +149,7 @@ def runs_command(arguments: Sequence[str], _: Any) -> int:
     return 0
 
 
-def list_runs(directory: str) -> list[Run]:
+def list_runs(directory: str) -> list[ListedRun]:
     """Return the runs at and below a folder, by name and number (ValueError if it does not exist)."""
     root = absolute(directory).rstrip("/") or "/"
     filesystem, inside = fsspec.core.url_to_fs(root)
@@ -201,7 +201,7 @@ class _Saved:
         return self._facts[path]
 
 
-def _run(root: str, folder: str, saved: _Saved) -> Run:
+def _run(root: str, folder: str, saved: _Saved) -> ListedRun:
     record, _, problem = find_record(folder)
     problems = [f"{problem}."] if problem else []
     try:
@@ -211,7 +211,7 @@ def _run(root: str, folder: str, saved: _Saved) -> Run:
         history = History(folder, {})
         problems.append(str(error))
     state = record.state if record is not None else RunState("unknown")
-    run = Run(folder[len(root) :].strip("/") or ".", folder, state, record, history, problems=problems)
+    run = ListedRun(folder[len(root) :].strip("/") or ".", folder, state, record, history, problems=problems)
     run.checkpoint = _newest(folder, record, saved, problems)
     if run.checkpoint is not None:
         _take_monitors(run, saved.facts_of(run.checkpoint.path, problems).callbacks)
@@ -219,7 +219,7 @@ def _run(root: str, folder: str, saved: _Saved) -> Run:
     return run
 
 
-def _take_monitors(run: Run, states: Any) -> None:
+def _take_monitors(run: ListedRun, states: Any) -> None:
     """Note what the ModelCheckpoints monitor whose states a checkpoint holds."""
     for key, state in states.items() if isinstance(states, Mapping) else ():
         if monitored := monitor_of(str(key)):
@@ -255,7 +255,7 @@ def _is_of(facts: _Facts, homes: Sequence[str]) -> bool:
     return any(same_path(each, home) for each in facts.folders for home in inside)
 
 
-def _written_at(run: Run) -> float | None:
+def _written_at(run: ListedRun) -> float | None:
     """Return when the run ended, or when something was last written; None if the file system does not say."""
     if run.record is not None and run.record.ended is not None:
         return datetime.fromisoformat(run.record.ended).timestamp()
@@ -268,7 +268,7 @@ def _written_at(run: Run) -> float | None:
     return max(moments, default=None)
 
 
-def _sorting(runs: list[Run], given: str) -> tuple[str, str]:
+def _sorting(runs: list[ListedRun], given: str) -> tuple[str, str]:
     """Return the metric that --sort names, and the mode by which all runs are compared (ValueError if no run has it)."""
     known = dict.fromkeys(name for run in runs for name in (*run.monitors, *run.history.series))
     metric, _, mode = given.rpartition(":")
@@ -283,18 +283,18 @@ def _sorting(runs: list[Run], given: str) -> tuple[str, str]:
     return metric, mode or (modes[0] if modes else "min" if _LEAST.search(metric) else "max")
 
 
-def _sorted(runs: list[Run], metric: str, mode: str) -> list[Run]:
+def _sorted(runs: list[ListedRun], metric: str, mode: str) -> list[ListedRun]:
     for run in runs:
         run.modes[metric] = mode
 
-    def order(run: Run) -> tuple[bool, float]:
+    def order(run: ListedRun) -> tuple[bool, float]:
         best = run.best_of(metric)
         return best is None, 0.0 if best is None else best.value if best.mode == "min" else -best.value
 
     return sorted(runs, key=order)
 
 
-def _as_data(run: Run, sort: str | None) -> dict[str, Any]:
+def _as_data(run: ListedRun, sort: str | None) -> dict[str, Any]:
     record, entry = run.record, run.checkpoint
     return {
         "run": run.name,
@@ -314,12 +314,12 @@ def _as_data(run: Run, sort: str | None) -> dict[str, Any]:
     }
 
 
-def _shown_best(run: Run, sort: str | None) -> dict[str, Best]:
+def _shown_best(run: ListedRun, sort: str | None) -> dict[str, Best]:
     first = run.best_of(sort) if sort is not None else None
     return {**({sort: first} if sort is not None and first is not None else {}), **run.best}
 
 
-def _table(runs: Sequence[Run], directory: str, sort: str | None) -> list[str]:
+def _table(runs: Sequence[ListedRun], directory: str, sort: str | None) -> list[str]:
     rows: list[tuple[str, ...]] = [("run", "state", "epoch", "step", "best", "newest checkpoint", "written")]
     for run in runs:
         remark = f" ({run.state.remark})" if run.state.remark else ""

@@ -15,14 +15,13 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from trainwright.commands.choices import choose
-from trainwright.commands.machine import STRATEGIES, describe_devices, why_missing
+from trainwright.commands.machine import LISTED_STRATEGIES, describe_devices, why_missing
 from trainwright.devices import accelerator
 from trainwright.distributed.environment import Environment
 from trainwright.launch.cli import Parser
 from trainwright.launch.config import find_config
 from trainwright.launch.variables import with_variables_of
-from trainwright.strategies import SPAWNING, VARIANTS
-from trainwright.strategies import STRATEGIES as REGISTERED
+from trainwright.strategies import SPAWNING, STRATEGIES, VARIANTS
 from trainwright.strategies.memory_plan import ALONE
 
 LARGEST_DIFFERENCE = 1e-5
@@ -49,7 +48,7 @@ def trials_command(arguments: Sequence[str], _: Any) -> int:
     )
     parser.add_argument("--cpu", action="store_true", help="compute on the CPU even if there is a GPU")
     parser.add_argument(
-        "--strategies", metavar="NAME,NAME", help=f"of {', '.join(STRATEGIES)} (default: all), or others"
+        "--strategies", metavar="NAME,NAME", help=f"of {', '.join(LISTED_STRATEGIES)} (default: all), or others"
     )
     parser.add_argument(
         "--timeout", metavar="SECONDS", default="120", help="the longest time of one run (default: 120)"
@@ -57,8 +56,8 @@ def trials_command(arguments: Sequence[str], _: Any) -> int:
     parser.add_argument("--config-file", metavar="PATH", help="the config whose variables are set, as launch does")
     options = parser.parse_args(arguments)
     try:
-        known = [*STRATEGIES, *REGISTERED, *(name for name in VARIANTS if name not in SPAWNING)]
-        strategies = choose(options.strategies, known, STRATEGIES, "--strategies")
+        known = [*LISTED_STRATEGIES, *STRATEGIES, *(name for name in VARIANTS if name not in SPAWNING)]
+        strategies = choose(options.strategies, known, LISTED_STRATEGIES, "--strategies")
         if not options.timeout.isdigit() or int(options.timeout) < 1:
             raise ValueError(f"--timeout {options.timeout}: expected a whole number of seconds from 1.")
         config = find_config(options.config_file)

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from trainwright.checkpoint.contents import MODEL, TRAINING, extra_states, with_parts
 from trainwright.checkpoint.editing import Edit, check_model, edit_for_load, edit_for_save, fill
 from trainwright.checkpoint.filesystem import describe
-from trainwright.checkpoint.reader import Checkpoint, Verify, open_checkpoint
+from trainwright.checkpoint.reader import StoredCheckpoint, Verify, open_checkpoint
 from trainwright.checkpoint.store import SAVE, CheckpointWriter
 from trainwright.checkpoint.tensors import Piece
 from trainwright.data.dispatched import DispatchedLoader
@@ -59,7 +59,7 @@ _holders: WeakKeyDictionary[nn.Module, ref[Strategy]] = WeakKeyDictionary()
 class OpenCheckpoint(NamedTuple):
     """A verified checkpoint with its state."""
 
-    checkpoint: Checkpoint
+    checkpoint: StoredCheckpoint
     state: dict[str, Any]
     tensors: dict[str, Tensor] | None
     """The model's tensors, if hooks may have changed them."""
@@ -380,7 +380,7 @@ class Engine:
         """
         self.writer.finish()
 
-    def verified(self, path: str, verify: Verify = "full") -> Checkpoint:
+    def verified(self, path: str, verify: Verify = "full") -> StoredCheckpoint:
         """Return a checkpoint, its files verified by all ranks, each some of them. Collective: call on every rank.
 
         Raises:
@@ -389,7 +389,9 @@ class Engine:
         self.finish_save()  # which may be writing this one
         return open_checkpoint(path, verify, ranks=self.ranks)
 
-    def open(self, source: str | Checkpoint, *, edit: Edit | None = None, verify: Verify = "full") -> OpenCheckpoint:
+    def open(
+        self, source: str | StoredCheckpoint, *, edit: Edit | None = None, verify: Verify = "full"
+    ) -> OpenCheckpoint:
         """Verify a checkpoint given by its path, and let `edit` change its contents before a load. Collective.
 
         Raises:
@@ -495,7 +497,7 @@ class Engine:
         self.modules, self.optimizers = [], []
 
 
-def _shapes(checkpoint: Checkpoint, section: str) -> dict[str, tuple[int, ...]]:
+def _shapes(checkpoint: StoredCheckpoint, section: str) -> dict[str, tuple[int, ...]]:
     """Return the shapes of a section's tensors by name; nothing if the checkpoint has no such section."""
     stored = checkpoint.tensors(section) if section in checkpoint.sections else {}
     return {name: each.shape for name, each in stored.items()}

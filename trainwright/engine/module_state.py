@@ -19,7 +19,7 @@ from trainwright.checkpoint.contents import (
     is_extra_state,
     set_extra_states,
 )
-from trainwright.checkpoint.reader import Checkpoint
+from trainwright.checkpoint.reader import StoredCheckpoint
 from trainwright.compiled_names import clean_name, own_name
 from trainwright.engine.named_state import prefix_of
 from trainwright.errors import CheckpointError
@@ -59,7 +59,7 @@ class ModuleLoads:
         return number not in self._wholes
 
     def load_wholes(
-        self, checkpoint: Checkpoint, tensors: Mapping[str, Tensor] | None, strict: bool, trained: Collection[str]
+        self, checkpoint: StoredCheckpoint, tensors: Mapping[str, Tensor] | None, strict: bool, trained: Collection[str]
     ) -> None:
         """Load the modules that get a whole state_dict, of `tensors` if hooks have changed the model's (CheckpointError).
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from trainwright.checkpoint.codec import decode, encode_stored
 from trainwright.checkpoint.contents import check_optimizer, restore_optimizer, with_dtypes_of
-from trainwright.checkpoint.reader import Checkpoint
+from trainwright.checkpoint.reader import StoredCheckpoint
 from trainwright.distributed.nests import broadcast_tensors, table_of
 from trainwright.distributed.ranks import Ranks
 from trainwright.engine.named_state import Named, optimizer_pieces
@@ -50,7 +50,7 @@ def describe_optimizers(strategy: Strategy, named: Named, ranks: Ranks) -> list[
     return [{**each, "plain": values} for each, values in zip(described, joined, strict=True)]
 
 
-def check_optimizers(checkpoint: Checkpoint, state: dict[str, Any], named: Named) -> None:
+def check_optimizers(checkpoint: StoredCheckpoint, state: dict[str, Any], named: Named) -> None:
     """Refuse a checkpoint of other optimizers, or without any (CheckpointError)."""
     described = state.get("optimizers")
     if described is None:
@@ -67,7 +67,7 @@ def check_optimizers(checkpoint: Checkpoint, state: dict[str, Any], named: Named
         check_optimizer(number, optimizer, names, described[number], checkpoint.path)
 
 
-def load_optimizers(checkpoint: Checkpoint, state: dict[str, Any], strategy: Strategy, named: Named) -> None:
+def load_optimizers(checkpoint: StoredCheckpoint, state: dict[str, Any], strategy: Strategy, named: Named) -> None:
     """Load the optimizers' state, each process its part."""
     model = checkpoint.tensors("model")
     entries = checkpoint.tensors("optimizer") if "optimizer" in checkpoint.sections else {}

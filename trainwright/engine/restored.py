@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from trainwright.checkpoint.reader import Checkpoint
+from trainwright.checkpoint.reader import StoredCheckpoint
 from trainwright.data.generator_states import check_generator_states
 from trainwright.data.seeding import derive_seed, derived_rng_state
 from trainwright.devices.accelerator import count
@@ -30,7 +30,7 @@ class Restored(NamedTuple):
 
 
 def restored(
-    checkpoint: Checkpoint, state: dict[str, Any], seed: int, rank: int, world_size: int, device: torch.device
+    checkpoint: StoredCheckpoint, state: dict[str, Any], seed: int, rank: int, world_size: int, device: torch.device
 ) -> Restored:
     """Return a rank's part of a checkpoint; a rank that the saved run did not have gets generators derived from the seed.
 

@@ -24,7 +24,7 @@ class AccumulationWindow:
 
     def __init__(self) -> None:
         self.length = 1
-        """Batches of this window, as far as is known at its first."""
+        """Batches of this window as known at its first, which its losses are divided by: the usual number, or what is left."""
         self.has_gradients = False
         """Whether gradients wait for the step."""
         self.is_open = False
@@ -32,6 +32,8 @@ class AccumulationWindow:
         self.is_at_start = self.is_at_end = True
         """Whether the current batch is the window's first, and whether it is its last."""
         self._planned = 1
+        """The usual number of batches. The window ends there, or with the last batch, and not after `length` batches, because
+        a loader may give more batches than its length."""
         self._divisor: float | None = None
         """What the losses of this window are divided by; None before the first."""
         self._position = 0

@@ -11,6 +11,7 @@ from typing import Any, Literal, Protocol, Self
 from trainwright.distributed.environment import Environment
 
 RunResult = Literal["success", "failed", "interrupted"]
+"""Lightning's words, which `finalize` gets. Users read them as the states finished, failed and stopped (run_record.py)."""
 
 
 class KeptCheckpoints(Protocol):

@@ -28,7 +28,8 @@ RUNNING = "running"
 FIT, LOOP = "fit", "loop"
 """What made a run: a Trainer's fit (other calls of it have their own names), or a loop that logs by itself."""
 RESULTS: dict[str, str] = {"success": "finished", "interrupted": "stopped", "failed": "failed"}
-"""The states of a run that ended, by its logger's result."""
+"""The words in which users read how a run ended, by the result that its logger got: the record's file holds the result,
+`trainwright runs` shows the state."""
 LONGEST_RECORD = 1 << 20
 Work = Callable[[], None]
 

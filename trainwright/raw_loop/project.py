@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from trainwright.checkpoint.discovery import CheckpointEntry, find_candidates, remove_older, same_path
 from trainwright.checkpoint.filesystem import resolve, sweep_temporaries
 from trainwright.checkpoint.lock import lock_folder
-from trainwright.checkpoint.reader import Checkpoint, Verify, open_checkpoint
+from trainwright.checkpoint.reader import StoredCheckpoint, Verify, open_checkpoint
 from trainwright.checkpoint.store import BackgroundSave
 from trainwright.engine.arguments import NamedArguments
 from trainwright.engine.engine import Engine
@@ -160,7 +160,7 @@ class NumberedCheckpoints:
         """Note the checkpoint that was loaded by its path: it stays as long as this process runs."""
         self._source = path
 
-    def newest(self, verify: Verify) -> Checkpoint:
+    def newest(self, verify: Verify) -> StoredCheckpoint:
         """Return the newest whole numbered checkpoint, verified. Collective.
 
         Raises:

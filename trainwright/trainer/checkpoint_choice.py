@@ -10,7 +10,7 @@ from typing import Any
 from trainwright.callbacks.model_checkpoint import ModelCheckpoint
 from trainwright.checkpoint.discovery import CheckpointEntry, find_candidates, is_newest, same_path
 from trainwright.checkpoint.filesystem import resolve
-from trainwright.checkpoint.reader import Checkpoint, Verify, check_verify
+from trainwright.checkpoint.reader import StoredCheckpoint, Verify, check_verify
 from trainwright.distributed.ranks import Ranks
 from trainwright.engine.engine import Engine
 from trainwright.errors import CheckpointError
@@ -28,7 +28,7 @@ FALL_BACK = "(ckpt_path='auto' falls back to the one before it.)"
 class Choice:
     path: str | None = None
     """None for no checkpoint; "auto" if the call starts workers, which then choose."""
-    checkpoint: Checkpoint | None = None
+    checkpoint: StoredCheckpoint | None = None
     """The same, verified; None if the call starts workers."""
     loggers: list[dict[str, Any]] = field(default_factory=list)
     """The loggers' positions at the save, if this run continues in their run folder."""
@@ -216,7 +216,7 @@ def _check_path(ckpt_path: Any) -> None:
         raise ValueError(f"ckpt_path={path!r} does not exist. Did you mean {path.lower()!r}?")
 
 
-def _chosen(checkpoint: Checkpoint, continues: bool) -> Choice:
+def _chosen(checkpoint: StoredCheckpoint, continues: bool) -> Choice:
     loggers = checkpoint.run_state().get("loggers", []) if continues else []
     return Choice(checkpoint.path, checkpoint, loggers, continues)
 

@@ -114,16 +114,32 @@ class Evaluation:
             return self.source.load(is_read_once)
 
     def _refuse_empty(self) -> None:
-        """Refuse a loader that was given and has no batch on any rank (ValueError); a hook may return an empty one."""
+        """Refuse a loader that was given and whose length is 0 (ValueError); a hook may return an empty one."""
         for index, (name, loader) in enumerate(self.loaders):
             if not isinstance(loader, ShardedLoader) or (loader.world_size > 1 and not loader.is_sharded):
                 continue
             if loader.shard.source_length == 0:
-                which = f" {index if name is None else name!r}" if len(self.loaders) > 1 else ""
                 raise ValueError(
-                    f"the {self.stage} loader{which} has no batch (its dataset is empty, or drop_last dropped all); give it "
-                    "data, or leave it out."
+                    f"{self._named(index, name)} has no batch (its dataset is empty, or drop_last dropped all); give it data, "
+                    "or leave it out."
                 )
+
+    def refuse_none(self, index: int, source: Shard | OwnRounds, has_batch: bool) -> None:
+        """Refuse a loader that was given and gave no batch to any rank (RuntimeError); a hook may return an empty one.
+
+        Only reading shows that of one without a length. All ranks know it without another exchange: a sharded loader gives a
+        rank without a batch a dummy of another rank's, and OwnRounds has exchanged what each rank has.
+        """
+        is_empty = source.is_empty if isinstance(source, OwnRounds) else not has_batch
+        if is_empty and self.source.owner is None:
+            raise RuntimeError(
+                f"{self._named(index, self.loaders[index][0])} gave no batch (its dataset yields nothing, drop_last dropped "
+                "all, or its __iter__ does not start again for another pass); give it data, or leave it out."
+            )
+
+    def _named(self, index: int, name: str | None) -> str:
+        which = f" {index if name is None else name!r}" if len(self.loaders) > 1 else ""
+        return f"the {self.stage} loader{which}"
 
     def reload(self) -> None:
         """Call the hook that makes the loaders again, where there is one. Collective."""
@@ -221,6 +237,7 @@ def run_loader(
     batches: Iterator[Any] = islice(source, None if is_own else count)
     if is_measuring(run.profiler):
         batches = run.profiler.timed_iterator(batches, f"{stage}_dataloader_next")
+    index = -1
     for index, batch in enumerate(batches):
         is_dummy = source.real_length is not None and index >= source.real_length
         if length is not None and index >= length and not is_own:
@@ -250,6 +267,7 @@ def run_loader(
         if is_first:
             communication.learn([*counts, collectives.count_issued()], engine.strategy.forward_is_collective)
         run.logbook.log_evaluation_step(index)
+    evaluation.refuse_none(loader_index, source, index >= 0)
     evaluation.shown.note_indices(None)
 
 
@@ -301,6 +319,7 @@ def run_pulled(
     batches = PulledBatches(
         pairs, evaluation.transfer, 0, run.logbook, engine.precision.step_context, is_dummy, loader_index
     )
+    evaluation.refuse_none(loader_index, loader, not batches.is_at_end)
     while not batches.is_at_end:
         taken = batches.begin_step()
         if abandonment is not None and abandonment.is_pending and run.stop.is_left(loader_index, taken):

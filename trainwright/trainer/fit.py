@@ -1,6 +1,6 @@
 """Fit: the training loop, top to bottom.
 
-    fit:         check a few validation batches
+    fit:         check a few validation batches, unless the run resumes
                  for each epoch: fit_epoch
     fit_epoch:   for each batch of this rank's shard, in the order of (seed, epoch):
                      train_batch; log every n steps
@@ -275,7 +275,10 @@ def refuse_short_epoch(run: TrainingRun, is_last: bool) -> None:
     """Refuse a loader that gave no batch, or fewer than its length (RuntimeError)."""
     length = run.data.num_batches
     if length is None and run.state.batch == 0 and not is_last:
-        raise RuntimeError("the training loader gave no batch; give it data.")
+        raise RuntimeError(
+            "the training loader gave no batch (its dataset yields nothing, drop_last dropped all, or its __iter__ does not "
+            "start again in a later epoch); give it data."
+        )
     if length is not None and not is_last:
         raise RuntimeError(
             f"the training loader gave {run.state.batch} batches, but its length is {length}; make the __len__ of its "

@@ -3,7 +3,8 @@
     each     configure_callbacks > prepare_data > setup (the datamodule's first) > configure_model
              > (a checkpoint is opened: on_load_checkpoint > load_state_dict of callbacks and datamodule)
     fit      configure_optimizers > on_fit_start > (weights, optimizers and counters are taken from the checkpoint)
-               sanity check: on_sanity_check_start > val_dataloader > validation as below > on_sanity_check_end
+               sanity check, unless the run resumes: on_sanity_check_start > val_dataloader > validation as below
+                 > on_sanity_check_end
                train_dataloader > on_train_start
                each epoch: on_train_epoch_start
                  each batch: on_before_batch_transfer > transfer_batch_to_device > on_after_batch_transfer
@@ -15,13 +16,13 @@
                      > lr_scheduler_step of the step-wise schedulers
                    on_train_batch_end > validation, where due within the epoch
                  lr_scheduler_step of the epoch-wise schedulers > validation, where due
-                 on_train_epoch_end > the metrics are reduced > lr_scheduler_step of those that monitor one
-                 > on_train_epoch_end of what runs last
+                 the metrics are reduced > on_train_epoch_end > what it logged is reduced
+                 > lr_scheduler_step of those that monitor one > on_train_epoch_end of what runs last
                on_train_end > on_fit_end > teardown
     validation, test, predict
              (validation in fit: on_validation_model_zero_grad) > on_*_model_eval > on_*_start > on_*_epoch_start
                each batch: the three of the transfer > on_*_batch_start > *_step > on_*_batch_end
-             on_*_epoch_end > the metrics are reduced > on_*_end > on_*_model_train
+             the metrics are reduced > on_*_epoch_end > what it logged is reduced > on_*_end > on_*_model_train
     a checkpoint is written: state_dict > on_save_checkpoint
     an exception ends the run: on_exception > teardown
 

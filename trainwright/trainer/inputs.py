@@ -31,7 +31,7 @@ REPLACED_HOOKS = {
     "on_batch_end": "on_train_batch_end",
     "on_pretrain_routine_start": "on_fit_start",
     "on_pretrain_routine_end": "on_fit_start",
-    "on_keyboard_interrupt": "on_exception",
+    "on_keyboard_interrupt": "on_train_end with trainer.interrupted (a Ctrl-C in fit) and on_exception",
 }
 """Further hooks of earlier trainers, and what replaces them."""
 

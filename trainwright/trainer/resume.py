@@ -10,7 +10,7 @@ from torch import Tensor
 
 from trainwright.callbacks.base import load_parts, make_up, note_restored
 from trainwright.checkpoint.contents import AVERAGE, TRAINING
-from trainwright.checkpoint.reader import Checkpoint
+from trainwright.checkpoint.reader import StoredCheckpoint
 from trainwright.data.seeding import isolate_rng, set_rng_state
 from trainwright.engine.engine import OpenCheckpoint
 from trainwright.engine.named_state import hold_gradients
@@ -23,22 +23,24 @@ from trainwright.trainer.training_run import TrainingRun
 
 
 class Resumption:
-    """Resumes a fit from a checkpoint, in this order:
+    """Resumes a fit from a checkpoint, in this order; what is in parentheses is done by others.
 
-        loggers      they continue in the checkpoint's run folder (Run.opened), before anything is set up
+        (loggers)    they continue in the checkpoint's run folder, before anything is set up: Run.opened, in run.py
         parts        callbacks and the datamodule load their state, before optimizers are made: a callback that changes the
                      module or adds parameter groups can do so again in on_fit_start
-        state        after on_fit_start: weights, optimizers, counters, position in the data, schedulers, metrics
-        data         the loaders begin at that position (TrainData.seek)
+        state        after on_fit_start: weights, optimizers, what callbacks have stored in pieces (averaged weights),
+                     counters, position in the data, the user's own should_stop, gradients that wait for a step of manual
+                     optimization, schedulers, metrics
+        (data)       the loaders begin at that position: fit() in fit.py calls TrainData.seek
         begin        callbacks that had stopped the run stop it again; the loggers drop the rows after the checkpoint
         generators   after on_train_start: callbacks make up for what the killed run left undone, then the generators are put
                      to where the checkpoint's epoch began, since the hooks of its start draw from them again
-        the epoch    after those hooks: the checkpoint's own generators, and the metrics logged so far (begin_epoch)
+        (the epoch)  after those hooks: the checkpoint's own generators, and the metrics logged so far; begin_epoch() in fit.py
 
     Each method is collective: call it on every rank.
     """
 
-    def __init__(self, run: TrainingRun, checkpoint: Checkpoint) -> None:
+    def __init__(self, run: TrainingRun, checkpoint: StoredCheckpoint) -> None:
         self._run, self._checkpoint = run, checkpoint
         self._opened: OpenCheckpoint | None = None
         self._generators: dict[str, Any] | None = None
@@ -175,7 +177,7 @@ class Resumption:
         return together
 
 
-def open_with_hooks(run: Run, checkpoint: Checkpoint) -> OpenCheckpoint:
+def open_with_hooks(run: Run, checkpoint: StoredCheckpoint) -> OpenCheckpoint:
     """Read a verified checkpoint and show its contents to on_load_checkpoint, which may still build layers. Collective."""
     return run.engine.open(checkpoint, edit=edit_with_hooks(run, "on_load_checkpoint"))
 

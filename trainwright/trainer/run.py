@@ -122,7 +122,7 @@ class Run:
         self.trainer, self.settings, self.engine = parts[:3]
         self.loggers, self.profiler, self.in_order, self.root = parts[3:]
         self.call, self.module, self.datamodule, self.choice = call, module, datamodule, choice
-        self.stage: str | None = None
+        self.running_call: str | None = None
         """The call while it runs, else None."""
         self.stages: Stages = Stages() if previous is None else previous.stages
         if previous is None or call == "fit":
@@ -268,9 +268,11 @@ class Run:
         outer = trainer_of(module)
         # What is registered is called from the last to the first: teardowns, loggers, locks, then the rest.
         with ExitStack() as stack:
-            if outer is not None and outer.run.stage is not None:  # a hook of that Trainer's run has made this call
+            if (
+                outer is not None and outer.run.running_call is not None
+            ):  # a hook of that Trainer's run has made this call
                 stack.callback(setattr, module, "trainer", outer)
-            self.stage = self.call
+            self.running_call = self.call
             stack.callback(self._leave, outcome)
             module.trainer = self.trainer
             if datamodule is not None:
@@ -373,7 +375,7 @@ class Run:
         if self.compiled is not None:
             self.compiled.undo()
             self.compiled = None
-        self.stage, self.is_prepared = None, False
+        self.running_call, self.is_prepared = None, False
         self.logbook.stop_collecting()
         self.state.progress.end(outcome.error is not None)
         self.state.progress.follow(None)

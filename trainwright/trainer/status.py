@@ -83,10 +83,10 @@ class Status:
     run: Run
 
     def _change_setting(self, name: str, value: Any) -> None:
-        if self.run.stage is not None:
+        if self.run.running_call is not None:
             raise RuntimeError(
-                f"trainer.{name} was set while trainer.{self.run.stage} runs, which has read it at its start; set it before "
-                "that call."
+                f"trainer.{name} was set while trainer.{self.run.running_call} runs, which has read it at its start; set it "
+                "before that call."
             )
         # All settings are checked again: the new value may conflict with another one.
         changed = {**self._arguments, name: value}
@@ -134,7 +134,7 @@ class Status:
     @property
     def ckpt_path(self) -> str | None:
         """Return the checkpoint that the run was given; between two runs, set it for the calls that are given none."""
-        return self.run.ckpt_path if self.run.stage is not None or self._ckpt_path is None else self._ckpt_path
+        return self.run.ckpt_path if self.run.running_call is not None or self._ckpt_path is None else self._ckpt_path
 
     @ckpt_path.setter
     def ckpt_path(self, path: str | os.PathLike[str] | None) -> None:
@@ -230,7 +230,7 @@ class Status:
             raise ValueError(
                 f"trainer.accumulate_grad_batches={value!r} is not accepted; set it to a whole number of batches from 1."
             )
-        if self.run.stage is None:
+        if self.run.running_call is None:
             self._change_setting("accumulate_grad_batches", int(value))
         self.run.trained.accumulate(int(value))
 
@@ -247,7 +247,7 @@ class Status:
         limit = math.inf if most == -1 else most
         if last is None:
             return limit
-        if self.run.stage == "fit":
+        if self.run.running_call == "fit":
             self.run.load_training_data()
         batches = self.num_training_batches
         if self.train_dataloader is None and batches == math.inf:
@@ -301,28 +301,28 @@ class Status:
     @property
     def is_last_batch(self) -> bool:
         """Return whether the current training batch is the epoch's last."""
-        return self.run.stage == "fit" and self.run.state.progress.is_last_batch
+        return self.run.running_call == "fit" and self.run.state.progress.is_last_batch
 
     @property
     def training(self) -> bool:
         """Return whether fit trains: neither its validation nor the sanity check runs."""
-        return self.run.stage == "fit" and not self.run.state.progress.is_evaluating
+        return self.run.running_call == "fit" and not self.run.state.progress.is_evaluating
 
     @property
     def validating(self) -> bool:
         """Return whether a validation runs, within fit too; the sanity check does not count."""
-        is_within_fit = self.run.stage == "fit" and self.run.state.progress.is_evaluating
-        return self.run.stage == "validate" or (is_within_fit and not self.sanity_checking)
+        is_within_fit = self.run.running_call == "fit" and self.run.state.progress.is_evaluating
+        return self.run.running_call == "validate" or (is_within_fit and not self.sanity_checking)
 
     @property
     def testing(self) -> bool:
         """Return whether a test runs."""
-        return self.run.stage == "test"
+        return self.run.running_call == "test"
 
     @property
     def predicting(self) -> bool:
         """Return whether a prediction runs."""
-        return self.run.stage == "predict"
+        return self.run.running_call == "predict"
 
     @property
     def evaluating(self) -> bool:

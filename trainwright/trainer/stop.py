@@ -1,12 +1,12 @@
 """Stop: whether a fit stops here, and how it ends after a signal (SIGTERM, SIGUSR1, Ctrl-C).
 
-    a rank is signalled       SignalWatch notes it and requests two sync points, which the watchers pass to all ranks
+    a rank is signalled       SignalWatch notes it and requests two sync points, whose threads let all ranks know
     in training               "stop": all ranks leave at one optimizer step
     in a validation           "abandonment": all ranks leave it, and the run is saved as it was before
     at that point             the ranks exchange the signal, and ModelCheckpoint saves once
     after fit's cleanup       rank 0 prints it and has SLURM requeue the job on SIGUSR1; each rank raises RunStopped
 
-A signal changes nothing for a run that is ending anyway, by its limits or by should_stop.
+A signal changes nothing for a run that is ending anyway, by max_steps or by should_stop.
 """
 
 from __future__ import annotations
@@ -32,7 +32,9 @@ class EvaluationAbandoned(Exception):
 
 
 class Stop:
-    """The stop of one fit: by its limits, because a rank has set `requested`, or by a signal. The loop asks it once a batch.
+    """The stop of one fit: by max_steps, because a rank has set `requested`, or by a signal.
+
+    The loop asks it after each batch that stepped; under manual optimization, after each batch.
 
     Entered around the fit, it raises RunStopped at the end of one that a signal has stopped.
 
@@ -122,7 +124,7 @@ class Stop:
         settings, state, is_alone = self._settings, self._state, self._engine.world_size == 1
         if -1 < settings.max_steps <= state.step:
             return True
-        if window_is_open:  # manual optimization accumulates gradients, which no checkpoint holds
+        if window_is_open:  # no checkpoint within an epoch holds gradients
             return False
         if self.point is not None:
             if self.point.is_reached(state.step):
@@ -160,7 +162,7 @@ class Stop:
     def may_abandon(self, window_is_open: bool) -> bool:
         """Return, the same on every rank, whether a signal abandons an evaluation that begins now.
 
-        Not within an accumulation window: its gradients are in no checkpoint, and its end changes the weights.
+        Not within an accumulation window: no checkpoint holds its gradients, and its end changes the weights.
         """
         return self._abandonment is not None and not window_is_open and not self.ends_by_itself
 

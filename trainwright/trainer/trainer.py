@@ -360,8 +360,8 @@ class Trainer(Status):
                 whole. Anything else at the path is refused, and on a file system without rename (object stores) any path that
                 exists.
 
-        Within an accumulation window the save waits for its end, since gradients are not part of a checkpoint; between an
-        epoch's last batch and the end of its validation, hooks and schedulers it waits for that. It returns False then.
+        Within an accumulation window the save waits for its end, since a checkpoint within an epoch holds no gradients; between
+        an epoch's last batch and the end of its validation, hooks and schedulers it waits for that. It returns False then.
 
         Raises:
             CheckpointError: on every rank.
@@ -386,7 +386,7 @@ class Trainer(Status):
     def print(self, *args: Any, **kwargs: Any) -> None:
         """Print on rank 0 only."""
         if self.is_global_zero:
-            bar = self.progress_bar_callback if self.run.stage is not None else None
+            bar = self.progress_bar_callback if self.run.running_call is not None else None
             (builtins.print if bar is None else bar.print)(*args, **kwargs)  # above a live bar, not through it
 
     @property
@@ -436,9 +436,10 @@ class Trainer(Status):
 
     def _refuse_nested(self, call: str) -> None:
         """Refuse a call from within a run of this Trainer, before it changes anything of that (RuntimeError)."""
-        if self.run.stage is not None:
+        if self.run.running_call is not None:
             raise RuntimeError(
-                f"trainer.{call} was called while trainer.{self.run.stage} runs; call it after that, or from another Trainer."
+                f"trainer.{call} was called while trainer.{self.run.running_call} runs; call it after that, or from another "
+                "Trainer."
             )
 
     def _begin(self, request: Request) -> tuple[Parts, Choice]:

@@ -182,7 +182,7 @@ class TrainingRun(Run):
 
     def backward(self, loss: Tensor, send: Any, options: dict[str, Any]) -> None:
         """Send a loss backward under manual optimization, weighted as its round is, and call the hooks."""
-        if self.stage is not None:
+        if self.running_call is not None:
             self.window.hold_gradients()  # until an optimizer steps
             if self.data.uneven and (weight := self.weight) != 1.0:
                 loss = loss * weight
@@ -257,7 +257,7 @@ class TrainingRun(Run):
     @property
     def enable_validation(self) -> bool:
         """Return whether this fit validates."""
-        return self.stage is not None and self.validation is not None
+        return self.running_call is not None and self.validation is not None
 
     @property
     def validates_within(self) -> bool:
@@ -274,9 +274,9 @@ class TrainingRun(Run):
     def may_save(self, weights_only: bool) -> bool:
         """Return whether a checkpoint can be written now; else it waits for the end of the window, or of the epoch.
 
-        Gradients that wait for a step are in no checkpoint, and no run resumes within an epoch's end.
+        A checkpoint within an epoch holds no gradients that wait for a step, and no run resumes within an epoch's end.
         """
-        if self.stage is None:
+        if self.running_call is None:
             return True
         return not self.window.is_open and (weights_only or self.progress.phase not in ENDING)
 

@@ -142,6 +142,8 @@ class OwnRounds:
         self._communication = communication
         self.real_length: int | None = None
         """The number of batches before the dummy ones; None until it is known."""
+        self.is_empty = False
+        """Whether no rank has a batch, once all have looked."""
 
     def __iter__(self) -> Iterator[Any]:
         exact = self._loader.exact_length
@@ -151,6 +153,7 @@ class OwnRounds:
             yield from self._until_all_end()
             return
         self._refuse_none(lengths)
+        self.is_empty = not any(lengths)
         further = max(lengths) - known if known and all(lengths) else 0  # nothing to repeat on a rank without a batch
         kept = None
         for batch in islice(self._loader, self._count):
@@ -175,6 +178,7 @@ class OwnRounds:
                 if number == 0:
                     self._refuse_none([int(each) for each in have])
                     exchanges = all(have)
+                self.is_empty = number == 0 and not any(have)
                 if not any(have):
                     return
             if batch is END and not exchanges:

@@ -1,0 +1,127 @@
+"""Loaders that give no batch, which only reading shows of those without a length."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from jobs import run_job
+from small import QUIET, Classifier, make_data, make_loader
+from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset
+
+import trainwright as tw
+
+
+class Stream(IterableDataset[Any]):
+    """Does not know how many samples it has; from the pass `ends_at` on it has none."""
+
+    def __init__(self, samples: int, ends_at: int = 100) -> None:
+        self.samples, self.ends_at, self.passes = samples, ends_at, 0
+
+    def __iter__(self) -> Iterator[Any]:
+        self.passes += 1
+        yield from (
+            make_data(self.samples)[index] for index in range(self.samples if self.passes < self.ends_at else 0)
+        )
+
+
+class Evaluated(Classifier):
+    def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.net(batch[0])
+
+
+class Pulling(tw.Module):
+    def test_step(self, dataloader_iter: Any) -> None:
+        next(dataloader_iter)
+
+
+def run(call: str, loaders: Any, module: tw.Module | None = None, **settings: Any) -> Any:
+    trainer = tw.Trainer(**{"max_epochs": 1, "devices": "auto", **QUIET, **settings})
+    module = Evaluated() if module is None else module
+    if call == "fit":
+        trainer.fit(module, make_loader(16), loaders)
+        return trainer.global_step
+    return getattr(trainer, call)(module, loaders)
+
+
+def stream(samples: int, **options: Any) -> DataLoader[Any]:
+    return DataLoader(Stream(samples), batch_size=4, **options)
+
+
+@pytest.mark.parametrize(
+    ("call", "stage"), [("fit", "validation"), ("validate", "validation"), ("test", "test"), ("predict", "predict")]
+)
+def test_a_stream_that_yields_nothing_is_refused(call: str, stage: str) -> None:
+    match = rf"the {stage} loader gave no batch \(its dataset yields nothing, drop_last.*give it data, or leave it out"
+    for loader in (stream(0), stream(3, drop_last=True)):
+        with pytest.raises(RuntimeError, match=match):
+            run(call, loader, num_sanity_val_steps=2)
+    limit = {"fit": "val", "validate": "val"}.get(call, call)
+    with pytest.raises(RuntimeError, match=match):
+        run(call, stream(0), num_sanity_val_steps=0, **{f"limit_{limit}_batches": 1})
+    with pytest.raises(RuntimeError, match=f"the {stage} loader 'b' gave no batch"):
+        run(call, {"a": stream(8), "b": stream(0)})
+    run(call, {"a": stream(8), "b": stream(1)})
+    run(call, {"a": stream(8), "b": stream(0)}, **{f"limit_{limit}_batches": 0})
+
+
+def test_a_validation_of_a_later_epoch_is_refused() -> None:
+    with pytest.raises(RuntimeError, match=r"validation loader gave no batch .*__iter__ does not start again"):
+        run("fit", DataLoader(Stream(8, ends_at=2), batch_size=4), max_epochs=3, num_sanity_val_steps=0)
+
+
+def test_a_step_that_pulls_its_batches() -> None:
+    with pytest.raises(RuntimeError, match="the test loader gave no batch"):
+        run("test", stream(0), Pulling())
+    run("test", stream(4), Pulling())
+
+
+def test_a_hook_may_return_an_empty_one() -> None:
+    class Empty(Evaluated):
+        def val_dataloader(self) -> Any:
+            return stream(0)
+
+        test_dataloader = predict_dataloader = val_dataloader
+
+    assert run("fit", None, Empty()) == 4
+    for call in ("validate", "test"):
+        assert run(call, None, Empty()) == [{}]
+    assert run("predict", None, Empty()) == []
+
+
+def two_ranks(folder: Path) -> list[str]:
+    """Return what each evaluation raises on this rank."""
+    rank, raised = int(tw.Trainer(devices="auto", **QUIET).global_rank), []
+    shared = [stream(0), stream(1), stream(3, drop_last=True)]
+    # Of each rank's own, the first kind does not know its length, and the second does.
+    own = [
+        (stream(0), stream(0)),
+        (stream(8), stream(0)),
+        (make_loader(0), make_loader(0)),
+        (make_loader(8), make_loader(0)),
+    ]
+    cases: list[tuple[Any, dict[str, Any]]] = [(each, {}) for each in shared]
+    cases += [(pair[rank], {"use_distributed_sampler": False}) for pair in own]
+    for call in ("fit", "test", "predict"):
+        for loader, settings in cases:
+            try:
+                with warnings.catch_warnings():
+                    warnings.filterwarnings("ignore", "a Stream is an IterableDataset")
+                    run(call, loader, **settings)
+                raised.append("")
+            except RuntimeError as error:
+                raised.append(str(error).partition(" (")[0])
+    return raised
+
+
+def test_ranks_agree(tmp_path: Path) -> None:
+    """With loaders of their own, only one of which has batches, nothing is refused."""
+    expected = []
+    for stage in ("validation", "test", "predict"):
+        refused = f"the {stage} loader gave no batch"
+        expected += [refused, "", refused, refused, "", refused, ""]
+    assert run_job(two_ranks, 2, tmp_path) == [expected, expected]
