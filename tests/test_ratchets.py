@@ -311,8 +311,8 @@ PACKAGE_LINES = [
     (25, "the check of a loss follows a known way through its graph: 13 calls instead of 45 in each backward"),
     (165, "listed runs that were moved, damaged or nested, or share a folder; a record that no run depends on"),
     (
-        78,
-        "batches are fetched without torch's iterator; losses of one process are checked in samples; stored and merged configs",
+        100,
+        "gradients and batches without torch's profiler; losses of one process are checked in samples; merged configs",
     ),
     (
         126,

@@ -166,3 +166,30 @@ def on_ranks(folder: Path) -> bool:
 
 def test_no_rank_drifts_apart(tmp_path: Path) -> None:
     assert run_job(on_ranks, 2, tmp_path) == [True, True]
+
+
+def test_a_single_process_checks_its_first_losses_and_then_some(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loss_graph, "CHECKED_FIRST", 3)
+    accelerator = tw.Accelerator(cpu=True)
+    net, optimizer = made(accelerator)
+    for _ in range(4):
+        assert calls_of_check(lambda: train(accelerator, net, optimizer)) > 0
+    assert [calls_of_check(lambda: train(accelerator, net, optimizer)) for _ in range(loss_graph.UNCHECKED)] == [0] * 10
+    assert calls_of_check(lambda: train(accelerator, net, optimizer)) > 0
+    stranger = nn.Linear(4, 1)
+
+    def train_with_stranger() -> None:
+        for _ in range(loss_graph.UNCHECKED + 1):
+            accelerator.backward(stranger(INPUTS).mean())
+            train(accelerator, net, optimizer)
+
+    with pytest.raises(ValueError, match="no prepared model made"):
+        train_with_stranger()
+    # What a backward itself refuses is explained at once.
+    for wrong, error, words in (
+        (1.0, TypeError, "given a float"),
+        (net(INPUTS), ValueError, r"a loss of shape \(2, 1\)"),
+        (torch.tensor(1.0), ValueError, "needs no gradients"),
+    ):
+        with pytest.raises(error, match=words):
+            accelerator.backward(wrong)

@@ -159,10 +159,9 @@ class Accelerator(Collectives):
             num_nodes=num_nodes,
         )
         super().__init__(engine)
-        of_script = settings.accumulation.num_steps or 1
-        steps = fill_accumulation(engine.environment, "gradient_accumulation_steps", of_script)
-        optimization = Optimization(accumulate=steps, clip_norm=settings.clip_norm)
-        self._optimization = engine.strategy.resolve(optimization)
+        steps = settings.accumulation.num_steps or 1
+        steps = fill_accumulation(engine.environment, "gradient_accumulation_steps", steps)
+        self._optimization = engine.strategy.resolve(Optimization(accumulate=steps, clip_norm=settings.clip_norm))
         """Accumulation and clipping; a strategy's own configuration overrides the arguments."""
         self._autocast, self._profiling = settings.autocast, settings.profiling
         if settings.compiler is not None and not engine.strategy.takes_compile:
