@@ -18,7 +18,7 @@ NAMES = """Accelerator AcceleratorState AdvancedProfiler AutocastKwargs Backbone
     GradientAccumulationScheduler GradientState InitProcessGroupKwargs LambdaCallback LaunchError
     LearningRateFinder LearningRateMonitor LightningDataModule LightningModule LocalSGD Logger MLFlowLogger
     ModelCheckpoint ModelPruning ModelSummary Module OnExceptionCheckpoint PartialState Precision ProfileKwargs Profiler
-    ProgressBar ProjectConfiguration PyTorchProfiler RichModelSummary RichProgressBar RunStopped ShardedDDPStrategy
+    ProgressBar ProjectConfiguration PyTorchProfiler RichModelSummary RichProgressBar RunReport RunStopped ShardedDDPStrategy
     SimpleProfiler SpikeDetection
     StochasticWeightAveraging Strategy TQDMProgressBar TensorBoardLogger TensorPredictionWriter
     ThroughputMonitor Timer Trainer TrainwrightError Tuner WandbLogger WeightAveraging WorkerFailed
@@ -29,7 +29,7 @@ NAMES = """Accelerator AcceleratorState AdvancedProfiler AutocastKwargs Backbone
 TRAINER = """accelerator strategy devices num_nodes precision logger callbacks fast_dev_run max_epochs min_epochs max_steps
     min_steps max_time limit_train_batches limit_val_batches limit_test_batches limit_predict_batches
     overfit_batches val_check_interval check_val_every_n_epoch num_sanity_val_steps log_every_n_steps
-    enable_checkpointing enable_progress_bar enable_model_summary accumulate_grad_batches gradient_clip_val
+    enable_checkpointing enable_progress_bar enable_model_summary enable_report accumulate_grad_batches gradient_clip_val
     gradient_clip_algorithm deterministic benchmark inference_mode use_distributed_sampler profiler detect_anomaly
     barebones plugins sync_batchnorm reload_dataloaders_every_n_epochs default_root_dir enable_autolog_hparams
     compile fused_optimizers unknown"""
@@ -61,7 +61,7 @@ METHODS = {
 CALLBACKS_MAY_USE = """accumulate_grad_batches batch_indices callback_metrics callbacks current_epoch datamodule
     default_root_dir enable_validation engine fast_dev_run global_rank global_step is_dummy_batch is_global_zero log_dir
     log_every_n_steps loggers lr_scheduler_configs max_epochs metrics num_predict_batches
-    num_sanity_val_batches num_test_batches num_training_batches num_val_batches optimizers print
+    num_sanity_val_batches num_test_batches num_training_batches num_val_batches optimizers print profiler
     progress_bar_metrics resume_source sanity_checking save_checkpoint should_stop state stop_soon strategy
     world_size"""
 COUNTERS = "batch batches_that_stepped epoch_ended is_where logged_step progress total_batches validated_at validations"

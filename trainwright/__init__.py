@@ -37,6 +37,7 @@ if TYPE_CHECKING:
         ProgressBar,
         RichModelSummary,
         RichProgressBar,
+        RunReport,
         SpikeDetection,
         StochasticWeightAveraging,
         TensorPredictionWriter,
@@ -103,7 +104,7 @@ _HOMES = {
     "ClassificationReport DeviceStatsMonitor EMAWeightAveraging EarlyStopping "
     "GradientAccumulationScheduler LambdaCallback LearningRateFinder LearningRateMonitor "
     "ModelCheckpoint ModelPruning ModelSummary OnExceptionCheckpoint ProgressBar RichModelSummary RichProgressBar "
-    "SpikeDetection "
+    "RunReport SpikeDetection "
     "StochasticWeightAveraging TQDMProgressBar TensorPredictionWriter ThroughputMonitor Timer "
     "WeightAveraging load_predictions",
     "trainwright.data.combined_loader": "CombinedLoader",
@@ -204,6 +205,7 @@ __all__ = [
     "PyTorchProfiler",
     "RichModelSummary",
     "RichProgressBar",
+    "RunReport",
     "RunStopped",
     "ShardedDDPStrategy",
     "SimpleProfiler",

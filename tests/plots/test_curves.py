@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import re
 import sys
-from html.parser import HTMLParser
 from typing import Any
 
 import numpy as np
 import pytest
+from html_page import LOADING, Page
 
 from trainwright.plots import History, Series, draw, panels_of
 from trainwright.plots.curves import line_of, ticks, x_label
@@ -132,33 +132,6 @@ def test_long_curves_keep_their_peaks() -> None:
     assert not line_of(curve, panel.x_range, count).is_thinned
 
 
-class Page(HTMLParser):
-    """What a page holds: its elements, in pairs, and its text."""
-
-    def __init__(self, page: str) -> None:
-        super().__init__()
-        self.open: list[str] = []
-        self.names: set[str] = set()
-        self.attributes: set[str] = set()
-        self.text = ""
-        self.feed(page)
-
-    def handle_starttag(self, tag: str, attrs: Any) -> None:
-        self.handle_startendtag(tag, attrs)
-        if tag != "meta":
-            self.open.append(tag)
-
-    def handle_startendtag(self, tag: str, attrs: Any) -> None:
-        self.names.add(tag)
-        self.attributes |= {name for name, _ in attrs}
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag
-
-    def handle_data(self, data: str) -> None:
-        self.text += data
-
-
 def test_the_page_is_self_contained_and_escapes_names() -> None:
     runs = [
         history(f"/logs/<img src=x onerror=alert(1)>/{each}", **{name: [1, each] for name in ODD}) for each in (1, 2)
@@ -170,7 +143,7 @@ def test_the_page_is_self_contained_and_escapes_names() -> None:
         *("html", "head", "meta", "title", "style", "body", "h1", "h2", "p", "ul", "li", "span", "div"),
         *("figure", "figcaption", "svg", "line", "text", "path", "rect"),
     }
-    assert not found.attributes & {"src", "href", "onerror", "onclick", "onload", "srcset"}
+    assert not found.attributes & LOADING
     assert "url(" not in page
     assert "default-src 'none'" in page
     assert "prefers-color-scheme: dark" in page

@@ -19,6 +19,7 @@ from trainwright.callbacks.progress_bar import ProgressBar
 from trainwright.callbacks.pruning import ModelPruning
 from trainwright.callbacks.rich_model_summary import RichModelSummary
 from trainwright.callbacks.rich_progress_bar import RichProgressBar, RichProgressBarTheme
+from trainwright.callbacks.run_report import RunReport
 from trainwright.callbacks.spike_detection import SpikeDetection, TrainingSpikeException
 from trainwright.callbacks.stochastic_weight_averaging import StochasticWeightAveraging
 from trainwright.callbacks.throughput_monitor import ThroughputMonitor
@@ -52,6 +53,7 @@ __all__ = [
     "RichModelSummary",
     "RichProgressBar",
     "RichProgressBarTheme",
+    "RunReport",
     "SpikeDetection",
     "StochasticWeightAveraging",
     "TQDMProgressBar",

@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 
 if TYPE_CHECKING:
     from trainwright.checkpoint.reader import StoredCheckpoint
+    from trainwright.loggers.base import RunResult
     from trainwright.module import Module
     from trainwright.trainer.trainer import Trainer
 
@@ -79,6 +80,9 @@ class Callback:
 
     def _tune(self, make_trial: Callable[..., Any], module: Module, data: Mapping[str, Any]) -> None:
         """Called before a fit that resumes nothing: search a setting in trial runs, with Trainers that `make_trial` returns."""
+
+    def _report_run(self, trainer: Trainer, module: Module, result: RunResult, error: BaseException | None) -> None:
+        """Called on rank 0 at the end of a fit that has begun to train, once its loggers are closed."""
 
     @property
     def _has_asked_to_stop(self) -> bool:
@@ -294,6 +298,14 @@ def tune(
     """Let callbacks search settings before a fit. Collective."""
     for callback in callbacks:
         callback._tune(make_trial, module, data)
+
+
+def report(
+    callbacks: Iterable[Callback], trainer: Trainer, module: Module, result: RunResult, error: BaseException | None
+) -> None:
+    """Let callbacks report on a fit that has ended, with an error or without."""
+    for callback in callbacks:
+        callback._report_run(trainer, module, result, error)
 
 
 def stop_themselves(callbacks: Iterable[Callback]) -> bool:

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from trainwright.engine.finiteness import Finiteness
     from trainwright.engine.optimizers import SchedulerConfig
     from trainwright.loggers.base import Logger
+    from trainwright.profilers import Profiler
     from trainwright.strategies import Strategy
 
 Batches = int | float
@@ -155,6 +156,10 @@ class TrainerProtocol(Protocol):
     @property
     def loggers(self) -> Sequence[Logger]:
         """The loggers; write to them on rank 0 only."""
+
+    @property
+    def profiler(self) -> Profiler:
+        """The profiler; one that measures nothing by default."""
 
     @property
     def optimizers(self) -> Sequence[Optimizer]:

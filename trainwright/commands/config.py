@@ -11,13 +11,15 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 
 import trainwright as tw
-from trainwright.commands.machine import LISTED_STRATEGIES, best_precision, describe_devices, why_missing
+from trainwright.commands.machine import LISTED_STRATEGIES, best_precision, why_missing
 from trainwright.devices import accelerator
+from trainwright.devices.inventory import describe_devices
+from trainwright.distributed.masking import shown
 from trainwright.distributed.network import DEFAULT_PORT, LOOPBACK
 from trainwright.launch.cli import Parser, check_config
 from trainwright.launch.config import KEYS, Config, Entry, checked_variable, config_path, find_config, nearest
 from trainwright.launch.sources import NameCheck
-from trainwright.launch.variables import printable, shown
+from trainwright.launch.variables import printable
 
 INTERRUPTED = 130
 Answers = dict[str, str | dict[str, str]]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 import platform
 from collections.abc import Mapping, Sequence
@@ -11,18 +10,15 @@ from typing import Any
 import torch
 
 import trainwright as tw
-from trainwright.commands.machine import LISTED_STRATEGIES, describe_devices, why_missing
+from trainwright.commands.machine import LISTED_STRATEGIES, why_missing
 from trainwright.devices import abilities, accelerator
+from trainwright.devices.inventory import describe_devices, package_versions
+from trainwright.distributed.masking import HIDDEN
 from trainwright.engine.memory import available_memory, size_text
 from trainwright.launch.cli import Parser, check_config
 from trainwright.launch.config import Config, config_path, find_config
 from trainwright.launch.sources import NameCheck
-from trainwright.launch.variables import HIDDEN, of_jobs
-
-PACKAGES = (
-    *("torch", "numpy", "torchmetrics", "fsspec", "safetensors", "cloudpickle", "PyYAML", "tqdm"),
-    *("deepspeed", "fairscale", "tensorboard", "transformers", "accelerate", "lightning"),
-)
+from trainwright.launch.variables import of_jobs
 
 
 def env_command(arguments: Sequence[str], check_names: NameCheck) -> int:
@@ -44,7 +40,7 @@ def report(check_names: NameCheck) -> dict[str, Any]:
         "trainwright": tw.__version__,
         "python": platform.python_version(),
         "platform": platform.platform(),
-        "packages": {name: _version(name) for name in PACKAGES},
+        "packages": package_versions(),
         "devices": {
             "found": describe_devices(),
             "type": kind,
@@ -56,13 +52,6 @@ def report(check_names: NameCheck) -> dict[str, Any]:
         "variables": of_jobs(),
         "config": _config(check_names),
     }
-
-
-def _version(name: str) -> str:
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return "not installed"
 
 
 def _config(check_names: NameCheck) -> dict[str, Any]:

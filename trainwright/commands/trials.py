@@ -15,8 +15,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from trainwright.commands.choices import choose
-from trainwright.commands.machine import LISTED_STRATEGIES, describe_devices, why_missing
+from trainwright.commands.machine import LISTED_STRATEGIES, why_missing
 from trainwright.devices import accelerator
+from trainwright.devices.inventory import describe_devices
 from trainwright.distributed.environment import Environment
 from trainwright.launch.cli import Parser
 from trainwright.launch.config import find_config

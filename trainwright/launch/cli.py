@@ -12,15 +12,17 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import NoReturn
 
+from trainwright.devices.cores import num_cores
 from trainwright.distributed.environment import JOB_VARIABLE
+from trainwright.distributed.masking import shown
 from trainwright.distributed.network import DEFAULT_PORT, LOOPBACK
 from trainwright.launch.config import CONFIG_VARIABLE, KEY_OF, OTHER_WORDS, Config, find_config, nearest
 from trainwright.launch.dry_run import describe_job
 from trainwright.launch.nodes import WAIT_SECONDS, Job, Nodes
 from trainwright.launch.output import refuse_links
-from trainwright.launch.processes import GRACE_SECONDS, GRACE_VARIABLE, num_cores, supervise
+from trainwright.launch.processes import GRACE_SECONDS, GRACE_VARIABLE, supervise
 from trainwright.launch.sources import FLAGS, Given, NameCheck, Setting, Sources
-from trainwright.launch.variables import printable, shown
+from trainwright.launch.variables import printable
 
 NODE_FIELDS = {
     "num_nodes": "count",

@@ -7,8 +7,8 @@ import shlex
 from collections.abc import Mapping
 from typing import Any
 
+from trainwright.distributed.masking import shown
 from trainwright.launch.nodes import Job
-from trainwright.launch.variables import shown
 
 
 def describe_job(job: Job, passed_on: Mapping[str, Any], new: Mapping[str, str]) -> str:

@@ -14,6 +14,7 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
+from trainwright.devices.cores import num_cores
 from trainwright.distributed.environment import JOB_VARIABLE
 from trainwright.distributed.network import LOOPBACK, loopback_interface
 from trainwright.launch.command import own_command
@@ -134,10 +135,6 @@ def _prepare_environment(job: Job, defaults: dict[str, str | None]) -> None:
         os.environ["OMP_NUM_THREADS"] = str(max(1, num_cores() // job.num_processes))
     for name in ("TORCHELASTIC_ENABLE_FILE_TIMER", "TORCHELASTIC_HEALTH_CHECK_PORT"):
         os.environ.pop(name, None)  # they would open a file and a port
-
-
-def num_cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 if __name__ == "__main__":

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Mapping
 
+from trainwright.distributed.masking import shown
 from trainwright.launch.config import Config
 
 BEGINNINGS = (
@@ -26,8 +26,6 @@ NAMES = {
     *("SLURM_JOB_ID", "SLURM_JOB_NUM_NODES", "SLURM_NTASKS", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID"),
     *("PMI_RANK", "PMI_SIZE"),
 }
-SECRET = re.compile(r"TOKEN|SECRET|PASS|KEY|CREDENTIAL|AUTH|COOKIE", re.IGNORECASE)
-HIDDEN = "(not shown)"
 
 
 def of_jobs(variables: Mapping[str, str] | None = None) -> dict[str, str]:
@@ -53,9 +51,3 @@ def printable(text: str) -> str:
         if text.isprintable()
         else "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)
     )
-
-
-def shown(name: str, value: str) -> str:
-    """Return a variable's value, unless its name or a password in an address says that it is secret."""
-    is_secret = SECRET.search(name) or re.search(r"://[^/\s]*:[^/\s]*@", value)
-    return HIDDEN if is_secret else value

@@ -22,6 +22,7 @@ from trainwright.loggers.base import KeptCheckpoints, Logger, RunResult, to_dict
 from trainwright.loggers.files import is_local, write_file
 from trainwright.loggers.run_record import LOOP, RunRecorder
 from trainwright.paths import absolute
+from trainwright.plots.history import History
 
 HPARAMS_NAME, HPARAMS_YAML = "hparams.json", "hparams.yaml"
 """The hyper-parameters, in both forms."""
@@ -250,13 +251,20 @@ class FolderLogger(Logger):
                 "there, or give the logger another save_dir."
             ) from error
 
+    def history(self, most_bytes: int | None = None) -> History:
+        """Return what this run has written so far; of files with more than `most_bytes`, evenly spaced rows."""
+        from trainwright.loggers.run_files import read_history
+
+        if self._folder is None:
+            return History("", {})
+        return read_history(self._folder, kind=self.kind, log_dir=self.log_dir, most_bytes=most_bytes)
+
     def plot(self, path: str | os.PathLike[str] | None = None, metrics: Sequence[str] | None = None) -> str:
         """Draw the curves of this run so far, and return the path of the file; only rank 0 draws.
 
         The path ends in `.html`, for one page that needs nothing else, or in `.png`, which needs the extra `plot`; by default
         it is `curves.html` in `log_dir`. `metrics` chooses some of the run's metrics by name.
         """
-        from trainwright.loggers.run_files import read_history
         from trainwright.plots import checked_format, draw
 
         form = checked_format(os.fspath(path)) if path is not None else ".html"
@@ -268,8 +276,7 @@ class FolderLogger(Logger):
             )
         target = absolute(path) if path is not None else f"{self.log_dir or self.root_dir}/{CURVES_NAME}"
         if self._is_writer and self._folder is not None:
-            history = read_history(self._folder, kind=self.kind, log_dir=self.log_dir)
-            write_file(target, draw([history], form, metrics))
+            write_file(target, draw([self.history()], form, metrics))
         return target
 
     def after_save_checkpoint(self, checkpoint_callback: KeptCheckpoints) -> None:

@@ -22,6 +22,8 @@ EVENTS = "events.out.tfevents."
 """How the names of event files begin."""
 DEEPEST = 12
 """Levels of folders that are searched."""
+BLOCK_BYTES = 1 << 20
+"""What is read of a file at once."""
 
 
 def find_runs(root: str) -> list[str]:
@@ -59,12 +61,15 @@ def refuse_other(folder: str) -> None:
     raise ValueError(f"{folder} is not a run folder: {count}. {accepted}{hint}")
 
 
-def read_history(folder: str, *, with_times: bool = False, kind: str = "", log_dir: str | None = None) -> History:
+def read_history(
+    folder: str, *, with_times: bool = False, kind: str = "", log_dir: str | None = None, most_bytes: int | None = None
+) -> History:
     """Return what a run has logged: by its table, or else, or `with_times`, by its event files.
 
     Event files in several folders are those of several writers: what is in an inner folder is named by it, as in "eval/loss".
     `kind` prefers the files of one kind of logger ("csv" or "tensorboard"), if they are there; `log_dir` is the folder in the
-    run's whose event files are read.
+    run's whose event files are read. Of a table or an event file with more than `most_bytes`, evenly spaced rows are read, and
+    a sentence among the problems says so.
 
     Raises:
         ValueError: it is not the folder of a run, or a file in it is not what it seems.
@@ -75,56 +80,99 @@ def read_history(folder: str, *, with_times: bool = False, kind: str = "", log_d
     has_table = filesystem.isfile(f"{inside}/{TABLE_NAME}")
     events = list(_event_files(filesystem, inside if log_dir is None else fsspec.core.url_to_fs(log_dir)[1]))
     if events and (with_times or kind == "tensorboard" or not has_table):
-        return _of_events(folder, filesystem, events)
+        return _of_events(folder, filesystem, events, most_bytes)
     if not has_table:  # a run that has logged nothing yet
         is_other = filesystem.exists(f"{inside}/{TABLE_NAME}")
         return History(folder, {}, problems=(f"{folder}/{TABLE_NAME} is not a file.",) if is_other else ())
     with filesystem.open(f"{inside}/{TABLE_NAME}", "rb") as file:
-        return _of_table(folder, file.read())
+        return _of_table(folder, file, most_bytes)
 
 
 # -- metrics.csv -----------------------------------------------------------------------------------------------------------
 
 
-def _of_table(folder: str, data: bytes) -> History:
+class Column:
+    """The numbers of one column of a table, and the steps of their rows, in parts."""
+
+    def __init__(self) -> None:
+        self._steps: list[Numbers] = []
+        self._values: list[Numbers] = []
+
+    def add(self, steps: Numbers, values: Numbers) -> None:
+        self._steps.append(steps)
+        self._values.append(values)
+
+    def whole(self) -> tuple[Numbers, Numbers]:
+        return np.concatenate(self._steps), np.concatenate(self._values)
+
+
+def _of_table(folder: str, file: Any, most_bytes: int | None) -> History:
+    """Read a table in blocks, so that a long one needs little memory."""
     path = f"{folder}/{TABLE_NAME}"
+    problems: list[str] = []
+    names: list[str] = []
+    columns: dict[str, Column] = {}
+    damaged = without_step = 0
     try:
-        text = data[: data.rfind(b"\n") + 1].decode("utf-8")  # the rest is a row that a killed process did not finish
-        names, *rows = csv.reader(io.StringIO(text, newline="")) if text else [["step"]]
-    except (UnicodeDecodeError, csv.Error) as error:
+        for text in _blocks_of(file, path, most_bytes, problems):
+            rows = list(csv.reader(io.StringIO(text, newline="")))
+            if not names:
+                names, *rows = rows
+                if "step" not in names:
+                    raise ValueError("it has no column step")
+            whole = [row for row in rows if len(row) == len(names)]
+            damaged += len(rows) - len(whole)
+            cells = dict(zip(names, zip(*whole, strict=True), strict=True)) if whole else {}
+            steps, has_step = _numbers(cells.pop("step", ()))
+            without_step += int((~has_step).sum())
+            for name, column in cells.items():
+                values, is_there = _numbers(column)
+                if (at := np.flatnonzero(is_there & has_step)).size:
+                    columns.setdefault(name, Column()).add(steps[at], values[at])
+    except (ValueError, csv.Error) as error:  # UnicodeDecodeError among them
         raise ValueError(f"{path} is not a table of a CSVLogger: {error}. Give the folder of another run.") from error
-    if "step" not in names:
-        raise ValueError(
-            f"{path} is not a table of a CSVLogger: it has no column step. Give the folder of another run."
-        )
-    whole = [row for row in rows if len(row) == len(names)]
-    problems = [f"{path}: {len(rows) - len(whole)} damaged rows were left out."] if len(whole) < len(rows) else []
-    columns = dict(zip(names, zip(*whole, strict=True), strict=True)) if whole else {}
-    steps, has_step = _numbers(columns.pop("step", ()))
-    epochs, has_epoch = _numbers(columns.pop("epoch", ()))
-    if not has_step.all():
-        problems.append(f"{path}: {int((~has_step).sum())} rows without a step were left out.")
-    series = {}
-    for name, cells in columns.items():
-        values, is_there = _numbers(cells)
-        if (at := np.flatnonzero(is_there & has_step)).size:
-            series[name] = _series(steps[at], values[at])
-    both = np.flatnonzero(has_epoch & has_step) if len(has_epoch) else np.empty(0, int)
-    return History(
-        folder,
-        series,
-        np.stack([steps[both], epochs[both]], axis=1) if both.size else np.empty((0, 2)),
-        tuple(problems),
-    )
+    problems += [f"{path}: {damaged} damaged rows were left out."] if damaged else []
+    problems += [f"{path}: {without_step} rows without a step were left out."] if without_step else []
+    epochs = columns.pop("epoch", None)
+    series = {name: _series(*columns[name].whole()) for name in names if name in columns}
+    table = np.empty((0, 2)) if epochs is None else np.stack(epochs.whole(), axis=1)
+    return History(folder, series, table, tuple(problems))
+
+
+def _blocks_of(file: Any, path: str, most_bytes: int | None, problems: list[str]) -> Iterator[str]:
+    """Yield the rows of a table in blocks, without a last one that a killed process did not finish."""
+    size = file.seek(0, io.SEEK_END)
+    count = max(2, (most_bytes or 0) // BLOCK_BYTES)
+    if most_bytes is not None and size > count * BLOCK_BYTES:
+        part, all_of_it = (f"{each / 2**20:,.0f} MiB" for each in (count * BLOCK_BYTES, size))
+        problems.append(f"{path} is long: {part} of its {all_of_it} were read, in {count} evenly spaced parts.")
+        starts = [(size - BLOCK_BYTES) * number // (count - 1) for number in range(count)]
+    else:
+        starts = list(range(0, size, BLOCK_BYTES))
+    rest, end = b"", 0
+    for start in starts:
+        file.seek(start)
+        block = file.read(BLOCK_BYTES)
+        # After a gap, the block begins within a row.
+        data = rest + block if start == end else block[block.find(b"\n") + 1 :]
+        end = start + len(block)
+        last = data.rfind(b"\n") + 1
+        rest = data[last:]
+        if last:
+            yield data[:last].decode("utf-8")
 
 
 def _numbers(cells: Any) -> tuple[Numbers, Any]:
     """Return the numbers of a column, and which cells hold one; an empty cell and a text hold none."""
-    values, is_there = np.full(len(cells), np.nan), np.zeros(len(cells), bool)
+    is_there = np.array([bool(cell) for cell in cells], bool)
+    try:
+        return np.array([float(cell) if cell else np.nan for cell in cells], float), is_there
+    except ValueError:
+        values = np.full(len(cells), np.nan)
     for at, cell in enumerate(cells):
         if cell:
             try:
-                values[at], is_there[at] = float(cell), True
+                values[at] = float(cell)
             except ValueError:
                 is_there[at] = cell in ("True", "False")
                 values[at] = cell == "True"
@@ -139,7 +187,7 @@ def _series(steps: Numbers, values: Numbers, times: Numbers | None = None) -> Se
 # -- event files -----------------------------------------------------------------------------------------------------------
 
 
-def _of_events(folder: str, filesystem: Any, paths: list[str]) -> History:
+def _of_events(folder: str, filesystem: Any, paths: list[str], most_bytes: int | None) -> History:
     problems: list[str] = []
     series: dict[str, Series] = {}
     epochs: list[tuple[float, float]] = []
@@ -148,7 +196,7 @@ def _of_events(folder: str, filesystem: Any, paths: list[str]) -> History:
     for each in folders:
         rows: list[tuple[int, float, dict[str, float]]] = []
         for path in sorted(path for path in paths if posixpath.dirname(path) == each):
-            for step, time, values, is_start in _events_of(filesystem, path, problems):
+            for step, time, values, is_start in _events_of(filesystem, path, problems, most_bytes):
                 if is_start:  # of a run that was resumed, which writes what follows again
                     rows = [row for row in rows if row[0] < step]
                 elif values:
@@ -169,7 +217,9 @@ def _columns(rows: list[tuple[int, float, dict[str, float]]], inner: str) -> dic
     return {name: _series(table[:, 0], table[:, 2], table[:, 1]) for name, table in tables.items()}
 
 
-def _events_of(filesystem: Any, path: str, problems: list[str]) -> Iterator[tuple[int, float, dict[str, float], bool]]:
+def _events_of(
+    filesystem: Any, path: str, problems: list[str], most_bytes: int | None
+) -> Iterator[tuple[int, float, dict[str, float], bool]]:
     """Yield the step, time and numbers of each event of a file, and whether it marks a start.
 
     The file is a sequence of records: the length in 8 bytes, 4 of its checksum, the event, 4 of its checksum.
@@ -181,22 +231,46 @@ def _events_of(filesystem: Any, path: str, problems: list[str]) -> Iterator[tupl
             f'{path} is read with tensorboard: pip install "trainwright[tensorboard]", or log with a CSVLogger.'
         ) from error
     with filesystem.open(path, "rb") as file:
-        data = memoryview(file.read())
-    at = 0
-    while at + 12 <= len(data):
-        (length,) = struct.unpack_from("<Q", data, at)
-        if at + 16 + length > len(data):
-            break  # a record that a running process has not finished, or a killed one never will
-        try:
-            event = Event.FromString(data[at + 12 : at + 12 + length].tobytes())
-        except Exception:  # protobuf's DecodeError
-            problems.append(f"{path} is damaged after {at:,} bytes; what follows was left out.")
-            return
-        at += 16 + length
-        values = {
-            each.tag: each.simple_value for each in event.summary.value if each.WhichOneof("value") == "simple_value"
-        }
-        yield event.step, event.wall_time, values, event.session_log.status == SessionLog.START
+        size, at, count = file.seek(0, io.SEEK_END), 0, 0
+        every = 1 if most_bytes is None else -(-size // most_bytes)
+        if every > 1:
+            problems.append(f"{path} is long, with {size / 2**20:,.0f} MiB: of {every} values of it one was read.")
+        file.seek(0)
+        while at + 12 <= size:
+            (length,) = struct.unpack_from("<Q", file.read(12))
+            at += 16 + length
+            if at > size:
+                break  # a record that a running process has not finished, or a killed one never will
+            if length > BLOCK_BYTES:  # an image, say
+                file.seek(at)
+                continue
+            data = file.read(length + 4)[:length]
+            count += 1
+            if count % every and _is_summary(data):
+                continue
+            try:
+                event = Event.FromString(data)
+            except Exception:  # protobuf's DecodeError
+                problems.append(f"{path} is damaged after {at - 16 - length:,} bytes; what follows was left out.")
+                return
+            values = {
+                each.tag: each.simple_value
+                for each in event.summary.value
+                if each.WhichOneof("value") == "simple_value"
+            }
+            yield event.step, event.wall_time, values, event.session_log.status == SessionLog.START
+
+
+def _is_summary(event: bytes) -> bool:
+    """Return whether an event holds values, by its bytes: the time takes 9, then come the step, a number of any length, and
+    the tag of the contents."""
+    at = 9
+    if event[at : at + 1] == b"\x10":
+        at += 1
+        while at < len(event) and event[at] & 0x80:
+            at += 1
+        at += 1
+    return event[at : at + 1] == b"\x2a"
 
 
 # -- folders ---------------------------------------------------------------------------------------------------------------

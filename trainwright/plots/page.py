@@ -21,6 +21,8 @@ MOST_VALUES = 24
 COLORS = ("#3b7dd8", "#e0762f", "#3c9f5f", "#c94c5b", "#8c6bc8", "#8a6d4b", "#d465a8", "#7f8790", "#a6a02c", "#2ba7b5")
 """Each is visible in both settings."""
 DASHES = ("", "7 4", "2 3", "10 3 2 3", "14 5")
+GENERATOR = '<meta name="generator" content="trainwright">'
+"""By which a page is known as one of ours."""
 STYLE = """
 :root { color-scheme: light dark; --paper: #ffffff; --ink: #1d2126; --soft: #626b75; --grid: #dfe3e8; }
 @media (prefers-color-scheme: dark) { :root { --paper: #15181c; --ink: #e6e9ec; --soft: #9aa4ae; --grid: #30363d; } }
@@ -33,6 +35,13 @@ figure { margin: 0; } figcaption { font-weight: 600; margin-left: 4rem; } figure
 svg { display: block; width: 100%; height: auto; } svg.key { display: inline-block; width: 30px; height: 10px; }
 svg text { fill: var(--soft); font-size: 12px; } .grid { stroke: var(--grid); stroke-width: 1; }
 .curve { fill: none; stroke-width: 1.6; stroke-linejoin: round; stroke-linecap: round; }
+table { border-collapse: collapse; margin: .3rem 0 .8rem; }
+th, td { text-align: left; vertical-align: top; padding: .15rem 1.2rem .15rem 0; overflow-wrap: anywhere; }
+th { overflow-wrap: normal; } th[scope=row] { font-weight: 400; color: var(--soft); }
+pre { overflow-x: auto; font-size: 12px; }
+pre.wrapped { white-space: pre-wrap; overflow-wrap: anywhere; font-size: 13px; }
+.state { border: 1px solid currentColor; border-radius: 1rem; padding: .1rem .7rem; font-weight: 600; }
+.finished { color: #3c9f5f; } .stopped { color: #c98a1b; } .failed { color: #c94c5b; }
 .band { fill: var(--ink); fill-opacity: 0; } .band:hover { fill-opacity: .12; }
 """.strip()
 
@@ -41,37 +50,52 @@ def page_of(panels: Sequence[Panel], axis: str, folders: Sequence[str], problems
     """Return the page of some panels."""
     runs = names_of_runs(list(folders))
     title = f"Curves of {runs[0]}" if len(runs) == 1 else f"Curves of {len(runs)} runs"
-    lines = [
-        "<!doctype html>",
-        '<html lang="en"><head><meta charset="utf-8">',
-        # The page needs nothing, so a browser has to refuse whatever a name could have smuggled in.
-        "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'\">",
-        '<meta name="viewport" content="width=device-width, initial-scale=1">',
-        f"<title>{_text(title)}</title>",
-        f"<style>{STYLE}</style></head><body>",
-        f"<h1>{_text(title)}</h1>",
-        "<ul>",
-    ]
+    lines = ["<ul>"]
     for number, (run, folder) in enumerate(zip(runs, folders, strict=True)):
         key = _key(number, 0) if len(runs) > 1 else ""
-        lines.append(f'<li>{key} {_text(run)} <span class="soft">{_text(folder)}</span></li>')
+        lines.append(f'<li>{key} {escaped(run)} <span class="soft">{escaped(folder)}</span></li>')
     lines.append("</ul>")
-    lines += [f"<p>{_text(each)}</p>" for each in problems]
+    lines += [f"<p>{escaped(each)}</p>" for each in problems]
+    return document(title, [*lines, *curves_of(panels, axis)])
+
+
+def document(title: str, lines: Sequence[str]) -> str:
+    """Return a page: its head, its title and the lines of its body, which are HTML."""
+    return "\n".join(
+        [
+            "<!doctype html>",
+            '<html lang="en"><head><meta charset="utf-8">',
+            # The page needs nothing, so a browser has to refuse whatever a name could have smuggled in.
+            "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'\">",
+            GENERATOR,
+            '<meta name="viewport" content="width=device-width, initial-scale=1">',
+            f"<title>{escaped(title)}</title>",
+            f"<style>{STYLE}</style></head><body>",
+            f"<h1>{escaped(title)}</h1>",
+            *lines,
+            "</body></html>",
+            "",
+        ]
+    )
+
+
+def curves_of(panels: Sequence[Panel], axis: str) -> Iterator[str]:
+    """Yield the lines of some panels, under the names of their groups."""
     if note := thinning_of(panels, PLOT_WIDTH):
-        lines.append(f'<p class="soft">{note}</p>')
-    lines.append('<p class="soft">Point at a panel to see the values there.</p>')
+        yield f'<p class="soft">{note}</p>'
+    yield '<p class="soft">Point at a panel to see the values there.</p>'
     for group, members in groupby(panels, lambda panel: panel.group):
-        lines += [f"<h2>{_text(group)}</h2>", '<div class="panels">']
+        yield f"<h2>{escaped(group)}</h2>"
+        yield '<div class="panels">'
         for panel in members:
-            lines += _figure(panel, axis)
-        lines.append("</div>")
-    return "\n".join([*lines, "</body></html>", ""])
+            yield from _figure(panel, axis)
+        yield "</div>"
 
 
 def _figure(panel: Panel, axis: str) -> Iterator[str]:
     label, unit = x_label(axis, panel.x_range[1])
-    yield f"<figure><figcaption>{_text(panel.title)}</figcaption>"
-    yield f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{_text(panel.title)}">'
+    yield f"<figure><figcaption>{escaped(panel.title)}</figcaption>"
+    yield f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escaped(panel.title)}">'
     (left, right), (low, high) = panel.x_range, panel.y_range
     for value in ticks(low, high, 5):
         at = _y(value, low, high)
@@ -93,7 +117,7 @@ def _figure(panel: Panel, axis: str) -> Iterator[str]:
             if len(finite)
             else "no value"
         )
-        yield f'<li>{_key(curve.color, curve.dash)} {_text(curve.label)} <span class="soft">{values}</span></li>'
+        yield f'<li>{_key(curve.color, curve.dash)} {escaped(curve.label)} <span class="soft">{values}</span></li>'
     yield "</ul></figure>"
 
 
@@ -117,22 +141,24 @@ def _bands(panel: Panel, axis: str, label: str, unit: float) -> Iterator[str]:
     """Draw columns without color; the title of each, which browsers show, has the value of each curve that is nearest to it."""
     left, right = panel.x_range
     width = PLOT_WIDTH / BANDS
-    shown = [(curve, ~np.isnan(curve.y)) for curve in panel.curves[:MOST_VALUES]]
+    shown = []
+    for curve in panel.curves[:MOST_VALUES]:
+        finite = ~np.isnan(curve.y)
+        name = f"{curve.run}: {curve.metric}" if curve.run else curve.metric
+        shown.append((name, curve.x[finite], curve.y[finite]))
     for number in range(BANDS):
         middle = left + (right - left) * (number + 0.5) / BANDS
         lines = []
-        for curve, finite in shown:
-            xs, ys = curve.x[finite], curve.y[finite]
+        for name, xs, ys in shown:
             if len(xs):
                 after = min(int(np.searchsorted(xs, middle)), len(xs) - 1)
                 at = after - 1 if after and middle - xs[after - 1] < xs[after] - middle else after
-                name = f"{curve.run}: {curve.metric}" if curve.run else curve.metric
                 lines.append(f"{name} = {ys[at]:.6g} at {label} {xs[at] / unit:.6g}")
         if len(panel.curves) > MOST_VALUES:
             lines.append(f"and {len(panel.curves) - MOST_VALUES} more")
         yield (
             f'<rect class="band" x="{LEFT + number * width:.2f}" y="{TOP}" width="{width:.2f}" height="{PLOT_HEIGHT}">'
-            f"<title>{_text(chr(10).join(lines), keeps_lines=True)}</title></rect>"
+            f"<title>{escaped(chr(10).join(lines), keeps_lines=True)}</title></rect>"
         )
 
 
@@ -160,7 +186,7 @@ def _y(value: float, low: float, high: float) -> float:
     return round(TOP + (high / 2 - value / 2) / (high / 2 - low / 2) * PLOT_HEIGHT, 2)
 
 
-def _text(text: str, keeps_lines: bool = False) -> str:
+def escaped(text: str, keeps_lines: bool = False) -> str:
     """Return a text as HTML; names come from files, and may hold anything."""
     shown = "".join(
         each if each.isprintable() or (keeps_lines and each == "\n") else ascii(each)[1:-1] for each in text

@@ -14,6 +14,7 @@ from trainwright.callbacks.base import Callback, Checkpoint
 from trainwright.callbacks.model_checkpoint import ModelCheckpoint
 from trainwright.callbacks.model_summary import ModelSummary
 from trainwright.callbacks.progress_bar import ProgressBar
+from trainwright.callbacks.run_report import RunReport
 from trainwright.callbacks.timer import Timer
 from trainwright.callbacks.tqdm_progress_bar import TQDMProgressBar
 from trainwright.devices import cuda
@@ -24,6 +25,7 @@ from trainwright.loggers.base import Logger, SilentLogger
 from trainwright.loggers.csv import CSVLogger
 from trainwright.loggers.folder import FolderLogger
 from trainwright.module import is_overridden
+from trainwright.rank_zero import rank_zero_warn
 from trainwright.trainer.inputs import check_replaced_hooks, foreign_hint
 from trainwright.trainer.settings import Settings
 
@@ -31,7 +33,7 @@ PARTS = ("strategy", "precision", "plugins")
 """Arguments that may be objects, which belong to one Trainer."""
 TRIAL: dict[str, Any] = {
     "callbacks": None, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False,
-    "max_epochs": -1, "min_epochs": None, "min_steps": None, "max_time": None, "limit_val_batches": 0,
+    "enable_report": False, "max_epochs": -1, "min_epochs": None, "min_steps": None, "max_time": None, "limit_val_batches": 0,
     "num_sanity_val_steps": 0, "val_check_interval": None, "check_val_every_n_epoch": 1, "profiler": None,
     "fast_dev_run": False, "barebones": False, "log_every_n_steps": 0,
 }  # fmt: skip
@@ -45,7 +47,9 @@ def settings_of(arguments: dict[str, Any]) -> Settings:
     return replace(given.effective, accumulate_grad_batches=accumulate)
 
 
-def arranged_callbacks(callbacks: Callback | Sequence[Callback] | None, settings: Settings) -> list[Callback]:
+def arranged_callbacks(
+    callbacks: Callback | Sequence[Callback] | None, settings: Settings, loggers: Sequence[Logger]
+) -> list[Callback]:
     """Return the user's callbacks and the enabled defaults that are not among them, checkpoints last.
 
     Raises:
@@ -68,6 +72,16 @@ def arranged_callbacks(callbacks: Callback | Sequence[Callback] | None, settings
         raise ValueError(
             f"enable_progress_bar=False, but callbacks= holds a {type(bars[0]).__name__}; leave out one of the two."
         )
+    if settings.enable_report is False and any(isinstance(each, RunReport) for each in given):
+        raise ValueError("enable_report=False, but callbacks= holds a RunReport; leave out one of the two.")
+    writes_files = any(isinstance(each, FolderLogger) for each in loggers)
+    if settings.enable_report and not writes_files and not settings.fast_dev_run:
+        rank_zero_warn(
+            "enable_report=True, but no logger in logger= writes a folder, so no report is written; pass a CSVLogger or a "
+            "TensorBoardLogger.",
+            stacklevel=3,
+        )
+    reports = writes_files if settings.enable_report is None else settings.enable_report
     defaults: list[tuple[bool, type[Callback], type[Callback]]] = [
         (settings.enable_model_summary is not False, ModelSummary, ModelSummary),
         (settings.enable_progress_bar is not False, ProgressBar, TQDMProgressBar),
@@ -85,7 +99,9 @@ def arranged_callbacks(callbacks: Callback | Sequence[Callback] | None, settings
                 f"max_time={settings.max_time!r} and a Timer in callbacks= both limit the time; leave out one of the two."
             )
         missing.append(Timer(settings.max_time))
-    return _in_order([*missing, *given])
+    # Last, so that it does not come before the user's own in trainer.callbacks.
+    is_missing = reports and not any(isinstance(each, RunReport) for each in given)
+    return _in_order([*missing, *given, *([RunReport()] if is_missing else [])])
 
 
 def with_the_modules(callbacks: Sequence[Callback], returned: Any) -> list[Callback]:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from trainwright.callbacks.base import Callback, attach, detach
+from trainwright.callbacks.base import Callback, attach, detach, report
 from trainwright.callbacks.model_checkpoint import ModelCheckpoint
 from trainwright.checkpoint.foreign_formats import is_plain
 from trainwright.data.datamodule import DataModule
@@ -24,6 +24,7 @@ from trainwright.engine.optimizers import SchedulerConfig
 from trainwright.engine.prepared import PreparedOptimizer
 from trainwright.hyperparameters import logged_hyper_parameters
 from trainwright.loggers import Logger, match_states, resume_loggers, start_loggers, withdraw_loggers
+from trainwright.loggers.base import RunResult
 from trainwright.module import Module, hook_of, is_overridden, trainer_of
 from trainwright.profilers import Profiler
 from trainwright.profilers.instrumentation import instrument, is_measuring
@@ -287,6 +288,7 @@ class Run:
             stack.callback(self._withdraw_loggers, outcome)
             locks = FolderLocks(engine.ranks, self.trainer.print)
             stack.callback(locks.release)
+            stack.callback(self._report, outcome)
             for logger in reversed(self.loggers) if engine.rank == 0 else ():
                 stack.callback(self._close_logger, logger, outcome)
             # Reversed, so that they are called in the order of the hooks.
@@ -391,10 +393,19 @@ class Run:
         outcome.after(self.profiler.teardown, self.call)
 
     def _close_logger(self, logger: Logger, outcome: Outcome) -> None:
-        is_interrupted = self.stop.interrupted or self.stop.number
-        status = "interrupted" if is_interrupted else "failed" if outcome.error is not None else "success"
-        outcome.after(logger.finalize, status)
+        outcome.after(logger.finalize, self._result(outcome))
         outcome.after(logger.close)
+
+    def _report(self, outcome: Outcome) -> None:
+        """Let callbacks report on a fit that has begun to train: on rank 0, once its loggers have written everything."""
+        if self.call == "fit" and self.engine.rank == 0 and self.logbook.has_begun:
+            result, error = self._result(outcome), outcome.error
+            outcome.after(report, self.callbacks, self.trainer, self.module, result, error)
+
+    def _result(self, outcome: Outcome) -> RunResult:
+        if self.stop.interrupted or self.stop.number:
+            return "interrupted"
+        return "success" if outcome.error is None else "failed"
 
     def _withdraw_loggers(self, outcome: Outcome) -> None:
         """Let a run that was refused leave nothing behind."""

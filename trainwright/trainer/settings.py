@@ -62,6 +62,7 @@ class Settings:
     enable_checkpointing: bool | None = None
     enable_progress_bar: bool | None = None
     enable_model_summary: bool | None = None
+    enable_report: bool | None = None
     accumulate_grad_batches: int = 1
     gradient_clip_val: float | None = None
     gradient_clip_algorithm: str | None = None
@@ -108,7 +109,9 @@ class Settings:
         options: object = self.compile
         if not isinstance(options, (bool, dict)):
             yield f"compile={options!r}: accepted are True, False and a dict of torch.compile's options"
-        for name in ("enable_checkpointing", "enable_progress_bar", "enable_model_summary", "benchmark"):
+        for name in (
+            "enable_checkpointing", "enable_progress_bar", "enable_model_summary", "enable_report", "benchmark",
+        ):  # fmt: skip
             if not isinstance(getattr(self, name), (bool, type(None))):
                 yield f"{name}={getattr(self, name)!r}: accepted are True, False and None"
         for name in (
@@ -153,8 +156,8 @@ class Settings:
             yield f"min_steps={self.min_steps} is above max_steps={self.max_steps}"
         if self.barebones:
             names = (
-                "enable_checkpointing", "enable_progress_bar", "enable_model_summary", "num_sanity_val_steps",
-                "fast_dev_run", "detect_anomaly", "log_every_n_steps",
+                "enable_checkpointing", "enable_progress_bar", "enable_model_summary", "enable_report",
+                "num_sanity_val_steps", "fast_dev_run", "detect_anomaly", "log_every_n_steps",
             )  # fmt: skip
             wanted = ", ".join(f"{name}={getattr(self, name)!r}" for name in names if getattr(self, name))
             if wanted:
@@ -177,7 +180,7 @@ class Settings:
         if self.barebones:
             changes.update(
                 enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-                num_sanity_val_steps=0, log_every_n_steps=0,
+                enable_report=False, num_sanity_val_steps=0, log_every_n_steps=0,
             )  # fmt: skip
         return replace(self, **changes)
 

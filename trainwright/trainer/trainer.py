@@ -88,6 +88,7 @@ class Trainer(Status):
         num_sanity_val_steps: validation batches to run before training; -1 for all, None for 2.
         log_every_n_steps: steps between two rows of step values in the loggers; None for 50, 0 for no rows.
         enable_checkpointing, enable_progress_bar, enable_model_summary: add the default callback.
+        enable_report: add RunReport, which writes report.html into the run's folder; None if a logger of files has one.
         accumulate_grad_batches: batches of one optimizer step.
         gradient_clip_val: the limit of the gradients; None for no limit.
         gradient_clip_algorithm: "norm" (the total norm) or "value" (each element).
@@ -151,6 +152,7 @@ class Trainer(Status):
         enable_checkpointing: bool | None = None,
         enable_progress_bar: bool | None = None,
         enable_model_summary: bool | None = None,
+        enable_report: bool | None = None,
         accumulate_grad_batches: int = 1,
         gradient_clip_val: float | None = None,
         gradient_clip_algorithm: str | None = None,
@@ -180,8 +182,8 @@ class Trainer(Status):
         self._settings = settings_of(self._arguments)
         root = choose_root(default_root_dir)
         self.profiler = resolve_profiler(profiler)
-        self.callbacks = arranged_callbacks(callbacks, self._settings)
         self._loggers = arranged_loggers(logger, root, self._settings)
+        self.callbacks = arranged_callbacks(callbacks, self._settings, self._loggers)
         places = {name: given[name] for name in ("devices", "strategy", "accelerator", "num_nodes")}
         self.engine = Engine(**places, precision=choose_precision(precision, plugins), can_call_workers=True)
         check_compile(self._settings.compile, self.engine.strategy)

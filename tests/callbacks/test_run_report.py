@@ -1,0 +1,405 @@
+"""RunReport: what the page of a run holds, for each way in which one ends, and that no run depends on it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from deadlines import deadline
+from html_page import Page
+from jobs import run_job
+from small import QUIET, Classifier, make_loader
+
+import trainwright as tw
+from trainwright.callbacks import run_report, work_tree
+from trainwright.callbacks.work_tree import describe_work_tree
+from trainwright.errors import RunStopped
+
+FOLDER = "version_0"
+ODD = "<img src=x onerror=alert(1)>"
+
+
+class Scored(Classifier):
+    """Has hyper-parameters, some of them secret or odd, and may raise or be stopped at a batch."""
+
+    def __init__(self, width: int = 8, api_key: str = "key-of-a-service", odd: str = ODD, key_dim: int = 64) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.error: BaseException | None = None
+        self.number = 0
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.log(ODD, 1.0)
+        if self.error is not None and batch_idx == 4:
+            raise self.error
+        if self.number and batch_idx == 4:
+            os.kill(os.getpid(), self.number)
+
+
+def trainer_in(folder: Path, **options: Any) -> tw.Trainer:
+    logger = tw.CSVLogger(folder, name=None)
+    settings = {"logger": logger, "max_epochs": 2, "log_every_n_steps": 1, "enable_checkpointing": True}
+    return tw.Trainer(**{**QUIET, **settings, **options})
+
+
+def page_in(folder: Path, run: str = FOLDER) -> Page:
+    text = (folder / run / "report.html").read_text("utf-8")
+    assert "default-src 'none'" in text
+    assert "url(" not in text
+    page = Page(text)
+    assert page.is_self_contained()
+    return page
+
+
+@pytest.fixture
+def command(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["train.py", "--api-token", "secret-token", "--lr=0.1", f"name={ODD}"])
+    monkeypatch.setattr(sys.modules["__main__"], "__spec__", None)
+
+
+@pytest.mark.usefixtures("command")
+def test_what_it_holds(tmp_path: Path) -> None:
+    saves = tw.ModelCheckpoint(monitor="val_loss", save_top_k=2)
+    trainer = trainer_in(tmp_path, callbacks=saves, profiler="simple", max_epochs=3)
+    trainer.fit(Scored(), make_loader(), make_loader(8))
+    page = page_in(tmp_path)
+    assert page.headings == [
+        f"Run {tmp_path.name}/{FOLDER}", "Checkpoints", "Loss", "Metrics", "Hyper-parameters", "Time", "Profile", "Environment",
+        "Command",
+    ]  # fmt: skip
+    assert "finished after 3 epochs and 33 steps, in " in page.text
+    best, second = ([f"checkpoints/{Path(path).name}", f"val_loss = {float(score):.6g}"] for path, score in sorted(
+        saves.best_k_models.items(), key=lambda each: float(each[1])))  # fmt: skip
+    assert [*best, "best, newest"] in page.cells
+    assert [*second, ""] in page.cells
+    facts = page.facts()
+    assert (facts["width"], facts["api_key"], facts["odd"], facts["key_dim"]) == ("8", "(not shown)", ODD, "64")
+    assert facts["steps"].startswith("33, ")
+    assert facts["of it validation"].endswith(" for 3 validations")
+    assert facts["ended"].endswith(" UTC")
+    assert "resumed" not in facts
+    assert (facts["strategy"], facts["precision"], facts["processes"]) == (
+        "single_device", "32-true", "1 on 1 machine(s)",
+    )  # fmt: skip
+    assert (facts["trainwright"], facts["module"]) == (tw.__version__, "Scored")
+    assert "run_training_epoch" in page.text or "training_step" in page.text  # the profiler's table
+    assert f"python train.py --api-token (not shown) --lr=0.1 'name={ODD}'" in page.text
+    assert "secret" not in page.text
+    assert "val_loss" in page.text
+    assert f"{ODD} last 1," in page.text.replace("  ", " ")
+
+
+def test_no_part_of_a_page_runs_what_a_name_holds(tmp_path: Path) -> None:
+    trainer = trainer_in(tmp_path / ODD.replace("/", ""), enable_checkpointing=False)
+    trainer.fit(Scored(), make_loader())
+    text = (tmp_path / ODD / FOLDER / "report.html").read_text()
+    assert "<img" not in text
+    assert "&lt;img src=x onerror=alert(1)&gt;" in text
+
+
+@pytest.mark.usefixtures("command")
+def test_a_run_that_fails(tmp_path: Path) -> None:
+    module = Scored()
+    module.error = ValueError(f"{ODD}\nsecret-token of http://me:pass@host")
+    trainer = trainer_in(tmp_path)
+    with pytest.raises(ValueError, match="secret-token"):
+        trainer.fit(module, make_loader())
+    page = page_in(tmp_path)
+    assert "failed at step 5, after " in page.text
+    assert page.headings[1] == "Error"
+    assert f"ValueError: {ODD}\n(not shown) of http://(not shown)@host" in page.text
+    assert page.facts()["steps"].startswith("5, ")
+    assert "loss_step last " in page.text.replace("  ", " ")
+
+
+@pytest.mark.parametrize(
+    ("error", "number"), [(KeyboardInterrupt(), 0), (None, signal.SIGTERM)], ids=["ctrl-c", "signal"]
+)
+def test_a_run_that_is_stopped_and_resumed(tmp_path: Path, error: BaseException | None, number: int) -> None:
+    module = Scored()
+    module.error, module.number = error, number
+    trainer = trainer_in(tmp_path, callbacks=tw.ModelCheckpoint(every_n_train_steps=2), max_epochs=1)
+    with pytest.raises((KeyboardInterrupt, RunStopped)):
+        trainer.fit(module, make_loader())
+    page = page_in(tmp_path)
+    assert "stopped at step 5, after " in page.text
+    assert ("Ended by" in page.headings) == (error is not None)
+    again = trainer_in(tmp_path, callbacks=tw.ModelCheckpoint(every_n_train_steps=2), max_epochs=1)
+    again.fit(Scored(), make_loader(), ckpt_path="last")
+    page = page_in(tmp_path)
+    assert os.listdir(tmp_path) == [FOLDER]
+    assert "finished after 1 epochs and 11 steps" in page.text
+    assert page.facts()["resumed from"] == again.resume_source
+    assert "resumed" in page.facts()
+    assert page.facts()["steps"].startswith("6, " if number else "7, ")  # in this process
+    # The curve has the rows of both processes.
+    assert "loss_step = " in page.text
+    assert "at step 0\n" in f"{page.text}\n"
+    assert trainer.callbacks[-2].path == again.callbacks[-2].path == f"{tmp_path}/{FOLDER}/report.html"
+
+
+def test_what_writes_none(tmp_path: Path) -> None:
+    trainer = trainer_in(tmp_path / "tested")
+    trainer.validate(Scored(), make_loader(), verbose=False)
+    trainer.test(Scored(), make_loader(), verbose=False)
+    trainer_in(tmp_path / "trial", fast_dev_run=True, callbacks=tw.RunReport()).fit(Scored(), make_loader())
+    trainer_in(tmp_path / "off", enable_report=False).fit(Scored(), make_loader())
+    bare = tw.Trainer(max_epochs=1, barebones=True, default_root_dir=tmp_path / "bare")
+    bare.fit(Classifier(), make_loader())
+    tw.Trainer(**QUIET, max_epochs=1, callbacks=tw.RunReport(), default_root_dir=tmp_path / "none").fit(
+        Classifier(), make_loader()
+    )
+    assert not list(tmp_path.rglob("report.html"))
+
+    class Refused(Scored):
+        def configure_optimizers(self) -> Any:
+            raise ValueError("refused")
+
+    with pytest.raises(ValueError, match="refused"):
+        trainer_in(tmp_path / "refused").fit(Refused(), make_loader())
+    assert os.listdir(tmp_path / "refused") == []
+
+
+def test_the_switch(tmp_path: Path) -> None:
+    def count(**options: Any) -> int:
+        callbacks = tw.Trainer(**{**QUIET, "logger": True, **options}).callbacks
+        return sum(isinstance(each, tw.RunReport) for each in callbacks)
+
+    assert [count(), count(enable_report=True), count(enable_report=False), count(logger=False)] == [1, 1, 0, 0]
+    assert [count(fast_dev_run=True), count(callbacks=tw.RunReport()), count(logger=tw.Logger())] == [0, 1, 0]
+    assert count(logger=[tw.Logger(), tw.TensorBoardLogger(tmp_path)]) == 1
+    with pytest.raises(ValueError, match=r"enable_report=False, but callbacks= holds a RunReport; leave out one"):
+        count(callbacks=tw.RunReport(), enable_report=False)
+    with pytest.raises(ValueError, match=r"enable_report='no': accepted are True, False and None"):
+        count(enable_report="no")
+    with pytest.raises(ValueError, match="barebones=True leaves out what costs time, but enable_report=True"):
+        tw.Trainer(barebones=True, enable_report=True)
+    with pytest.warns(UserWarning, match=r"enable_report=True, but no logger in logger= writes a folder"):
+        assert count(logger=False, enable_report=True) == 1
+
+
+def test_of_a_tensorboard_logger(tmp_path: Path) -> None:
+    logger = tw.TensorBoardLogger(tmp_path, name=None, sub_dir="board")
+    trainer_in(tmp_path, logger=logger).fit(Scored(), make_loader(), make_loader(8))
+    page = page_in(tmp_path, f"{FOLDER}/board")
+    assert "val_loss last " in page.text.replace("  ", " ")
+    assert page.facts()["width"] == "8"
+    both = [tw.TensorBoardLogger(tmp_path, name="both"), tw.CSVLogger(tmp_path, name="both")]
+    trainer_in(tmp_path, logger=both).fit(Scored(), make_loader())
+    assert "epoch" not in page_in(tmp_path / "both").facts()
+    assert len(list(tmp_path.rglob("report.html"))) == 2
+
+
+def test_of_a_run_in_memory() -> None:
+    trainer = trainer_in(Path("x"), logger=tw.CSVLogger("memory://reports", name="run"), enable_checkpointing=False)
+    trainer.fit(Scored(), make_loader())
+    import fsspec
+
+    with fsspec.open("memory://reports/run/version_0/report.html", "r") as file:
+        assert "finished after 2 epochs" in Page(file.read()).text
+
+
+def fails(*_: Any, **__: Any) -> Any:
+    raise OSError(28, "No space left on device")
+
+
+def test_training_is_never_lost_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each failure is one warning; the rest of the report is there if it can be."""
+
+    def fitted(name: str, match: str) -> Path:
+        trainer = trainer_in(tmp_path / name, max_epochs=1)
+        with pytest.warns(UserWarning, match=match) as caught:
+            trainer.fit(Scored(), make_loader())
+        assert len(caught) == 1
+        assert trainer.global_step == 11
+        return tmp_path / name / FOLDER
+
+    with monkeypatch.context() as patch:
+        patch.setattr(run_report, "write_file", fails)
+        folder = fitted(
+            "full", r"report\.html cannot be written \(OSError: .*No space left.*The run itself is not affected"
+        )
+        assert not (folder / "report.html").exists()
+
+    class Breaks(tw.Callback):
+        def teardown(self, trainer: tw.Trainer, module: tw.Module, stage: str) -> None:
+            trainer.loggers[0].flush()
+            path = Path(f"{trainer.log_dir}/metrics.csv")
+            path.write_bytes(path.read_bytes() + b"\xff\xfe\n")
+
+    trainer = trainer_in(tmp_path / "broken", max_epochs=1, callbacks=Breaks())
+    with pytest.warns(
+        UserWarning, match=r"the part 'Curves' cannot be made \(ValueError: .*metrics\.csv is not a table"
+    ):
+        trainer.fit(Scored(), make_loader())
+    page = page_in(tmp_path / "broken")
+    assert "The part 'Curves' cannot be made" in page.text
+    assert page.facts()["width"] == "8"
+    with monkeypatch.context() as patch:
+        patch.setattr(run_report, "describe_devices", fails)
+        patch.setattr(run_report, "read_record", fails)
+        folder = fitted("parts", r"the part 'Time' cannot be made .*; the part 'Environment' cannot be made")
+        assert (folder / "report.html").exists()
+
+    class Missing(tw.Callback):
+        def teardown(self, trainer: tw.Trainer, module: tw.Module, stage: str) -> None:
+            monkeypatch.setitem(sys.modules, "tensorboard.compat.proto.event_pb2", None)
+
+    logger = tw.TensorBoardLogger(tmp_path, name="events")
+    with pytest.warns(
+        UserWarning, match=r"the part 'Curves' cannot be made \(ImportError: .*trainwright\[tensorboard\]"
+    ):
+        trainer_in(tmp_path, logger=logger, callbacks=Missing()).fit(Scored(), make_loader())
+
+
+def test_files_of_others_and_folders_that_are_gone(tmp_path: Path) -> None:
+    class Takes(tw.Callback):
+        def on_train_end(self, trainer: tw.Trainer, module: tw.Module) -> None:
+            Path(f"{trainer.log_dir}/report.html").write_text("mine")
+
+    with pytest.warns(UserWarning, match=r"report\.html is not a report of a run and is left alone; move it away"):
+        trainer_in(tmp_path, callbacks=Takes()).fit(Scored(), make_loader())
+    assert (tmp_path / FOLDER / "report.html").read_text() == "mine"
+
+    class Moves(tw.Callback):
+        def teardown(self, trainer: tw.Trainer, module: tw.Module, stage: str) -> None:
+            trainer.loggers[0].flush()
+            shutil.move(f"{trainer.log_dir}", tmp_path / "moved")
+
+    trainer_in(tmp_path / "here", callbacks=Moves(), enable_checkpointing=False).fit(Scored(), make_loader())
+    assert os.listdir(tmp_path / "here") == []
+    assert "report.html" not in os.listdir(tmp_path / "moved")
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
+    class Closes(tw.Callback):
+        def on_train_end(self, trainer: tw.Trainer, module: tw.Module) -> None:
+            trainer.loggers[0].flush()
+            os.chmod(f"{trainer.log_dir}", 0o500)
+
+    with pytest.warns(UserWarning, match=r"report\.html cannot be written"):
+        trainer_in(tmp_path, callbacks=Closes(), enable_checkpointing=False).fit(Scored(), make_loader())
+    os.chmod(tmp_path / FOLDER, 0o700)
+
+
+def test_many_metrics_and_long_texts(tmp_path: Path) -> None:
+    class Many(Classifier):
+        def __init__(self, words: Any = ("x" * 5_000,), numbers: Any = None) -> None:
+            super().__init__()
+            self.save_hyperparameters()
+
+        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+            self.log_dict({f"metric_{number}": float(number) for number in range(150)})
+
+    trainer_in(tmp_path, max_epochs=1).fit(Many(numbers={f"n{number}": number for number in range(600)}), make_loader())
+    page = page_in(tmp_path)
+    assert "The first 100 of 152 metrics are drawn" in page.text
+    assert "more characters)" in page.text
+    assert "and 101 more" in page.text
+    assert (tmp_path / FOLDER / "report.html").stat().st_size < 3_000_000
+
+
+def git(folder: Path, *arguments: str) -> None:
+    command = ["git", "-C", str(folder), "-c", "user.name=me", "-c", "user.email=me@host", *arguments]
+    subprocess.run(command, check=True, capture_output=True, timeout=deadline(30))
+
+
+@pytest.mark.skipif(shutil.which("git") is None, reason="git is not installed")
+def test_the_commit_of_the_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("one\n")
+    assert describe_work_tree(script, time.time()) == []
+    git(tmp_path, "init", "--quiet", "--initial-branch", "mine")
+    assert describe_work_tree(script, time.time()) == []  # without a commit
+    git(tmp_path, "add", ".")
+    git(tmp_path, "commit", "--quiet", "--message", "first")
+    began = time.time()
+    rows = dict(describe_work_tree(script, began))
+    assert (len(rows["git commit"]), rows["branch"], rows["files that differ from it"]) == (40, "mine", "none")
+    script.write_text("one\ntwo\n")
+    # What is committed during the run is not what it began with.
+    monkeypatch.setenv("GIT_COMMITTER_DATE", f"@{int(began) + 60} +0000")
+    git(tmp_path, "commit", "--quiet", "--all", "--message", "second")
+    again = dict(describe_work_tree(script, began))
+    assert again["git commit"] == rows["git commit"]
+    assert again["files that differ from it"] == "1 file changed, 1 insertion(+)"
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert describe_work_tree(script, began) == []  # without git
+
+
+def test_git_that_takes_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "git").write_text('#!/bin/sh\ncase "$*" in *diff*) exec sleep 600;; *) echo abc;; esac\n')
+    (tmp_path / "git").chmod(0o700)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setattr(work_tree, "LONGEST_SECONDS", 0.5)
+    rows = dict(describe_work_tree(tmp_path / "train.py", time.time()))
+    assert rows["files that differ from it"] == "unknown: git did not say it within 0.5 seconds"
+
+
+def fit_on_ranks(folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, failing in (("whole", None), ("failed", 1)):
+        module = Scored()
+        trainer = trainer_in(folder / name, max_epochs=1, strategy="ddp", devices=2)
+        module.error = ValueError("broken here") if failing == trainer.global_rank else None
+        try:
+            trainer.fit(module, make_loader(), make_loader(8))
+        except Exception as error:
+            found[name] = type(error).__name__
+    return found
+
+
+def test_two_ranks(tmp_path: Path) -> None:
+    results = run_job(fit_on_ranks, 2, tmp_path)
+    page = page_in(tmp_path / "whole")
+    facts = page.facts()
+    assert (facts["strategy"], facts["processes"]) == ("ddp", "2 on 1 machine(s)")
+    assert "finished after 1 epochs and 6 steps" in page.text
+    assert len(list((tmp_path / "whole").rglob("report.html*"))) == 1
+    assert results[1] == {"failed": "ValueError"}
+    assert "failed" in results[0]
+    page = page_in(tmp_path / "failed")
+    assert page.headings[1] == "Error"
+    assert "broken here" in page.text
+
+
+BROWSERS = ("chromium", "chromium-browser", "google-chrome", "firefox")
+
+
+@pytest.mark.slow
+def test_a_browser_shows_it(tmp_path: Path) -> None:
+    trainer_in(tmp_path).fit(Scored(), make_loader(), make_loader(8))
+    page = page_in(tmp_path)
+    assert {"svg", "path", "table", "figure"} <= page.names
+    browser = next((found for name in BROWSERS if (found := shutil.which(name))), None)
+    if browser is None:
+        return
+    picture, address = tmp_path / "page.png", (tmp_path / FOLDER / "report.html").as_uri()
+    is_firefox = "firefox" in browser
+    common = ["--headless", f"--screenshot={picture}", "--window-size=1200,1600"]
+    own = ["--profile", str(tmp_path / "profile")] if is_firefox else [
+        "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'profile'}", "--enable-logging=stderr", "--v=0",
+    ]  # fmt: skip
+    (tmp_path / "profile").mkdir()
+    done = subprocess.run(
+        [browser, *common, *own, address], capture_output=True, text=True, timeout=deadline(180), check=False
+    )
+    assert picture.read_bytes().startswith(b"\x89PNG"), done.stderr
+    assert "CONSOLE" not in done.stderr  # an error of the page, or something that its policy refuses
+    assert len(colors_of(picture)) > 20  # curves, not an empty page
+
+
+def colors_of(picture: Path) -> set[tuple[int, ...]]:
+    """Return the colors of a PNG."""
+    from matplotlib.image import imread
+
+    pixels = (imread(picture)[:, :, :3] * 255).round().astype(int)
+    return {tuple(each) for row in pixels[::2] for each in row[::2].tolist()}

@@ -1,0 +1,81 @@
+"""The report of a run: its state, its curves and tables of what else is known of it, as one page."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from trainwright.plots.curves import Panel
+from trainwright.plots.page import curves_of, document, escaped
+
+MOST_ROWS = 500
+"""Rows of a table that are shown."""
+LONGEST_CELL, LONGEST_TEXT = 2_000, 40_000
+"""Characters of a cell and of a text that are shown."""
+
+
+@dataclass(frozen=True)
+class Section:
+    """A part of the report: sentences, rows of cells, and texts whose lines stay as they were.
+
+    Without a header, the first cell of each row names the others.
+    """
+
+    title: str
+    rows: Sequence[Sequence[str]] = ()
+    header: Sequence[str] = ()
+    notes: Sequence[str] = ()
+    text: str = ""
+    wraps: bool = False
+    """Whether long lines of the text are wrapped."""
+
+
+@dataclass(frozen=True)
+class Report:
+    """What the report shows: the state in a word with a sentence, the panels of the curves, and sections around them."""
+
+    title: str
+    state: str
+    summary: str
+    first: Sequence[Section] = ()
+    panels: Sequence[Panel] = ()
+    notes: Sequence[str] = field(default=())
+    """Sentences on the curves."""
+    others: Sequence[Section] = ()
+
+    def to_html(self, axis: str = "step") -> str:
+        """Return the page."""
+        lines = [
+            f'<p><span class="state {escaped(self.state)}">{escaped(self.state)}</span> {escaped(self.summary)}</p>'
+        ]
+        for each in self.first:
+            lines += _section(each)
+        lines += [f"<p>{escaped(each)}</p>" for each in self.notes]
+        lines += curves_of(self.panels, axis) if self.panels else ()
+        for each in self.others:
+            lines += _section(each)
+        return document(self.title, lines)
+
+
+def _section(section: Section) -> Iterator[str]:
+    yield f"<h2>{escaped(section.title)}</h2>"
+    for note in section.notes:
+        yield f"<p>{escaped(note)}</p>"
+    if section.rows:
+        yield "<table>"
+        if section.header:
+            yield f"<tr>{''.join(f'<th>{escaped(each)}</th>' for each in section.header)}</tr>"
+        for row in section.rows[:MOST_ROWS]:
+            first, *others = (_cut(each, LONGEST_CELL) for each in row)
+            head = f"<td>{escaped(first)}</td>" if section.header else f'<th scope="row">{escaped(first)}</th>'
+            yield f"<tr>{head}{''.join(f'<td>{escaped(each)}</td>' for each in others)}</tr>"
+        yield "</table>"
+        if len(section.rows) > MOST_ROWS:
+            yield f'<p class="soft">and {len(section.rows) - MOST_ROWS:,} more</p>'
+    if section.text:
+        kind = ' class="wrapped"' if section.wraps else ""
+        yield f"<pre{kind}>{escaped(_cut(section.text, LONGEST_TEXT), keeps_lines=True)}</pre>"
+
+
+def _cut(text: str, most: int) -> str:
+    return text if len(text) <= most else f"{text[:most]} ... ({len(text) - most:,} more characters)"
