@@ -12,7 +12,7 @@ import pytest
 from small import QUIET, Classifier, loss_of, make_loader
 
 import trainwright as tw
-from trainwright.loggers import SilentLogger
+from trainwright.loggers import SilentLogger, run_files
 from trainwright.loggers.run_files import find_runs, is_run, read_history
 
 
@@ -149,6 +149,48 @@ def test_tables(tmp_path: Path) -> None:
             ValueError, match=r"metrics\.csv is not a table of a CSVLogger: .* Give the folder of another run\."
         ):
             read_history(table(tmp_path / "foreign", data))
+
+
+def test_long_tables_are_read_in_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_files, "BLOCK_BYTES", 1000)
+    rows = [f"{step},{step // 100},{step / 7},{'' if step % 10 else step}" for step in range(2000)]
+    text = "\r\n".join(["step,epoch,loss,val_loss", *rows, "7,7"])  # a row that was not finished
+    folder = table(tmp_path / "run", text)
+    whole = read_history(folder)
+    assert whole.series["loss"].values.tolist() == [step / 7 for step in range(2000)]
+    assert whole.series["val_loss"].steps.tolist() == list(range(0, 2000, 10))
+    assert whole.epochs[:, 1].tolist() == [step // 100 for step in range(2000)]
+    assert whole.problems == ()
+    assert read_history(folder, most_bytes=len(text)).problems == ()
+    parts = read_history(folder, most_bytes=5000)
+    assert "were read, in 5 evenly spaced parts" in parts.problems[0]
+    assert len(parts.problems) == 1  # no row is cut
+    loss = parts.series["loss"]
+    assert len(loss.steps) < 300
+    assert (loss.values == loss.steps / 7).all()
+    assert (loss.steps[0], loss.steps[-1]) == (0, 1999)
+    assert (np.diff(loss.steps) > 1).sum() == 4
+    assert set(parts.series["val_loss"].steps % 10) == {0}
+
+
+def test_long_event_files_are_read_in_part(tmp_path: Path) -> None:
+    logger = tw.TensorBoardLogger(tmp_path, name=None, version=0)
+    for step in range(300):
+        logger.log_metrics({"loss": float(step)}, step=step)
+    logger.close()
+    resumed = tw.TensorBoardLogger(tmp_path, name=None, version=0, purge_step=200)
+    for step in range(200, 400):
+        resumed.log_metrics({"loss": -float(step)}, step=step)
+    resumed.experiment.add_image("picture", np.zeros((3, 800, 800), np.float32) + np.random.rand(3, 800, 800), 1)
+    resumed.close()
+    (tmp_path / "version_0" / "events.out.tfevents.0").touch()
+    history = read_history(str(tmp_path / "version_0"), most_bytes=4000)
+    loss = history.series["loss"]
+    assert 20 < len(loss.steps) < 200
+    assert (np.diff(loss.steps) > 0).all()  # what the resumed run has replaced is not there
+    assert (loss.values == np.where(loss.steps < 200, loss.steps, -loss.steps)).all()
+    assert "values of it one was read" in history.problems[0]
+    assert set(history.series) == {"loss"}
 
 
 def test_what_is_not_a_run(tmp_path: Path) -> None:

@@ -20,7 +20,9 @@ from trainwright.callbacks.model_checkpoint import ModelCheckpoint
 from trainwright.callbacks.work_tree import describe_work_tree
 from trainwright.devices.inventory import MISSING, describe_devices, package_versions
 from trainwright.distributed.environment import Environment
+from trainwright.distributed.failures import is_secondary_failure
 from trainwright.distributed.masking import HIDDEN, SECRET, Masked, masked
+from trainwright.distributed.sync_points import SyncPoint
 from trainwright.loggers.base import RunResult
 from trainwright.loggers.csv import CSVLogger
 from trainwright.loggers.files import is_local, write_file
@@ -56,7 +58,8 @@ class RunReport(Callback):
     script. Values whose names say that they are secret are left out.
 
     The Trainer adds it if a CSVLogger or a TensorBoardLogger writes a folder; `Trainer(enable_report=False)` leaves it out.
-    Rank 0 writes, once everything else is closed. A resumed run writes the page again, with the curves of the whole run.
+    One rank writes, once everything else is closed: rank 0, or else the one that has failed, which ends the others. A resumed
+    run writes the page again, with the curves of the whole run.
     Nothing is written with fast_dev_run, by validate, test and predict, or by a fit that has not begun to train. A page, or a
     part of it, that cannot be made is one warning, since no run depends on it.
 
@@ -71,10 +74,16 @@ class RunReport(Callback):
         self.path = ""
         """The latest page; "" before it."""
         self._times = Times()
+        self._point: SyncPoint | None = None
+        """Where the ranks that have failed agree on which of them writes."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_point": None}  # it belongs to this process's run
 
     def setup(self, trainer: Trainer, module: Module, stage: str) -> None:
         if stage == "fit":
             self._times = Times()
+            self._point = trainer.engine.connection.sync_point("report")
 
     def on_train_start(self, trainer: Trainer, module: Module) -> None:
         self._times.begin_training(trainer.global_step, trainer.state.total_batches)
@@ -89,8 +98,10 @@ class RunReport(Callback):
         self._times.end_training()
 
     def _report_run(self, trainer: Trainer, module: Module, result: RunResult, error: BaseException | None) -> None:
+        point, self._point = self._point, None
         loggers = [each for each in trainer.loggers if isinstance(each, FolderLogger) and each.log_dir]
-        if not loggers or trainer.fast_dev_run:
+        is_own = trainer.is_global_zero or (error is not None and not is_secondary_failure(error))
+        if not loggers or trainer.fast_dev_run or not is_own:
             return
         logger = next((each for each in loggers if isinstance(each, CSVLogger)), loggers[0])
         folder = str(logger.log_dir)
@@ -98,6 +109,8 @@ class RunReport(Callback):
         try:
             if is_local(folder) and not Path(fsspec.core.url_to_fs(folder)[1]).is_dir():
                 return  # it was moved away; the report alone does not bring it back
+            if error is not None and point is not None and not _claim(point):
+                return
             path = f"{folder}/{REPORT_NAME}"
             if _is_anothers(path):
                 problems.append(f"{path} is not a report of a run and is left alone; move it away")
@@ -112,6 +125,14 @@ class RunReport(Callback):
                 f"RunReport: {'; '.join(problems)}. The run itself is not affected; enable_report=False leaves the report out.",
                 stacklevel=2,
             )
+
+
+def _claim(point: SyncPoint) -> bool:
+    """Return whether this rank is the first of those that have failed; without the store, which may be gone, rank 0 is."""
+    try:
+        return point.claim()
+    except RuntimeError:
+        return point.rank == 0
 
 
 class Times:
@@ -274,7 +295,8 @@ class Facts:
         return {"rows": [row for row in rows if row[1]]}
 
     def _profile(self) -> dict[str, Any]:
-        return {"text": self.trainer.profiler.summary()}
+        trainer = self.trainer
+        return {"text": trainer.profiler.summary()}
 
     def _environment(self) -> Iterator[tuple[str, str]]:
         trainer, strategy, job = self.trainer, self.trainer.strategy, Environment.detect()
@@ -286,7 +308,7 @@ class Facts:
         yield "packages", ", ".join(f"{name} {version}" for name, version in installed.items())
         yield "host", socket.gethostname()
         yield "its devices", describe_devices()
-        yield "device of rank 0", str(strategy.root_device)
+        yield f"device of rank {trainer.global_rank}", str(strategy.root_device)
         yield "strategy", strategy.name
         yield "processes", f"{trainer.world_size} on {job.num_nodes} machine(s)"
         yield "started by", "the script alone" if job.launched_by == "single" else job.launched_by

@@ -54,7 +54,7 @@ def masked(arguments: Sequence[str]) -> Masked:
         if is_value:
             parts.append(HIDDEN)
             hidden.add(each)
-        elif equals and " " not in name and SECRET.search(name):
+        elif equals and re.fullmatch(r"[\w.+~/@-]+", name) and SECRET.search(name):
             parts.append(f"{shlex.quote(name)}={HIDDEN}")
             hidden.add(value)
         else:

@@ -98,6 +98,10 @@ class SyncPoint:
         if self._job.store is None:
             self.is_pending = True
 
+    def claim(self) -> bool:
+        """Return whether this rank is the first to claim it, which one rank alone is. Not collective."""
+        return self._job.store is None or self._job.store.add(f"{self._name}/claimed", 1) == 1
+
     def is_reached(self, step: int) -> bool:
         """Return whether it is now. Call at every boundary on every rank, with the same steps, which never decrease.
 

@@ -68,8 +68,8 @@ def read_history(
 
     Event files in several folders are those of several writers: what is in an inner folder is named by it, as in "eval/loss".
     `kind` prefers the files of one kind of logger ("csv" or "tensorboard"), if they are there; `log_dir` is the folder in the
-    run's whose event files are read. Of a table or an event file with more than `most_bytes`, evenly spaced rows are read, and
-    a sentence among the problems says so.
+    run's whose event files are read. Of a table or an event file with more than `most_bytes`, evenly spaced rows are read,
+    which the problems name.
 
     Raises:
         ValueError: it is not the folder of a run, or a file in it is not what it seems.
@@ -143,7 +143,7 @@ def _blocks_of(file: Any, path: str, most_bytes: int | None, problems: list[str]
     """Yield the rows of a table in blocks, without a last one that a killed process did not finish."""
     size = file.seek(0, io.SEEK_END)
     count = max(2, (most_bytes or 0) // BLOCK_BYTES)
-    if most_bytes is not None and size > count * BLOCK_BYTES:
+    if most_bytes is not None and size > max(most_bytes, count * BLOCK_BYTES):
         part, all_of_it = (f"{each / 2**20:,.0f} MiB" for each in (count * BLOCK_BYTES, size))
         problems.append(f"{path} is long: {part} of its {all_of_it} were read, in {count} evenly spaced parts.")
         starts = [(size - BLOCK_BYTES) * number // (count - 1) for number in range(count)]

@@ -397,8 +397,8 @@ class Run:
         outcome.after(logger.close)
 
     def _report(self, outcome: Outcome) -> None:
-        """Let callbacks report on a fit that has begun to train: on rank 0, once its loggers have written everything."""
-        if self.call == "fit" and self.engine.rank == 0 and self.logbook.has_begun:
+        """Let callbacks report on a fit that has begun to train, once its loggers have written everything."""
+        if self.call == "fit" and self.logbook.has_begun:
             result, error = self._result(outcome), outcome.error
             outcome.after(report, self.callbacks, self.trainer, self.module, result, error)
 

@@ -1,0 +1,43 @@
+"""Masking: which parts of command lines and variables are left out, and where else they are."""
+
+from __future__ import annotations
+
+import pytest
+
+from trainwright.distributed.masking import HIDDEN, masked, shown
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["train.py", "--lr", "0.1"], "train.py --lr 0.1"),
+        (["--api-key", "abc", "--lr=1"], f"--api-key {HIDDEN} --lr=1"),
+        (["--hf_token=abc"], f"--hf_token={HIDDEN}"),
+        (["--password", "a b c"], f"--password {HIDDEN}"),
+        (["--use-auth-token", "--lr", "1"], "--use-auth-token --lr 1"),
+        (["+wandb.api_key=abc", "lr=1"], f"+wandb.api_key={HIDDEN} lr=1"),
+        (["model={name: net, SECRET: abc, width: 8}"], f"'model={{name: net, SECRET: {HIDDEN}, width: 8}}'"),
+        (["--config", '{"token": "abc", "lr": 1}'], f"""--config '{{"token": "{HIDDEN}", "lr": 1}}'"""),
+        (["--data", "https://host/x?token=abc&part=1"], f"--data 'https://host/x?token={HIDDEN}&part=1'"),
+        (["--data", "s3://me:abc@host/x"], f"--data 's3://{HIDDEN}@host/x'"),
+        (["--data", "s3://me@firm:abc@host/x"], f"--data 's3://{HIDDEN}@host/x'"),
+        (["--name", "<b>'x'"], """--name '<b>'"'"'x'"'"''"""),
+        (["--token="], f"--token={HIDDEN}"),
+        ([], ""),
+    ],
+)
+def test_command_lines(arguments: list[str], text: str) -> None:
+    assert masked(arguments).text == text
+    assert "abc" not in masked(arguments).text
+
+
+def test_other_texts() -> None:
+    line = masked(["--token", "a-long-token", "--auth", "true", "--key=a-long-token-too"])
+    assert line.hidden == ("a-long-token-too", "a-long-token")
+    text = line.applied_to("a-long-token-too and a-long-token are true for ftp://me:word@host")
+    assert text == f"{HIDDEN} and {HIDDEN} are true for ftp://{HIDDEN}@host"
+
+
+def test_variables() -> None:
+    assert shown("NCCL_DEBUG", "INFO") == "INFO"
+    assert shown("HF_TOKEN", "abc") == shown("PROXY", "http://me:abc@host") == HIDDEN
