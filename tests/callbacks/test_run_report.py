@@ -89,11 +89,24 @@ def test_what_it_holds(tmp_path: Path) -> None:
         "single_device", "32-true", "1 on 1 machine(s)",
     )  # fmt: skip
     assert (facts["trainwright"], facts["module"]) == (tw.__version__, "Scored")
-    assert "run_training_epoch" in page.text or "training_step" in page.text  # the profiler's table
+    assert "Profile of fit" in page.text
+    assert "training_step" in page.text
     assert f"python train.py --api-token (not shown) --lr=0.1 'name={ODD}'" in page.text
     assert "secret" not in page.text
     assert "val_loss" in page.text
     assert f"{ODD} last 1," in page.text.replace("  ", " ")
+
+
+@pytest.mark.parametrize("name", ["advanced", "pytorch"])
+def test_tables_of_other_profilers(tmp_path: Path, name: str) -> None:
+    kinds = {"advanced": tw.AdvancedProfiler, "pytorch": tw.PyTorchProfiler}
+    options = {"schedule": None, "export_to_chrome": False} if name == "pytorch" else {}  # which records until the end
+    profiler = kinds[name](dirpath=tmp_path / "profiles", **options)
+    trainer_in(tmp_path, profiler=profiler, enable_checkpointing=False, max_epochs=1).fit(Scored(), make_loader())
+    page = page_in(tmp_path)
+    assert "Profile of fit" in page.text
+    assert "training_step" in page.text
+    assert "recorded nothing" not in page.text
 
 
 def test_no_part_of_a_page_runs_what_a_name_holds(tmp_path: Path) -> None:

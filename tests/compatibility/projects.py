@@ -130,8 +130,8 @@ def hooks_of(stage: str) -> list[str]:
     ]  # fmt: skip
 
 
-OWN_FILES = ("trainwright_run.json", "hparams.json")
-"""What our loggers write besides: no project looks for it."""
+OWN_FILES = ("trainwright_run.json", "hparams.json", "report.html")
+"""What our runs write besides: no project looks for it."""
 
 
 def files(folder: Any) -> list[str]:

@@ -82,7 +82,7 @@ class Callback:
         """Called before a fit that resumes nothing: search a setting in trial runs, with Trainers that `make_trial` returns."""
 
     def _report_run(self, trainer: Trainer, module: Module, result: RunResult, error: BaseException | None) -> None:
-        """Called on every rank at the end of a fit that has begun to train, once its loggers are closed. Not collective."""
+        """Called on every rank once a fit that has begun to train is over, with its loggers closed. Not collective."""
 
     @property
     def _has_asked_to_stop(self) -> bool:

@@ -267,13 +267,14 @@ class Run:
         self.stop.note_end(None)
         self.state.progress.begin(self.call)
         outer = trainer_of(module)
-        # What is registered is called from the last to the first: teardowns, loggers, locks, then the rest.
+        # What is registered is called from the last to the first: teardowns, loggers, locks, then the rest, and the report.
         with ExitStack() as stack:
             if (
                 outer is not None and outer.run.running_call is not None
             ):  # a hook of that Trainer's run has made this call
                 stack.callback(setattr, module, "trainer", outer)
             self.running_call = self.call
+            stack.callback(self._report, outcome)
             stack.callback(self._leave, outcome)
             module.trainer = self.trainer
             if datamodule is not None:
@@ -288,7 +289,6 @@ class Run:
             stack.callback(self._withdraw_loggers, outcome)
             locks = FolderLocks(engine.ranks, self.trainer.print)
             stack.callback(locks.release)
-            stack.callback(self._report, outcome)
             for logger in reversed(self.loggers) if engine.rank == 0 else ():
                 stack.callback(self._close_logger, logger, outcome)
             # Reversed, so that they are called in the order of the hooks.
@@ -397,7 +397,7 @@ class Run:
         outcome.after(logger.close)
 
     def _report(self, outcome: Outcome) -> None:
-        """Let callbacks report on a fit that has begun to train, once its loggers have written everything."""
+        """Let callbacks report on a fit that has begun to train, once its loggers and its profiler are closed."""
         if self.call == "fit" and self.logbook.has_begun:
             result, error = self._result(outcome), outcome.error
             outcome.after(report, self.callbacks, self.trainer, self.module, result, error)
