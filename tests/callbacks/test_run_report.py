@@ -82,7 +82,7 @@ def test_what_it_holds(tmp_path: Path) -> None:
     facts = page.facts()
     assert (facts["width"], facts["api_key"], facts["odd"], facts["key_dim"]) == ("8", "(not shown)", ODD, "64")
     assert facts["steps"].startswith("33, ")
-    assert facts["of it validation"].endswith(" for 3 validations")
+    assert facts["validation"].endswith(" for 3 validations")
     assert facts["ended"].endswith(" UTC")
     assert "resumed" not in facts
     assert (facts["strategy"], facts["precision"], facts["processes"]) == (

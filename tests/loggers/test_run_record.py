@@ -259,4 +259,5 @@ def test_two_ranks_write_one_record(tmp_path: Path) -> None:
     plotted = run_job(two_ranks, 2, tmp_path)
     assert plotted == [f"{tmp_path}/version_0/curves.html"] * 2
     assert record_in(tmp_path).state.word == "finished"
-    assert sorted(os.listdir(tmp_path / "version_0")) == ["curves.html", "metrics.csv", "trainwright_run.json"]
+    names = ["curves.html", "metrics.csv", "report.html", "trainwright_run.json"]
+    assert sorted(os.listdir(tmp_path / "version_0")) == names

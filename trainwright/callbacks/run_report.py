@@ -285,12 +285,12 @@ class Facts:
         steps, batches = trainer.global_step - times.step, trainer.state.total_batches - times.batch
         rest = training - times.seconds_of_validations
         rows += [
-            ("the fit, in this process", _duration(times.seconds)),
-            ("of it before training (setup, data, sanity check)", _duration(times.seconds_before)),
-            ("of it training", _duration(rest)),
-            ("of it validation", f"{_duration(times.seconds_of_validations)} for {times.validations:,} validations"),
+            ("duration in this process", _duration(times.seconds)),
+            ("setup, data, sanity check", _duration(times.seconds_before)),
+            ("training", _duration(rest)),
+            ("validation", f"{_duration(times.seconds_of_validations)} for {times.validations:,} validations"),
             ("steps", f"{steps:,}, {_rate(steps, rest)} while training"),
-            ("batches of a rank", f"{batches:,}, {_rate(batches, rest)} while training"),
+            ("batches per rank", f"{batches:,}, {_rate(batches, rest)} while training"),
         ]
         return {"rows": [row for row in rows if row[1]]}
 
@@ -317,7 +317,8 @@ class Facts:
 
     def _source(self) -> dict[str, Any]:
         script = _script()
-        rows = [("resumed from", self.trainer.resume_source or ""), ("working directory", str(Path.cwd()))]
+        rows = [("run folder", self.folder), ("resumed from", self.trainer.resume_source or "")]
+        rows.append(("working directory", str(Path.cwd())))
         rows += [] if script is None else describe_work_tree(script, self.times.began)
         rows = [(name, self.command.applied_to(text)) for name, text in rows if text]
         return {"rows": rows, "text": self.command.text, "wraps": True}

@@ -37,7 +37,7 @@ svg text { fill: var(--soft); font-size: 12px; } .grid { stroke: var(--grid); st
 .curve { fill: none; stroke-width: 1.6; stroke-linejoin: round; stroke-linecap: round; }
 table { border-collapse: collapse; margin: .3rem 0 .8rem; }
 th, td { text-align: left; vertical-align: top; padding: .15rem 1.2rem .15rem 0; overflow-wrap: anywhere; }
-th { overflow-wrap: normal; } th[scope=row] { font-weight: 400; color: var(--soft); }
+th { overflow-wrap: normal; } th[scope=row] { min-width: 9rem; font-weight: 400; color: var(--soft); }
 pre { overflow-x: auto; font-size: 12px; }
 pre.wrapped { white-space: pre-wrap; overflow-wrap: anywhere; font-size: 13px; }
 .state { border: 1px solid currentColor; border-radius: 1rem; padding: .1rem .7rem; font-weight: 600; }
