@@ -375,7 +375,7 @@ def test_two_ranks(tmp_path: Path) -> None:
     assert "failed" in results[0]
     page = page_in(tmp_path / "failed")
     assert page.headings[1] == "Error"
-    assert "broken here" in page.text
+    assert "rank 1: ValueError: broken here" in page.text
 
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "firefox")

@@ -225,7 +225,8 @@ class Facts:
         kind = type(error)
         name = kind.__name__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
         title = "Error" if isinstance(error, Exception) else "Ended by"  # KeyboardInterrupt and SystemExit
-        return Section(title, text=self.command.applied_to(f"{name}: {error}"), wraps=True)
+        rank = f"rank {self.trainer.global_rank}: " if self.trainer.world_size > 1 else ""
+        return Section(title, text=self.command.applied_to(f"{rank}{name}: {error}"), wraps=True)
 
     def _panels(self) -> tuple[list[Panel], list[str]]:
         try:

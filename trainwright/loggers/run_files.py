@@ -9,6 +9,7 @@ import re
 import struct
 import zlib
 from collections.abc import Iterator
+from itertools import islice
 from typing import Any
 
 import fsspec
@@ -25,6 +26,8 @@ DEEPEST = 12
 """Levels of folders that are searched."""
 BLOCK_BYTES = 1 << 20
 """What is read of a file at once."""
+ROWS_AT_ONCE = 500
+"""Rows that are held as texts: more would outlive the collections of young objects, and make all objects be collected."""
 
 
 def find_runs(root: str) -> list[str]:
@@ -115,8 +118,7 @@ def _of_table(folder: str, file: Any, most_bytes: int | None) -> History:
     columns: dict[str, Column] = {}
     damaged = without_step = 0
     try:
-        for text in _blocks_of(file, path, most_bytes, problems):
-            rows = list(csv.reader(io.StringIO(text, newline="")))
+        for rows in _rows_of(file, path, most_bytes, problems):
             if not names:
                 names, *rows = rows
                 if "step" not in names:
@@ -124,12 +126,14 @@ def _of_table(folder: str, file: Any, most_bytes: int | None) -> History:
             whole = [row for row in rows if len(row) == len(names)]
             damaged += len(rows) - len(whole)
             cells = dict(zip(names, zip(*whole, strict=True), strict=True)) if whole else {}
-            steps, has_step = _numbers(cells.pop("step", ()))
-            without_step += int((~has_step).sum())
+            at, numbers = _numbers(cells.pop("step", ()))
+            steps, has_step = np.zeros(len(whole)), np.zeros(len(whole), bool)
+            steps[at], has_step[at] = numbers, True
+            without_step += len(whole) - len(at)
             for name, column in cells.items():
-                values, is_there = _numbers(column)
-                if (at := np.flatnonzero(is_there & has_step)).size:
-                    columns.setdefault(name, Column()).add(steps[at], values[at])
+                at, values = _numbers(column)
+                if (kept := has_step[at]).any():
+                    columns.setdefault(name, Column()).add(steps[at[kept]], values[kept])
     except (ValueError, csv.Error) as error:  # UnicodeDecodeError among them
         raise ValueError(f"{path} is not a table of a CSVLogger: {error}. Give the folder of another run.") from error
     problems += [f"{path}: {damaged} damaged rows were left out."] if damaged else []
@@ -138,6 +142,14 @@ def _of_table(folder: str, file: Any, most_bytes: int | None) -> History:
     series = {name: _series(*columns[name].whole()) for name in names if name in columns}
     table = np.empty((0, 2)) if epochs is None else np.stack(epochs.whole(), axis=1)
     return History(folder, series, table, tuple(problems))
+
+
+def _rows_of(file: Any, path: str, most_bytes: int | None, problems: list[str]) -> Iterator[list[list[str]]]:
+    """Yield the rows of a table, some at once."""
+    for text in _blocks_of(file, path, most_bytes, problems):
+        reader = csv.reader(io.StringIO(text, newline=""))
+        while rows := list(islice(reader, ROWS_AT_ONCE)):
+            yield rows
 
 
 def _blocks_of(file: Any, path: str, most_bytes: int | None, problems: list[str]) -> Iterator[str]:
@@ -163,21 +175,23 @@ def _blocks_of(file: Any, path: str, most_bytes: int | None, problems: list[str]
             yield data[:last].decode("utf-8")
 
 
-def _numbers(cells: Any) -> tuple[Numbers, Any]:
-    """Return the numbers of a column, and which cells hold one; an empty cell and a text hold none."""
-    is_there = np.array([bool(cell) for cell in cells], bool)
+def _numbers(cells: Any) -> tuple[Any, Numbers]:
+    """Return which cells of a column hold a number, by their index, and the numbers; an empty cell and a text hold none."""
+    at = np.flatnonzero(np.fromiter(map(bool, cells), bool, len(cells)))
     try:
-        return np.array([float(cell) if cell else np.nan for cell in cells], float), is_there
+        return at, np.fromiter(map(float, filter(None, cells)), float, len(at))
     except ValueError:
-        values = np.full(len(cells), np.nan)
-    for at, cell in enumerate(cells):
-        if cell:
-            try:
-                values[at] = float(cell)
-            except ValueError:
-                is_there[at] = cell in ("True", "False")
-                values[at] = cell == "True"
-    return values, is_there
+        found = [(number, value) for number in at if (value := _number(cells[number])) is not None]
+    return np.array([number for number, _ in found], int), np.array([value for _, value in found], float)
+
+
+def _number(cell: str) -> float | None:
+    if cell in ("True", "False"):
+        return float(cell == "True")
+    try:
+        return float(cell)
+    except ValueError:
+        return None
 
 
 def _series(steps: Numbers, values: Numbers, times: Numbers | None = None) -> Series:
