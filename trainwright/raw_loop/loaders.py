@@ -139,6 +139,7 @@ class SkippedBatches:
 
     def __init__(self, loader: Any, num_batches: int) -> None:
         self.loader, self.num_batches = loader, num_batches
+        self._is_begun = False
 
     def __getattr__(self, name: str) -> Any:
         if name == "loader":  # a copy that has no attributes yet
@@ -149,12 +150,20 @@ class SkippedBatches:
         return max(0, len(self.loader) - self.num_batches)
 
     def __iter__(self) -> Iterator[Any]:
-        skipped, self.num_batches = self.num_batches, 0
-        if isinstance(self.loader, PreparedLoader):
-            if skipped:
-                self.loader.skip(skipped)
-            return iter(self.loader)
-        return _iterated(self.loader, skipped)
+        if self._is_begun:  # the first iteration was left before its end
+            self.num_batches = 0
+        self._is_begun = True
+        if not isinstance(self.loader, PreparedLoader):
+            return self._until_end(_iterated(self.loader, self.num_batches))
+        if self.num_batches:
+            self.loader.skip(self.num_batches)
+        return self._until_end(iter(self.loader))
+
+    def _until_end(self, batches: Iterator[Any]) -> Iterator[Any]:
+        try:
+            yield from batches
+        finally:
+            self.num_batches = 0  # only now: `len` is that of the iteration under way
 
 
 def skip_first_batches(dataloader: Any, num_batches: int = 0) -> SkippedBatches:
