@@ -91,10 +91,7 @@ def loader_options(
     check_flags(split_batches=split_batches, device_placement=moves)
     if split_batches:
         configuration = replace(configuration, split_batches=True)
-    types = tuple(str(getattr(each, "value", each)) for each in rng_types or ())
-    for each in types:
-        _check_rng_type(each)
-    return LoaderOptions(configuration, moves, types)
+    return LoaderOptions(configuration, moves, _names(rng_types or ()))
 
 
 def check_loader(given: Any) -> None:
@@ -107,11 +104,10 @@ def synchronize(rng_types: Iterable[Any], generator: torch.Generator | None, bro
     """Set generators of this process to rank 0's state, by name; "generator" is the one given. Collective.
 
     Raises:
+        TypeError: not a list.
         ValueError: a name that is not one of a generator of this machine.
     """
-    for each in rng_types:
-        name = str(getattr(each, "value", each))
-        _check_rng_type(name)
+    for name in _names(rng_types):
         if name == "generator":
             if generator is None:
                 raise ValueError('rng_types has "generator", but no generator was given; pass generator=.')
@@ -124,11 +120,16 @@ def synchronize(rng_types: Iterable[Any], generator: torch.Generator | None, bro
             module.set_rng_state(broadcast(module.get_rng_state()).cpu())
 
 
-def _check_rng_type(name: str) -> None:
+def _names(rng_types: Iterable[Any]) -> tuple[str, ...]:
+    """Return the names of generators, or of members of an enum of them (TypeError, ValueError)."""
+    if isinstance(rng_types, str) or not isinstance(rng_types, Iterable):
+        raise TypeError(f"rng_types={rng_types!r} is not a list; accepted is one of names, such as ['torch'].")
+    names = tuple(str(getattr(each, "value", each)) for each in rng_types)
     device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     known = ["torch", "generator", *([] if device is None else [device.type])]
-    if name not in known:
-        raise ValueError(f"rng_types has {name!r}; accepted here are {', '.join(known)}.")
+    if unknown := [each for each in names if each not in known]:
+        raise ValueError(f"rng_types has {unknown[0]!r}; accepted here are {', '.join(known)}.")
+    return names
 
 
 class SkippedBatches:
