@@ -237,7 +237,7 @@ PACKAGE_LINES = [
         "the raw loop in full: Accelerate's constructor, methods, plugins, trackers; launch by a config, env, test, estimate",
     ),
     (
-        36,
+        42,
         "skipped batches have the length of their pass; a save's path is rank 0's; wrong kinds of arguments are named",
     ),
     (30, "a failed rank ends the process group's threads before the interpreter"),
