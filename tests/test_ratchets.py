@@ -236,6 +236,10 @@ PACKAGE_LINES = [
         5_900,
         "the raw loop in full: Accelerate's constructor, methods, plugins, trackers; launch by a config, env, test, estimate",
     ),
+    (
+        42,
+        "skipped batches have the length of their pass; a save's path is rank 0's; wrong kinds of arguments are named",
+    ),
     (30, "a failed rank ends the process group's threads before the interpreter"),
     (135, "defects that a reading of the raw loop and the command line proved"),
     (90, "misspelt hooks, wrong signatures and what a newcomer from Accelerate types are named before anything is run"),
