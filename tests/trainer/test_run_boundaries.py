@@ -225,6 +225,93 @@ def test_the_module_may_log_after_a_save_with_its_hook(tmp_path: Path) -> None:
     assert len(list(tmp_path.iterdir())) == 4
 
 
+class SavesInStep(Classifier):
+    """Asks for a checkpoint once, in one of the hooks and parts of its third step."""
+
+    def __init__(self, moment: str = "", path: Any = None, *, is_manual: bool = False) -> None:
+        super().__init__(dropout=0.2)
+        self.automatic_optimization = not is_manual
+        self.moment, self.path = moment, path
+        self.written: list[bool] = []
+
+    def ask(self, moment: str) -> None:
+        if moment == self.moment and self.global_step >= 2 and not self.written:
+            self.written.append(self.trainer.save_checkpoint(self.path))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        self.ask("training_step")
+        if not self.automatic_optimization:
+            optimizer: Any = self.optimizers()
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            optimizer.step()
+            self.ask("after a step")
+        return loss
+
+    def on_before_zero_grad(self, optimizer: Any) -> None:
+        self.ask("on_before_zero_grad")
+
+    def on_before_backward(self, loss: Tensor) -> None:
+        self.ask("on_before_backward")
+
+    def on_after_backward(self) -> None:
+        self.ask("on_after_backward")
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.ask("on_before_optimizer_step")
+
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+        super().optimizer_step(*args, **kwargs)
+        self.ask("optimizer_step")
+
+    def lr_scheduler_step(self, scheduler: Any, metric: Any) -> None:
+        scheduler.step()
+        self.ask("lr_scheduler_step")
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+        return [optimizer], [{"scheduler": StepLR(optimizer, 1, 0.9), "interval": "step"}]
+
+
+@pytest.mark.parametrize(
+    "moment",
+    [
+        "training_step",
+        "on_before_zero_grad",
+        "on_before_backward",
+        "on_after_backward",
+        "on_before_optimizer_step",
+        "optimizer_step",
+        "lr_scheduler_step",
+        "after a step",
+    ],
+)
+def test_a_save_within_a_step_is_of_the_batchs_end(tmp_path: Path, moment: str) -> None:
+    """A resumed run repeats no batch of which gradients wait, or with which the weights have been stepped."""
+    is_manual = moment == "after a step"
+    whole, resumed = SavesInStep(moment, tmp_path / "a.ckpt", is_manual=is_manual), SavesInStep(is_manual=is_manual)
+    fit(whole, max_epochs=2)
+    assert whole.written == [False]
+    trainer = fit(resumed, max_epochs=2, ckpt_path=tmp_path / "a.ckpt")
+    assert_equal(weights(resumed), weights(whole))
+    assert trainer.global_step == 8
+
+
+def test_weights_are_saved_within_a_step_and_a_failed_one_waits_for_nothing(tmp_path: Path) -> None:
+    class Fails(tw.Callback):
+        def on_after_backward(self, trainer: Any, module: Any) -> None:
+            assert trainer.save_checkpoint(tmp_path / "weights.ckpt", weights_only=True)
+            raise KeyError("broken")
+
+        def on_exception(self, trainer: Any, module: Any, exception: BaseException) -> None:
+            assert trainer.save_checkpoint(tmp_path / "failed.ckpt")
+
+    with pytest.raises(KeyError, match="broken"):
+        fit(Classifier(), callbacks=[Fails()])
+    assert len(list(tmp_path.iterdir())) == 2
+
+
 class Validated(Classifier):
     """A scheduler steps with each validation, and one follows a metric of it that never becomes better."""
 

@@ -53,6 +53,8 @@ class Progress:
         """Whether the current training batch is the epoch's last."""
         self.batches_begun = 0
         """Training batches begun, the same on every rank unless one is further on."""
+        self.batches_before = 0
+        """The run's batches before the current training batch."""
 
     def begin(self, call: str) -> None:
         """Begin a call of the Trainer."""
@@ -74,9 +76,9 @@ class Progress:
             return RunningStage.SANITY_CHECKING if self.is_sanity_check else RunningStage.VALIDATING
         return RunningStage.TRAINING
 
-    def begin_batch(self, is_last: bool) -> None:
-        """Begin a training batch."""
-        self.phase, self.is_last_batch = Phase.BATCH, is_last
+    def begin_batch(self, is_last: bool, batches_before: int) -> None:
+        """Begin a training batch; the run has finished `batches_before`."""
+        self.phase, self.is_last_batch, self.batches_before = Phase.BATCH, is_last, batches_before
         self.batches_begun += 1
 
     def leave_batch(self) -> None:
