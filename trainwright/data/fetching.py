@@ -31,16 +31,17 @@ def is_fetched_here(loader: Iterable[Any]) -> TypeGuard[DataLoader[Any]]:
 def fetched(loader: DataLoader[Any]) -> Iterator[Any]:
     """Return an iterator over the batches; the sampler's iteration begins now."""
     collate: Callable[[Any], Any] = loader.collate_fn
-    item_of = partial(getitem, loader.dataset)
-    indices: Iterable[Any]
+    dataset: Any = loader.dataset
+
+    def items_of(wanted: Any) -> list[Any]:
+        # Not list(map(...)), for which a StopIteration of the dataset would be the end of the batch, and samples would be lost.
+        return [dataset[index] for index in wanted]
+
     read: Callable[[Any], Any]
-    if loader.batch_sampler is None:
-        indices, read = loader.sampler, item_of
-    elif items_of := getattr(loader.dataset, "__getitems__", None):
-        indices, read = loader.batch_sampler, items_of
+    if not loader._auto_collation:
+        read = partial(getitem, dataset)
     else:
-        items: Iterable[Any] = map(partial(map, item_of), loader.batch_sampler)  # no frame of Python for each sample
-        indices, read = items, list
+        read = getattr(dataset, "__getitems__", None) or items_of
 
     def fetch(wanted: Any, region: record_function | None = None) -> Any:
         if region is None and profiler._is_profiler_enabled:
@@ -48,4 +49,4 @@ def fetched(loader: DataLoader[Any]) -> Iterator[Any]:
                 return fetch(wanted, region)
         return collate(read(wanted))
 
-    return map(fetch, indices)
+    return map(fetch, loader._index_sampler)
