@@ -32,21 +32,15 @@ def fetched(loader: DataLoader[Any]) -> Iterator[Any]:
     """Return an iterator over the batches; the sampler's iteration begins now."""
     collate: Callable[[Any], Any] = loader.collate_fn
     dataset: Any = loader.dataset
-
-    def items_of(wanted: Any) -> list[Any]:
-        # Not list(map(...)), for which a StopIteration of the dataset would be the end of the batch, and samples would be lost.
-        return [dataset[index] for index in wanted]
-
-    read: Callable[[Any], Any]
-    if not loader._auto_collation:
-        read = partial(getitem, dataset)
-    else:
-        read = getattr(dataset, "__getitems__", None) or items_of
+    read = getattr(dataset, "__getitems__", None) if loader._auto_collation else partial(getitem, dataset)
 
     def fetch(wanted: Any, region: record_function | None = None) -> Any:
         if region is None and profiler._is_profiler_enabled:
             with record_function(REGION) as region:
                 return fetch(wanted, region)
-        return collate(read(wanted))
+        if read:
+            return collate(read(wanted))
+        # Not list(map(...)), which would take a StopIteration of the dataset for the end of the batch and lose samples.
+        return collate([dataset[index] for index in wanted])
 
     return map(fetch, loader._index_sampler)

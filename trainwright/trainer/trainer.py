@@ -361,9 +361,9 @@ class Trainer(Status):
                 exists.
 
         From training_step to the schedulers' steps the save waits for the end of the batch, which a resumed run would repeat;
-        within an accumulation window for its end, since a checkpoint within an epoch holds no gradients; between an epoch's last
-        batch and the end of its validation, hooks and schedulers for that. It returns False then. A save of the weights alone
-        waits for a window only.
+        within an accumulation window for its end, since a checkpoint within an epoch holds no gradients; between an epoch's
+        last batch and the end of its validation, hooks and schedulers for that. It returns False then. A save of the weights
+        alone waits for a window only.
 
         Raises:
             CheckpointError: on every rank.

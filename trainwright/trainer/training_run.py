@@ -79,8 +79,8 @@ class TrainingRun(Run):
         self.step_results: list[StepResult] = []
         """Results of the steps that the module's running optimizer_step has made."""
         self.waiting_saves: list[tuple[str, bool, bool, bool]] = []
-        """Checkpoints requested within a batch, a window or an epoch's end, to be written after it: path, weights_only, blocking
-        and overwrite."""
+        """Checkpoints requested within a batch, a window or an epoch's end, to be written after it: path, weights_only,
+        blocking and overwrite."""
         self.progress.follow(self.window)
         self.close_at_end(self._drop_batches)
 
