@@ -91,7 +91,7 @@ class Progress:
 
     @property
     def is_within_window(self) -> bool:
-        """Return whether gradients wait for a step, in an accumulation window or after manual_backward."""
+        """Return whether gradients wait for a step, in a window of several batches or after manual_backward."""
         return self._window is not None and self._window.is_open
 
     def enter(self, phase: Phase) -> None:
