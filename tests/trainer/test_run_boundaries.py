@@ -12,7 +12,7 @@ import torch
 from small import QUIET, Classifier, assert_equal, loss_of, make_data, make_loader, weights
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 import trainwright as tw
 from trainwright.data.combined import CombinedLoader
@@ -225,8 +225,19 @@ def test_the_module_may_log_after_a_save_with_its_hook(tmp_path: Path) -> None:
     assert len(list(tmp_path.iterdir())) == 4
 
 
-class SavesInStep(Classifier):
-    """Asks for a checkpoint once, in one of the hooks and parts of its third step."""
+class Drawing(Dataset[Any]):
+    """Draws from torch's generator in this process, as augmentation does."""
+
+    def __len__(self) -> int:
+        return 16
+
+    def __getitem__(self, index: int) -> Any:
+        sample, label = make_data(16)[index]
+        return sample + 0.1 * torch.rand_like(sample), label
+
+
+class SavesInBatch(Classifier):
+    """Asks for a checkpoint once, in one of the hooks and parts of its third batch."""
 
     def __init__(self, moment: str = "", path: Any = None, *, is_manual: bool = False) -> None:
         super().__init__(dropout=0.2)
@@ -237,6 +248,9 @@ class SavesInStep(Classifier):
     def ask(self, moment: str) -> None:
         if moment == self.moment and self.global_step >= 2 and not self.written:
             self.written.append(self.trainer.save_checkpoint(self.path))
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.ask("on_train_batch_start")
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         loss = super().training_step(batch, batch_idx)
@@ -277,6 +291,7 @@ class SavesInStep(Classifier):
 @pytest.mark.parametrize(
     "moment",
     [
+        "on_train_batch_start",
         "training_step",
         "on_before_zero_grad",
         "on_before_backward",
@@ -287,18 +302,18 @@ class SavesInStep(Classifier):
         "after a step",
     ],
 )
-def test_a_save_within_a_step_is_of_the_batchs_end(tmp_path: Path, moment: str) -> None:
-    """A resumed run repeats no batch of which gradients wait, or with which the weights have been stepped."""
+def test_a_save_within_a_batch_is_of_its_end(tmp_path: Path, moment: str) -> None:
+    """A resumed run repeats no batch that was drawn, of which gradients wait, or with which the weights were stepped."""
     is_manual = moment == "after a step"
-    whole, resumed = SavesInStep(moment, tmp_path / "a.ckpt", is_manual=is_manual), SavesInStep(is_manual=is_manual)
-    fit(whole, max_epochs=2)
+    whole, resumed = SavesInBatch(moment, tmp_path / "a.ckpt", is_manual=is_manual), SavesInBatch(is_manual=is_manual)
+    fit(whole, DataLoader(Drawing(), batch_size=4), max_epochs=2)
     assert whole.written == [False]
-    trainer = fit(resumed, max_epochs=2, ckpt_path=tmp_path / "a.ckpt")
+    trainer = fit(resumed, DataLoader(Drawing(), batch_size=4), max_epochs=2, ckpt_path=tmp_path / "a.ckpt")
     assert_equal(weights(resumed), weights(whole))
     assert trainer.global_step == 8
 
 
-def test_weights_are_saved_within_a_step_and_a_failed_one_waits_for_nothing(tmp_path: Path) -> None:
+def test_weights_are_saved_within_a_batch_and_a_failed_one_waits_for_nothing(tmp_path: Path) -> None:
     class Fails(tw.Callback):
         def on_after_backward(self, trainer: Any, module: Any) -> None:
             assert trainer.save_checkpoint(tmp_path / "weights.ckpt", weights_only=True)

@@ -360,7 +360,7 @@ class Trainer(Status):
                 whole. Anything else at the path is refused, and on a file system without rename (object stores) any path that
                 exists.
 
-        From training_step to the schedulers' steps the save waits for the end of the batch, which a resumed run would repeat;
+        From on_train_batch_start to the schedulers' steps the save waits for the batch's end, or a resumed run would repeat it;
         within an accumulation window for its end, since a checkpoint within an epoch holds no gradients; between an epoch's
         last batch and the end of its validation, hooks and schedulers for that. It returns False then. A save of the weights
         alone waits for a window only.

@@ -274,21 +274,15 @@ class TrainingRun(Run):
     def may_save(self, weights_only: bool) -> bool:
         """Return whether a checkpoint can be written now; else it waits for the end of the window, the batch or the epoch.
 
-        A checkpoint within an epoch holds no gradients that wait for a step, a resumed run would repeat a batch that is not
-        counted, and no run resumes within an epoch's end.
+        A checkpoint within an epoch holds no gradients that wait for a step, a resumed run would draw and train on a batch
+        again that is not counted, and no run resumes within an epoch's end.
         """
         if self.running_call is None:
             return True
-        return not self.window.is_open and (weights_only or not (self.progress.phase in ENDING or self._is_in_step))
-
-    @property
-    def _is_in_step(self) -> bool:
-        """Return whether training_step, or what follows it, runs for a batch that the state has not counted yet."""
-        collector = self.logbook.collector
-        is_begun = collector is not None and collector.hook != "on_train_batch_start"
         is_counted = self.state.total_batches != self.progress.batches_before
         # In a batch that has failed, a save would wait for an end that does not come.
-        return self.progress.is_in_batch and is_begun and not is_counted and not self.stop.was_cut
+        is_within_batch = self.progress.is_in_batch and not is_counted and not self.stop.was_cut
+        return not self.window.is_open and (weights_only or not (is_within_batch or self.progress.phase in ENDING))
 
     @property
     def obstacle(self) -> str:
