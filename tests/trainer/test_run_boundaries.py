@@ -313,6 +313,23 @@ def test_a_save_within_a_batch_is_of_its_end(tmp_path: Path, moment: str) -> Non
     assert trainer.global_step == 8
 
 
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_a_save_in_a_batch_that_ends_the_epoch_is_of_the_epochs_end(tmp_path: Path, accumulate: int) -> None:
+    class Leaves(tw.Callback):
+        def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> int | None:
+            if trainer.current_epoch or batch_idx != 2:
+                return None
+            assert not trainer.save_checkpoint(tmp_path / "a.ckpt")
+            return -1
+
+    whole, resumed = Classifier(dropout=0.2), Classifier(dropout=0.2)
+    settings: dict[str, Any] = {"max_epochs": 2, "accumulate_grad_batches": accumulate}
+    expected = fit(whole, callbacks=[Leaves()], **settings)
+    trainer = fit(resumed, ckpt_path=tmp_path / "a.ckpt", **settings)
+    assert_equal(weights(resumed), weights(whole))
+    assert trainer.global_step == expected.global_step
+
+
 def test_weights_are_saved_within_a_batch_and_a_failed_one_waits_for_nothing(tmp_path: Path) -> None:
     class Fails(tw.Callback):
         def on_after_backward(self, trainer: Any, module: Any) -> None:
