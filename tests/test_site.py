@@ -1,4 +1,4 @@
-"""The documentation as a site: the reference has every public name, links lead somewhere, and no page loads anything from elsewhere."""
+"""The documentation as a site: the reference has every public name, links and anchors exist, nothing is loaded from elsewhere."""
 
 from __future__ import annotations
 
@@ -20,7 +20,15 @@ import trainwright as tw
 
 ROOT = Path(__file__).parents[1]
 REFERENCE = "".join(page.read_text() for page in sorted((ROOT / "docs/reference").glob("*.md")))
-LOADED = {"script": "src", "img": "src", "iframe": "src", "source": "src", "video": "src", "audio": "src", "link": "href"}
+LOADED = {
+    "script": "src",
+    "img": "src",
+    "iframe": "src",
+    "source": "src",
+    "video": "src",
+    "audio": "src",
+    "link": "href",
+}
 """What a browser loads for a page: the element, and its attribute with the address."""
 
 
@@ -62,10 +70,10 @@ def module_of(name: str) -> Any:
 
 @pytest.mark.slow
 def test_arguments_that_share_a_line_are_shown_one_by_one() -> None:
-    shared = "Args:\n    low, high: the limits,\n        both included.\n    name: a name.\n"
-    expected = (
-        "Args:\n    low: the limits,\n        both included.\n    high: the limits,\n        both included.\n    name: a name.\n"
-    )
+    low, high, name = (f"    {name}: " for name in ("low", "high", "name"))
+    limits = "the limits,\n        both included.\n"
+    shared = f"Args:\n    low, high: {limits}{name}a name.\n"
+    expected = f"Args:\n{low}{limits}{high}{limits}{name}a name.\n"
     assert module_of("docstrings").one_by_one(shared) == expected
 
 

@@ -1,5 +1,5 @@
-"""What the site adds to the pages in docs/: those that lie elsewhere in the repository, and a page for each source file that a page
-links to. Links are written as they work in the repository, and are turned here into the site's own.
+"""What the site adds to the pages in docs/: those that lie elsewhere in the repository, and a page for each source file that a
+page links to. Links are written as they work in the repository, and are turned here into the site's own.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""The loop of docs/accelerator.md, as it stands there, under every way to start it: python, trainwright launch with each strategy, torchrun,
-notebook_launcher."""
+"""The loop of docs/accelerator.md, as it stands there, under every way to start it: python, trainwright launch with each
+strategy, torchrun, notebook_launcher."""
 
 from __future__ import annotations
 
