@@ -1,4 +1,4 @@
-"""The documentation as a site: the reference has every public name, links and anchors exist, nothing is loaded from elsewhere."""
+"""The documentation as a site: each public name is in the reference, links and anchors exist, nothing comes from elsewhere."""
 
 from __future__ import annotations
 
