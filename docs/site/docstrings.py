@@ -1,16 +1,18 @@
-"""How docstrings are read for the reference: arguments that share a line (`low, high: the limits`) are shown one by one, and
-examples as code.
+"""How docstrings are read for the reference: arguments that share a line (`low, high: the limits`) are shown one by one, examples
+as code, and attributes of the Trainer that are declared with their description have it for a docstring.
 """
 
 from __future__ import annotations
 
+import ast
 import re
 from typing import Any
 
-from griffe import Extension, Object
+from griffe import Attribute, Docstring, ExprCall, ExprSubscript, Extension, Object
 
 ARGUMENTS = re.compile(r"^Args:\n(?: +.*\n|\n)+", re.MULTILINE)
 SHARED = re.compile(r"^( +)(\*{0,2}\w+(?:, \*{0,2}\w+)+): ((?:.*\n)(?:\1 +.*\n)*)", re.MULTILINE)
+DECLARED = ("Forwarded", "Setting")
 EXAMPLE = re.compile(r"^>>> .*\n(?:.+\n)*", re.MULTILINE)
 
 
@@ -21,6 +23,14 @@ class PlainDocstrings(Extension):
         if obj.docstring is not None:
             text = ARGUMENTS.sub(lambda section: one_by_one(section[0]), obj.docstring.value + "\n")
             obj.docstring.value = EXAMPLE.sub(lambda example: f"```pycon\n{example[0]}```\n", text).rstrip()
+
+    def on_attribute_instance(self, *, attr: Attribute, **kwargs: Any) -> None:
+        """Describe an attribute such as `name = Forwarded[int]("path", "What it is.")`."""
+        declared = attr.value
+        if isinstance(declared, ExprCall) and isinstance(declared.function, ExprSubscript):
+            if str(declared.function.left) in DECLARED:
+                attr.annotation = declared.function.slice
+                attr.docstring = Docstring(ast.literal_eval(str(declared.arguments[1])), parent=attr)
 
 
 def one_by_one(section: str) -> str:
