@@ -26,6 +26,8 @@ ELSEWHERE = {
     "benchmarks/RESULTS.md": "results.md",
 }
 """Pages that lie outside docs/, and where they are on the site."""
+ALONE = ("index.md", "migrating.md", "changelog.md")
+"""Pages that are the only ones of their tab, and so need no list of pages."""
 LINK = re.compile(r"(?<=\]\()(?!https?:|#)([^)#\s]+)(#[^)\s]*)?(?=\))")
 LANGUAGES = {".py": "python", ".toml": "toml", ".yaml": "yaml", ".yml": "yaml", ".ipynb": "json"}
 
@@ -47,6 +49,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Turn the links of a page, as they work in the repository, into links between pages of the site."""
     here = page.file.src_uri
+    if here in ALONE:
+        page.meta["hide"] = ["navigation"]
     if here.startswith("source/"):
         return markdown
 
