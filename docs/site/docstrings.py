@@ -1,5 +1,5 @@
-"""How docstrings are read for the reference: arguments that share a line (`low, high: the limits`) are shown one by one, examples
-as code, and attributes of the Trainer that are declared with their description have it for a docstring.
+"""How docstrings are read for the reference: arguments that share a line (`low, high: the limits`) are shown one by one,
+examples as code, and attributes of the Trainer that are declared with a description have it as their docstring.
 """
 
 from __future__ import annotations
@@ -26,11 +26,10 @@ class PlainDocstrings(Extension):
 
     def on_attribute_instance(self, *, attr: Attribute, **kwargs: Any) -> None:
         """Describe an attribute such as `name = Forwarded[int]("path", "What it is.")`."""
-        declared = attr.value
-        if isinstance(declared, ExprCall) and isinstance(declared.function, ExprSubscript):
-            if str(declared.function.left) in DECLARED:
-                attr.annotation = declared.function.slice
-                attr.docstring = Docstring(ast.literal_eval(str(declared.arguments[1])), parent=attr)
+        kind = attr.value.function if isinstance(attr.value, ExprCall) else None
+        if isinstance(attr.value, ExprCall) and isinstance(kind, ExprSubscript) and str(kind.left) in DECLARED:
+            attr.annotation = kind.slice
+            attr.docstring = Docstring(ast.literal_eval(str(attr.value.arguments[1])), parent=attr)
 
 
 def one_by_one(section: str) -> str:

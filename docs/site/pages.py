@@ -28,6 +28,8 @@ ELSEWHERE = {
 """Pages that lie outside docs/, and where they are on the site."""
 ALONE = ("index.md", "migrating.md", "changelog.md")
 """Pages that are the only ones of their tab, and so need no list of pages."""
+LATER = ("migrating.md", "contributing.md", "changelog.md", "results.md")
+"""Pages that a search shows after the others."""
 LINK = re.compile(r"(?<=\]\()(?!https?:|#)([^)#\s]+)(#[^)\s]*)?(?=\))")
 LANGUAGES = {".py": "python", ".toml": "toml", ".yaml": "yaml", ".yml": "yaml", ".ipynb": "json"}
 
@@ -51,6 +53,8 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     here = page.file.src_uri
     if here in ALONE:
         page.meta["hide"] = ["navigation"]
+    if here in LATER:
+        page.meta["search"] = {"boost": 0.3}
     if here.startswith("source/"):
         return markdown
 
