@@ -8,11 +8,13 @@ import ast
 import re
 from typing import Any
 
-from griffe import Attribute, Docstring, ExprCall, ExprSubscript, Extension, Object
+from griffe import Attribute, Docstring, ExprCall, ExprSubscript, Extension, Function, Object
 
 ARGUMENTS = re.compile(r"^Args:\n(?: +.*\n|\n)+", re.MULTILINE)
 SHARED = re.compile(r"^( +)(\*{0,2}\w+(?:, \*{0,2}\w+)+): ((?:.*\n)(?:\1 +.*\n)*)", re.MULTILINE)
 DECLARED = ("Forwarded", "Setting")
+REFUSED = ("by_position", "unknown")
+"""Arguments that exist to be refused with a good message."""
 EXAMPLE = re.compile(r"^>>> .*\n(?:.+\n)*", re.MULTILINE)
 
 
@@ -23,6 +25,11 @@ class PlainDocstrings(Extension):
         if obj.docstring is not None:
             text = ARGUMENTS.sub(lambda section: one_by_one(section[0]), obj.docstring.value + "\n")
             obj.docstring.value = EXAMPLE.sub(lambda example: f"```pycon\n{example[0]}```\n", text).rstrip()
+
+    def on_function_instance(self, *, func: Function, **kwargs: Any) -> None:
+        for name in REFUSED:
+            if name in func.parameters:
+                del func.parameters[name]
 
     def on_attribute_instance(self, *, attr: Attribute, **kwargs: Any) -> None:
         """Describe an attribute such as `name = Forwarded[int]("path", "What it is.")`."""
