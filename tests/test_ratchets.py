@@ -236,6 +236,10 @@ PACKAGE_LINES = [
         5_900,
         "the raw loop in full: Accelerate's constructor, methods, plugins, trackers; launch by a config, env, test, estimate",
     ),
+    (
+        42,
+        "skipped batches have the length of their pass; a save's path is rank 0's; wrong kinds of arguments are named",
+    ),
     (30, "a failed rank ends the process group's threads before the interpreter"),
     (135, "defects that a reading of the raw loop and the command line proved"),
     (90, "misspelt hooks, wrong signatures and what a newcomer from Accelerate types are named before anything is run"),
@@ -322,6 +326,9 @@ PACKAGE_LINES = [
         50,
         "evaluations refuse a loader that gives no batch; docstrings that say who does what at a stop and at a resume",
     ),
+    (54, "bars of tqdm that a subclass makes"),
+    (19, "names that clients of trackers draw do not depend on the script's seed"),
+    (17, "command lines: a class of the wrong kind, multifile, variables that two ranks read"),
 ]
 """Lines of the package: what is added to it, or taken off, with the reason. The sum is the limit."""
 
