@@ -10,6 +10,7 @@
 #   make test-device       tests on the simulated accelerator of tests/simulated_device, which the first run compiles: those of devices,
 #                          and the fast ones of the trainer, the data, the precisions and checkpoints; ARGS="tests/engine -x" for others
 #   make check             formatting, lint, types; make format mends the first two
+#   make docs              the documentation as a site, in site/; a warning is an error
 #   make bench             benchmarks/overhead.py (ARGS), ddp_overhead.py (DDP_ARGS), strategies.py (STRATEGY_ARGS) and checkpoint.py
 #                          (CHECKPOINT_ARGS), beside other frameworks and beside their goals
 #   make bench-gpu         benchmarks/gpu.py: on a machine with a GPU, ARGS="--minutes 9"; on its own torch with PYTHON=python3, which makes no
@@ -57,7 +58,7 @@ SHARED_OUT := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 ON_SIMULATED := PYTHONPATH=$(CURDIR)/tests/simulated_device $(BIN)/python -m pytest
 
-.PHONY: demo test test-launch test-slow test-all test-device test-gpu test-versions check format bench bench-gpu soak fuzz clean
+.PHONY: demo test test-launch test-slow test-all test-device test-gpu test-versions check format docs bench bench-gpu soak fuzz clean
 
 demo: $(VENV)/examples.stamp
 	$(BIN)/python examples/digits.py --devices $(DEVICES) $(ARGS)
@@ -68,10 +69,10 @@ test: $(VENV)/test.stamp
 test-launch: $(VENV)/test.stamp
 	$(BIN)/python -m pytest -m "launch and not slow and not gpu and not device" $(SHARED_OUT) $(ARGS)
 
-test-slow: $(VENV)/programs.stamp
+test-slow: $(VENV)/programs.stamp $(VENV)/docs.stamp
 	$(BIN)/python -m pytest -m "slow and not gpu and not device" $(SHARED_OUT) $(ARGS)
 
-test-all: $(VENV)/programs.stamp
+test-all: $(VENV)/programs.stamp $(VENV)/docs.stamp
 	$(BIN)/python -m pytest -m "not gpu and not device" $(SHARED_OUT) $(ARGS)
 
 test-device: $(VENV)/test.stamp
@@ -93,6 +94,9 @@ check: $(VENV)/test.stamp
 format: $(VENV)/test.stamp
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
+
+docs: $(VENV)/docs.stamp
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet
 
 bench: $(VENV)/bench.stamp
 	$(BIN)/python benchmarks/overhead.py $(ARGS)
@@ -131,6 +135,10 @@ $(VENV)/test.stamp: $(VENV)/base.stamp
 
 $(VENV)/programs.stamp: $(VENV)/test.stamp
 	$(INSTALL) -e ".[programs]"
+	touch $@
+
+$(VENV)/docs.stamp: $(VENV)/base.stamp
+	$(INSTALL) -e ".[docs]"
 	touch $@
 
 $(VENV)/versions.stamp: $(VENV)/base.stamp

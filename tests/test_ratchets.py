@@ -236,6 +236,10 @@ PACKAGE_LINES = [
         5_900,
         "the raw loop in full: Accelerate's constructor, methods, plugins, trackers; launch by a config, env, test, estimate",
     ),
+    (
+        42,
+        "skipped batches have the length of their pass; a save's path is rank 0's; wrong kinds of arguments are named",
+    ),
     (30, "a failed rank ends the process group's threads before the interpreter"),
     (135, "defects that a reading of the raw loop and the command line proved"),
     (90, "misspelt hooks, wrong signatures and what a newcomer from Accelerate types are named before anything is run"),
@@ -326,6 +330,10 @@ PACKAGE_LINES = [
         790,
         "RunReport, a page on each run: its facts, the script's commit, masked command lines; long tables are read in parts",
     ),
+    (54, "bars of tqdm that a subclass makes"),
+    (19, "names that clients of trackers draw do not depend on the script's seed"),
+    (17, "command lines: a class of the wrong kind, multifile, variables that two ranks read"),
+    (4, "a save that is requested within a batch waits for its end"),
 ]
 """Lines of the package: what is added to it, or taken off, with the reason. The sum is the limit."""
 

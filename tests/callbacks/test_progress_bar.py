@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from small import QUIET, Classifier, make_data, make_loader
+from tqdm import tqdm
 
 import trainwright as tw
 
@@ -90,6 +91,67 @@ class Predictor(Shown):
 
 def terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+
+
+class Own(tw.TQDMProgressBar):
+    """Has a bar of its own at each stage, and notes which."""
+
+    def __init__(self, leave: bool) -> None:
+        super().__init__(refresh_seconds=0.0, leave=leave)
+        self.made: list[str] = []
+
+    def init_train_tqdm(self) -> Any:
+        self.made.append("train")
+        bar = super().init_train_tqdm()
+        bar.bar_format = "[{desc} {n_fmt} of {total_fmt}{postfix}]"
+        return bar
+
+    def init_sanity_tqdm(self) -> Any:
+        self.made.append("sanity")
+        return tqdm(file=sys.stderr, bar_format="<{desc} {n_fmt}/{total_fmt}>", desc="mine")
+
+    def init_validation_tqdm(self) -> Any:
+        self.made.append("validation")
+        return tqdm(disable=True)
+
+    def init_test_tqdm(self) -> Any:
+        self.made.append("test")
+        return super().init_test_tqdm()
+
+    def init_predict_tqdm(self) -> Any:
+        self.made.append("predict")
+        return tqdm(file=sys.stdout)
+
+
+@pytest.mark.parametrize("leave", [False, True])
+def test_bars_of_a_subclass(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, leave: bool) -> None:
+    """What `init_train_tqdm` and the others return is what is shown, with the callback's counts and metrics."""
+    terminal(monkeypatch)
+    bar = Own(leave)
+    trainer = tw.Trainer(max_epochs=2, callbacks=[bar], **SETTINGS)
+    trainer.fit(Predictor(), make_loader(), make_loader(8))
+    trainer.test(Predictor(), make_loader(8))
+    trainer.predict(Predictor(), make_loader(16))
+    an_epoch = ["train", "validation"]
+    fitted = [*an_epoch, *an_epoch] if leave else [*an_epoch, "validation"]
+    assert bar.made == ["sanity", *fitted, "test", "predict"]
+    shown = capsys.readouterr()
+    assert "<Sanity check 2/2>" in shown.err
+    assert "Validation" not in shown.err
+    assert "[Epoch 1 11 of 11, shown=0.123, val_shown=2" in shown.err
+    assert "Test: 100%" in shown.err
+    assert "Predict" in shown.out
+    assert "4/4" in shown.out
+
+
+def test_a_subclass_that_returns_no_bar(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Without(tw.TQDMProgressBar):
+        def init_train_tqdm(self) -> Any:
+            return None
+
+    terminal(monkeypatch)
+    with pytest.raises(TypeError, match=r"Without\.init_train_tqdm returned None; return a tqdm"):
+        tw.Trainer(max_epochs=1, callbacks=[Without()], **SETTINGS).fit(Shown(), make_loader())
 
 
 def test_a_narrow_terminal_shows_the_bar_and_whole_numbers(

@@ -277,6 +277,14 @@ def test_a_script_runs_with_the_programs_arguments(monkeypatch: pytest.MonkeyPat
             "model:\n  width: 3\noptimizer:\n  class_path: SDG\n",
             ["line 3: Parser key \"optimizer\": no class is named 'SDG'", "Did you mean 'SGD'?"],
         ),
+        (
+            "model:\n  width: 3\noptimizer: StepLR\n",
+            ["line 3: Parser key \"optimizer\": 'StepLR' is not a subclass of Optimizer; give one."],
+        ),
+        (
+            "model: {width: 3}\ntrainer:\n  callbacks:\n  - class_path: CSVLogger\n",
+            ["line 3: Parser key \"trainer.callbacks\": 'CSVLogger' is not a subclass of Callback; give one."],
+        ),
         ("model:\n  width: 3\n trainer: 1\n", ["line 3 is not YAML"]),
         (
             "trainer: &common\n  max_epochs: 1\nmodel:\n  width: 3\ndata:\n  <<: &sizes {n: 7}\n  batch_sise: 1\n",

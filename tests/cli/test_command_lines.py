@@ -62,12 +62,16 @@ def test_one_process(tmp_path: Path, jobs: list[Started]) -> None:
     assert "'trainer' has no argument 'max_epoch'. Did you mean 'max_epochs'?" in wrong.stderr
 
 
-def test_two_ranks_and_a_resume_that_needs_nothing_else(tmp_path: Path, jobs: list[Started]) -> None:
+def test_two_ranks_and_a_resume_that_needs_nothing_else(
+    tmp_path: Path, jobs: list[Started], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The launching process and its ranks run the same program; the resumed run ends as one that was not stopped."""
     pair = ("--trainer.devices", "2", "--trainer.strategy", "ddp")
+    monkeypatch.setenv("TRAINWRIGHT_TRAINER_DETECT_ANOMALY", "false")
     for name in ("resumed", "whole"):
         (tmp_path / name).mkdir()
-    run(jobs, tmp_path / "resumed", "fit", *SETTINGS, *pair)
+    begun = run(jobs, tmp_path / "resumed", "fit", *SETTINGS, *pair)
+    assert begun.stderr.count("TRAINWRIGHT_TRAINER_DETECT_ANOMALY=false sets") == 1
     again = run(jobs, tmp_path / "resumed", "fit", "--ckpt_path", "last", "--trainer.max_epochs", "2")
     assert again.stderr.count("what the command leaves out is taken from the config in") == 1
     run(jobs, tmp_path / "whole", "fit", *SETTINGS, *pair, "--trainer.max_epochs=2")

@@ -83,6 +83,13 @@ def test_where_a_config_is_and_is_not_written() -> None:
     assert configs() == ["config-v1.yaml", "config.yaml"]
 
 
+def test_one_file_of_several() -> None:
+    with pytest.warns(UserWarning, match="multifile=True, but the config is written as one file"):
+        cli = made("--model.width=3", save_config_kwargs={"multifile": True})
+    fit(cli)
+    assert configs() == ["trainwright_logs/version_0/config.yaml"]
+
+
 class Refusing(tw.Callback):
     def on_fit_start(self, trainer: tw.Trainer, module: tw.Module) -> None:
         raise RuntimeError("no data")

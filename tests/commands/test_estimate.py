@@ -123,6 +123,10 @@ def test_the_table_groups_precisions_that_take_the_same(capsys: pytest.CaptureFi
         ),
         (["net.py:Net", "--args", '{"widht": 2}'], "Did you mean 'width'?"),
         (["net.py:Net", "--args", "width=2"], "--args width=2 is not JSON"),
+        (
+            ["net.py:made", "--args", "{}"],
+            "--args {} was given, but made is a module that exists already; leave it out",
+        ),
         (["net.py:Net", "--args", "[2]"], "--args [2] is not an object; pass one such as"),
         (["net.py:Net", "--args", '{"width": "wide"}'], "Net cannot be made on the meta device"),
         (["net.py:Reads"], "Reads cannot be made on the meta device, whose tensors have no values (RuntimeError"),

@@ -123,6 +123,31 @@ def test_an_error_of_the_dataset_comes_as_it_is_and_sampling_is_lazy() -> None:
     assert next(batches) == torch.tensor([3])  # as torch's iterator goes on after an error
 
 
+@pytest.mark.parametrize("size", [None, 1, 3])
+def test_a_stop_iteration_of_the_dataset_ends_the_pass_and_cuts_no_batch(size: int | None) -> None:
+    """As one does that reads on in a file, whatever index it is given."""
+
+    class Reads(Items):
+        def __init__(self) -> None:
+            self.lines = iter(range(5))
+
+        def __getitem__(self, index: int) -> Any:
+            return next(self.lines)
+
+    assert plain(fetched(DataLoader(Reads(), batch_size=size))) == plain(DataLoader(Reads(), batch_size=size))
+    with pytest.raises(RuntimeError, match="the training loader gave 1 batches, but its length is 3"):
+        trainer().fit(Net(), DataLoader(Reads(), batch_size=3, collate_fn=lambda items: torch.ones(len(items), 3)))
+
+
+def test_a_loader_that_chooses_its_indices_by_itself() -> None:
+    class Own(DataLoader[Any]):
+        @property
+        def _index_sampler(self) -> Any:
+            return [[0, 2], [4]]
+
+    assert plain(fetched(Own(Items(), batch_size=3))) == plain(Own(Items(), batch_size=3))
+
+
 def test_a_profile_shows_the_fetch_under_torchs_name() -> None:
     loader = DataLoader(TensorDataset(torch.arange(6)), batch_size=2)
     batches = fetched(loader)
@@ -156,6 +181,12 @@ class Net(tw.Module):
         return torch.optim.SGD(self.parameters(), 1e-3)
 
 
+def trainer() -> tw.Trainer:
+    return tw.Trainer(
+        max_epochs=2, logger=False, enable_checkpointing=False, enable_progress_bar=False, accelerator="cpu"
+    )
+
+
 class TorchsLoader(DataLoader[Any]):
     """Iterates as torch's does, but is not known to."""
 
@@ -169,10 +200,7 @@ def test_a_run_draws_the_same_as_with_torchs_iterator(options: dict[str, Any]) -
     for kind in (DataLoader, TorchsLoader):
         tw.seed_everything(3)
         module = Net()
-        trainer = tw.Trainer(
-            max_epochs=2, logger=False, enable_checkpointing=False, enable_progress_bar=False, accelerator="cpu"
-        )
-        trainer.fit(module, kind(Drawing(), batch_size=4, **options))
+        trainer().fit(module, kind(Drawing(), batch_size=4, **options))
         runs.append([*module.seen, *(parameter.detach() for parameter in module.parameters())])
     assert all(torch.equal(one, other) for one, other in zip(*runs, strict=True))
     assert all(each.isfinite().all() for each in runs[0])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.machinery
 import importlib.util
 import json
+import random
 import sys
 import types
 import zipfile
@@ -179,6 +180,7 @@ def test_the_real_client_offline(tmp_path: Path) -> None:
     pytest.importorskip("comet_ml")
 
     def fit(fails_at: int, ckpt_path: str | None) -> tw.CometLogger:
+        random.seed(1)  # as each process of a seeded script
         logger = tw.CometLogger(project="tests", save_dir=tmp_path / "comet", online=False)
         saves = tw.ModelCheckpoint(tmp_path / "saved", "{step}", every_n_train_steps=5, save_top_k=-1)
         settings = {**QUIET, "logger": logger, "enable_checkpointing": True, "callbacks": [saves]}

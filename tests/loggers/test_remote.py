@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import random
 import struct
 import threading
 from collections import deque
@@ -204,6 +205,33 @@ def test_a_run_that_cannot_be_closed_is_a_warning(tmp_path: Path) -> None:
         trainer = fit(service, tmp_path)
     assert trainer.global_step == 22
     assert not service._is_open
+
+
+class Naming(Service):
+    """Draws names, as clients do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[float] = []
+
+    def _open(self, run_id: str | None) -> str:
+        self.names.append(random.random())
+        return super()._open(run_id)
+
+    def _close(self, status: str) -> None:
+        self.names.append(random.random())
+
+
+def test_names_that_a_client_draws_do_not_depend_on_the_seed(tmp_path: Path) -> None:
+    names = []
+    for _ in range(2):
+        random.seed(1)
+        drawn, service = random.getstate(), Naming()
+        service.log_metrics({"loss": 1.0}, step=0)
+        service.finalize("success")
+        assert random.getstate() == drawn
+        names += service.names
+    assert len(set(names)) == 4
 
 
 # -- resuming ----------------------------------------------------------------------------------------------------------------

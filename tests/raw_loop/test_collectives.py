@@ -203,6 +203,8 @@ def test_what_is_refused() -> None:
         accelerator.pad_across_processes("text")
     with pytest.raises(ValueError, match="rng_types has 'numpy'; accepted here are torch, generator"):
         tw.Accelerator(cpu=True, rng_types=["numpy"])
+    with pytest.raises(TypeError, match="rng_types='torch' is not a list"):
+        tw.synchronize_rng_states("torch")
     with pytest.raises(ValueError, match="no generator was given; pass generator="):
         tw.synchronize_rng_states(["generator"])
     with pytest.raises(TypeError, match="dataloader_config is a dict; accepted is a DataLoaderConfiguration"):

@@ -1,5 +1,5 @@
-"""The README's loop, as it stands there, under every way to start it: python, trainwright launch with each strategy, torchrun,
-notebook_launcher."""
+"""The loop of docs/accelerator.md, as it stands there, under every way to start it: python, trainwright launch with each
+strategy, torchrun, notebook_launcher."""
 
 from __future__ import annotations
 
@@ -87,12 +87,11 @@ STARTS: dict[str, tuple[list[str], list[str], str]] = {
 }
 
 
-def loop_of_readme() -> str:
-    """Return the block under the README's heading "Your own loop"."""
-    section = (ROOT / "README.md").read_text().partition("\n## Your own loop\n")[2].partition("\n## ")[0]
-    (block,) = re.findall(r"^```python\n(.*?)^```$", section, re.MULTILINE | re.DOTALL)
-    assert isinstance(block, str)
-    return block
+def loop_of_the_guide() -> str:
+    """Return the first block of the guide to the raw loop."""
+    block = re.search(r"^```python\n(.*?)^```$", (ROOT / "docs/accelerator.md").read_text(), re.MULTILINE | re.DOTALL)
+    assert block is not None
+    return block[1]
 
 
 def script_of(loop: str, processes: int) -> str:
@@ -107,7 +106,7 @@ def weights_of(folder: Path) -> dict[str, torch.Tensor]:
 def one_process(tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor]:
     """The weights of the same loop in one process, which has the global batch for its own."""
     folder = tmp_path_factory.mktemp("one")
-    loop, changes = re.subn(r"devices=2\b", "devices=1", loop_of_readme())
+    loop, changes = re.subn(r"devices=2\b", "devices=1", loop_of_the_guide())
     assert changes == 1
     (folder / "train.py").write_text(script_of(loop, 1))
     done = run_python("train.py", "model", folder=folder, variables={"CUDA_VISIBLE_DEVICES": ""})
@@ -118,7 +117,7 @@ def one_process(tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Ten
 
 @pytest.mark.parametrize("name", STARTS)
 def test_weights_are_those_of_one_process(tmp_path: Path, name: str, one_process: dict[str, torch.Tensor]) -> None:
-    (tmp_path / "train.py").write_text(script_of(loop_of_readme(), 2))
+    (tmp_path / "train.py").write_text(script_of(loop_of_the_guide(), 2))
     launcher, more, kind = STARTS[name]
     done = subprocess.run(
         [sys.executable, *launcher, "train.py", "model", *more],

@@ -69,6 +69,19 @@ class Numbers(Dataset[int]):
         return index
 
 
+def test_skipped_batches_have_the_length_of_their_iteration() -> None:
+    accelerator = tw.Accelerator(cpu=True, devices=1)
+    plain = DataLoader(Numbers(10), batch_size=2)
+    for loader in (plain, accelerator.prepare(plain), accelerator.skip_first_batches(plain, 0)):
+        skipped = accelerator.skip_first_batches(loader, 2)
+        assert [len(skipped) for _ in skipped] == [3, 3, 3]
+        assert [len(skipped) for _ in skipped] == [5, 5, 5, 5, 5]
+        left = accelerator.skip_first_batches(loader, 2)
+        for _ in left:
+            break
+        assert len(left) == len(list(left)) == 5
+
+
 class Lengths(BatchSampler):
     """Batches of one sample, of two and of three, in turn; the batch sampler is a user's own."""
 

@@ -168,9 +168,12 @@ def test_no_rank_drifts_apart(tmp_path: Path) -> None:
     assert run_job(on_ranks, 2, tmp_path) == [True, True]
 
 
-def test_a_single_process_checks_its_first_losses_and_then_some(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("precision", ["no", "fp16"])
+def test_a_single_process_checks_its_first_losses_and_then_some(
+    monkeypatch: pytest.MonkeyPatch, precision: str
+) -> None:
     monkeypatch.setattr(loss_graph, "CHECKED_FIRST", 3)
-    accelerator = tw.Accelerator(cpu=True)
+    accelerator = tw.Accelerator(cpu=True, mixed_precision=precision)
     net, optimizer = made(accelerator)
     for _ in range(4):
         assert calls_of_check(lambda: train(accelerator, net, optimizer)) > 0
@@ -185,7 +188,8 @@ def test_a_single_process_checks_its_first_losses_and_then_some(monkeypatch: pyt
 
     with pytest.raises(ValueError, match="no prepared model made"):
         train_with_stranger()
-    # What a backward itself refuses is explained at once.
+    # What a backward itself refuses is explained at once, although the next losses are not checked.
+    train(accelerator, net, optimizer)
     for wrong, error, words in (
         (1.0, TypeError, "given a float"),
         (net(INPUTS), ValueError, r"a loss of shape \(2, 1\)"),

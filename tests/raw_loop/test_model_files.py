@@ -153,8 +153,17 @@ def test_objects(tmp_path: Path) -> None:
     with pytest.raises(tw.CheckpointError, match="is not a whole safetensors file"):
         accelerator.load(file)
     file.write_bytes(b"\x80\x02}q\x00.")
-    with pytest.raises(tw.CheckpointError, match="is not valid JSON"):
+    with pytest.raises(tw.CheckpointError, match=r"is not valid JSON but a pickle, .* read it with torch\.load"):
         accelerator.load(file)
+    torch.save(state, file)
+    with pytest.raises(tw.CheckpointError, match="but a pickle"):
+        accelerator.load(file)
+    file.write_bytes(b"text")
+    with pytest.raises(tw.CheckpointError, match=r"is not valid JSON .*damaged"):
+        accelerator.load(file)
+    for call in (lambda: accelerator.save_model([], tmp_path / "none"), lambda: accelerator.get_state_dict([])):  # type: ignore[arg-type]
+        with pytest.raises(TypeError, match="but a list was given; pass the model"):
+            call()
     assert not [each for each in (tmp_path / "new").iterdir() if ".tmp-" in each.name]
 
 

@@ -325,6 +325,9 @@ def on_two_ranks(folder: Path) -> list[Any]:
     again.accelerator.load_state()
     assert_equal(weights(again.net), kept)
     assert again.loader.epoch == 1
+    saved = again.accelerator.save_state(folder / f"of-{accelerator.process_index}")
+    assert saved == str(folder / "of-0")
+    assert Path(saved).exists()
     return found
 
 

@@ -91,6 +91,10 @@ def test_options_of_other_parts() -> None:
         ({"kwargs_handlers": [tw.AutocastKwargs()] * 2}, "has two AutocastKwargs"),
         ({"step_scheduler_with_optimizer": "no"}, "step_scheduler_with_optimizer='no' is not accepted; pass True or False"),
         ({"cpu": "yes"}, "cpu='yes' is not accepted"),
+        ({"mixed_precision": ["fp16"]}, "choose from no, fp16, bf16"),
+        ({"kwargs_handlers": 5}, "kwargs_handlers=5 is not a list"),
+        ({"rng_types": "torch"}, "rng_types='torch' is not a list"),
+        ({"rng_types": 5}, "rng_types=5 is not a list"),
         ({"dynamo_backend": "inductr"}, "Did you mean 'inductor'"),
     ],
 )  # fmt: skip
@@ -300,4 +304,9 @@ def test_none_stays_none_and_a_class_is_refused() -> None:
     assert scheduler is None
     with pytest.raises(TypeError, match="accepted are torch modules"):
         accelerator.prepare(torch.optim.SGD)
+    for placement in (True, [True], "ab"):
+        with pytest.raises(ValueError, match="is not a list of 2 items; give one for each object"):
+            accelerator.prepare(nn.Linear(1, 1), None, device_placement=placement)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"each Accelerator has its own: accelerator\.gradient_state"):
+        tw.GradientState()
     assert (accelerator.state.mixed_precision, accelerator.gradient_state.num_steps) == ("no", 1)

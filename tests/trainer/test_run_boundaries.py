@@ -12,7 +12,7 @@ import torch
 from small import QUIET, Classifier, assert_equal, loss_of, make_data, make_loader, weights
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 import trainwright as tw
 from trainwright.data.combined import CombinedLoader
@@ -223,6 +223,125 @@ def test_the_module_may_log_after_a_save_with_its_hook(tmp_path: Path) -> None:
     trainer = fit(Logs(), callbacks=[Saves()])
     assert float(trainer.callback_metrics["end_epoch"]) == 1.5
     assert len(list(tmp_path.iterdir())) == 4
+
+
+class Drawing(Dataset[Any]):
+    """Draws from torch's generator in this process, as augmentation does."""
+
+    def __len__(self) -> int:
+        return 16
+
+    def __getitem__(self, index: int) -> Any:
+        sample, label = make_data(16)[index]
+        return sample + 0.1 * torch.rand_like(sample), label
+
+
+class SavesInBatch(Classifier):
+    """Asks for a checkpoint once, in one of the hooks and parts of its third batch."""
+
+    def __init__(self, moment: str = "", path: Any = None, *, is_manual: bool = False) -> None:
+        super().__init__(dropout=0.2)
+        self.automatic_optimization = not is_manual
+        self.moment, self.path = moment, path
+        self.written: list[bool] = []
+
+    def ask(self, moment: str) -> None:
+        if moment == self.moment and self.global_step >= 2 and not self.written:
+            self.written.append(self.trainer.save_checkpoint(self.path))
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.ask("on_train_batch_start")
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        self.ask("training_step")
+        if not self.automatic_optimization:
+            optimizer: Any = self.optimizers()
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            optimizer.step()
+            self.ask("after a step")
+        return loss
+
+    def on_before_zero_grad(self, optimizer: Any) -> None:
+        self.ask("on_before_zero_grad")
+
+    def on_before_backward(self, loss: Tensor) -> None:
+        self.ask("on_before_backward")
+
+    def on_after_backward(self) -> None:
+        self.ask("on_after_backward")
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.ask("on_before_optimizer_step")
+
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+        super().optimizer_step(*args, **kwargs)
+        self.ask("optimizer_step")
+
+    def lr_scheduler_step(self, scheduler: Any, metric: Any) -> None:
+        scheduler.step()
+        self.ask("lr_scheduler_step")
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+        return [optimizer], [{"scheduler": StepLR(optimizer, 1, 0.9), "interval": "step"}]
+
+
+@pytest.mark.parametrize(
+    "moment",
+    [
+        "on_train_batch_start",
+        "training_step",
+        "on_before_zero_grad",
+        "on_before_backward",
+        "on_after_backward",
+        "on_before_optimizer_step",
+        "optimizer_step",
+        "lr_scheduler_step",
+        "after a step",
+    ],
+)
+def test_a_save_within_a_batch_is_of_its_end(tmp_path: Path, moment: str) -> None:
+    """A resumed run repeats no batch that was drawn, of which gradients wait, or with which the weights were stepped."""
+    is_manual = moment == "after a step"
+    whole, resumed = SavesInBatch(moment, tmp_path / "a.ckpt", is_manual=is_manual), SavesInBatch(is_manual=is_manual)
+    fit(whole, DataLoader(Drawing(), batch_size=4), max_epochs=2)
+    assert whole.written == [False]
+    trainer = fit(resumed, DataLoader(Drawing(), batch_size=4), max_epochs=2, ckpt_path=tmp_path / "a.ckpt")
+    assert_equal(weights(resumed), weights(whole))
+    assert trainer.global_step == 8
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_a_save_in_a_batch_that_ends_the_epoch_is_of_the_epochs_end(tmp_path: Path, accumulate: int) -> None:
+    class Leaves(tw.Callback):
+        def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> int | None:
+            if trainer.current_epoch or batch_idx != 2:
+                return None
+            assert not trainer.save_checkpoint(tmp_path / "a.ckpt")
+            return -1
+
+    whole, resumed = Classifier(dropout=0.2), Classifier(dropout=0.2)
+    settings: dict[str, Any] = {"max_epochs": 2, "accumulate_grad_batches": accumulate}
+    expected = fit(whole, callbacks=[Leaves()], **settings)
+    trainer = fit(resumed, ckpt_path=tmp_path / "a.ckpt", **settings)
+    assert_equal(weights(resumed), weights(whole))
+    assert trainer.global_step == expected.global_step
+
+
+def test_weights_are_saved_within_a_batch_and_a_failed_one_waits_for_nothing(tmp_path: Path) -> None:
+    class Fails(tw.Callback):
+        def on_after_backward(self, trainer: Any, module: Any) -> None:
+            assert trainer.save_checkpoint(tmp_path / "weights.ckpt", weights_only=True)
+            raise KeyError("broken")
+
+        def on_exception(self, trainer: Any, module: Any, exception: BaseException) -> None:
+            assert trainer.save_checkpoint(tmp_path / "failed.ckpt")
+
+    with pytest.raises(KeyError, match="broken"):
+        fit(Classifier(), callbacks=[Fails()])
+    assert len(list(tmp_path.iterdir())) == 2
 
 
 class Validated(Classifier):

@@ -7,6 +7,7 @@ import sys
 from contextlib import suppress
 from typing import Any
 
+from tqdm import std
 from tqdm.auto import tqdm
 
 from trainwright.callbacks.live_progress_bar import LiveProgressBar, refuse_negative
@@ -20,6 +21,16 @@ NARROW = f"{{l_bar}}{{bar:{BAR_WIDTH}}}| {{n_fmt}}/{{total_fmt}} [{{remaining}},
 
 class TQDMProgressBar(LiveProgressBar):
     """Shows batches, rate, time left and the metrics logged with prog_bar=True.
+
+    Override `init_train_tqdm`, `init_sanity_tqdm`, `init_validation_tqdm`, `init_test_tqdm` or `init_predict_tqdm` for another
+    bar: each is called when its bar is to be shown in a terminal or a notebook, and returns a tqdm. The callback sets its
+    description, total, count and metrics.
+
+    >>> class Green(tw.TQDMProgressBar):
+    ...     def init_train_tqdm(self):
+    ...         bar = super().init_train_tqdm()
+    ...         bar.colour = "green"
+    ...         return bar
 
     Args:
         refresh_rate: minimum number of batches between two updates; 0 shows nothing.
@@ -41,6 +52,28 @@ class TQDMProgressBar(LiveProgressBar):
         refuse_negative("process_position", process_position)
         super().__init__(refresh_rate, leave, refresh_seconds, line_seconds)
         self.process_position = process_position
+        self._options: dict[str, Any] = {}
+        """The arguments of the next bar."""
+
+    def init_train_tqdm(self) -> tqdm[Any]:
+        """Return the bar of the training."""
+        return tqdm(**self._options)
+
+    def init_sanity_tqdm(self) -> tqdm[Any]:
+        """Return the bar of the sanity check."""
+        return tqdm(**self._options)
+
+    def init_validation_tqdm(self) -> tqdm[Any]:
+        """Return the bar of a validation."""
+        return tqdm(**self._options)
+
+    def init_test_tqdm(self) -> tqdm[Any]:
+        """Return the bar of a test."""
+        return tqdm(**self._options)
+
+    def init_predict_tqdm(self) -> tqdm[Any]:
+        """Return the bar of a prediction."""
+        return tqdm(**self._options)
 
     def print(self, *args: Any, **kwargs: Any) -> None:
         if self.has_bars:
@@ -53,24 +86,45 @@ class TQDMProgressBar(LiveProgressBar):
         return sys.stderr.isatty() or _in_notebook()
 
     def _make_bar(self, title: str, total: int | None, count: int, *, leave: bool, below: int) -> TQDMBar:
-        return TQDMBar(title, total, count, leave, 2 * self.process_position + below)
+        self._options = {
+            "desc": title,
+            "total": total,
+            "initial": count,
+            "leave": leave,
+            "position": 2 * self.process_position + below,
+            **_size(sys.stderr),
+            "mininterval": 0.0,  # the callback decides when an update is due
+            "miniters": 1,
+            "unit": "it",
+        }
+        trainer = self.trainer
+        if trainer.sanity_checking:
+            make = self.init_sanity_tqdm
+        elif trainer.validating:
+            make = self.init_validation_tqdm
+        elif trainer.testing:
+            make = self.init_test_tqdm
+        elif trainer.predicting:
+            make = self.init_predict_tqdm
+        else:
+            make = self.init_train_tqdm
+        bar = make()
+        if not isinstance(bar, std.tqdm):
+            raise TypeError(
+                f"{type(self).__name__}.{make.__name__} returned {bar!r}; return a tqdm, disable=True for none."
+            )
+        return TQDMBar(bar, title, total, count)
 
 
 class TQDMBar:
-    """A bar of tqdm."""
+    """A bar of tqdm, perhaps a subclass's."""
 
-    def __init__(self, title: str, total: int | None, count: int, leave: bool, position: int) -> None:
-        self._bar: Any = tqdm(
-            desc=title,
-            total=total,
-            initial=count,
-            leave=leave,
-            position=position,
-            **_size(sys.stderr),
-            mininterval=0.0,  # the callback decides when an update is due
-            miniters=1,
-            unit="it",
-        )
+    def __init__(self, bar: tqdm[Any], title: str, total: int | None, count: int) -> None:
+        self._bar: Any = bar
+        self._has_format = getattr(bar, "bar_format", None) is not None
+        """Whether its format is a subclass's, and stays as it is."""
+        if getattr(bar, "desc", None) != title:
+            self.restart(title, total, count)
 
     def restart(self, title: str, total: int | None, count: int) -> None:
         bar = self._bar
@@ -82,7 +136,7 @@ class TQDMBar:
     def show(self, metrics: dict[str, Any]) -> None:
         """Show the metrics next to the bar, which keeps a minimum width: a line that is too long is cut off."""
         self._bar.set_postfix(rounded(metrics, digits=3), refresh=False)
-        if sys.stderr.isatty():  # a notebook has its own
+        if sys.stderr.isatty() and not self._has_format:  # a notebook has its own
             self._bar.bar_format = None
             parts = str(self._bar).split("|")
             if len(parts) > 2 and len(parts[1]) < BAR_WIDTH:

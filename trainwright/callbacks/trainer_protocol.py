@@ -80,7 +80,7 @@ class RunProgress(Protocol):
 
     @property
     def is_within_window(self) -> bool:
-        """True while gradients wait for a step, so that a save is put off."""
+        """True while a window of several batches is open, or gradients of manual optimization wait: a save is put off."""
 
 
 class Metrics(Protocol):

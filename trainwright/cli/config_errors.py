@@ -123,7 +123,7 @@ def explain(
         return "\n".join(each for each in lines if each)
     if (name := re.search(r"Expected a dot import path string: (\w+)$", message, re.MULTILINE)) is not None:
         key = re.match(r'Parser key "([\w.]+)"', message)
-        message = f"{key[0] if key else 'the arguments'}: {_unknown_class(name[1])}"
+        message = f"{key[0] if key else 'the arguments'}: {_unknown_class(name[1], message)}"
     if named := re.search(r"[Kk]ey ['\"]([\w.]+)['\"]", message):
         for source in sources:
             if (node := _node_of(source.root, named[1].split("."))) is not None:
@@ -175,8 +175,11 @@ def _some(names: Sequence[str]) -> str:
     return ", ".join([*names[:MOST_NAMES], *(["..."] if len(names) > MOST_NAMES else [])]) or "none"
 
 
-def _unknown_class(name: str) -> str:
+def _unknown_class(name: str, message: str) -> str:
     known = {each.__name__ for base in BASES for each in _subclasses(base) if not each.__name__.startswith("_")}
+    if name in known:
+        kind = re.search(r"\b([A-Z]\w*)['\]]", message.partition("Subtypes:")[2])
+        return f"{name!r} is not a subclass of {kind[1] if kind else 'what it takes'}; give one."
     close = difflib.get_close_matches(name, sorted(known), n=1)
     hint = f"Did you mean {close[0]!r}?" if close else "Import it in the program."
     return f"no class is named {name!r}; give the name of an imported class, or package.module.Class. {hint}"

@@ -21,6 +21,7 @@ from trainwright.loggers import CSVLogger
 from trainwright.loggers.files import write_file
 from trainwright.loggers.position import CHECKPOINTS
 from trainwright.module import Module
+from trainwright.rank_zero import rank_zero_warn
 from trainwright.trainer.trainer import Trainer
 
 CONFIG_NAME = "config.yaml"
@@ -42,6 +43,7 @@ class SaveConfigCallback(Callback):
         config: what was parsed.
         config_filename: the file's name.
         overwrite: replace the file of an earlier run.
+        multifile: accepted, but the config is one file, as checkpoints hold it as one.
         save_to_log_dir: False if only your `save_config` writes it.
     """
 
@@ -51,6 +53,7 @@ class SaveConfigCallback(Callback):
         config: Namespace,
         config_filename: str = CONFIG_NAME,
         overwrite: bool = False,
+        multifile: bool = False,
         save_to_log_dir: bool = True,
     ) -> None:
         if (
@@ -60,6 +63,11 @@ class SaveConfigCallback(Callback):
         ):
             raise ValueError(
                 f"config_filename={config_filename!r} is not accepted; give the name of a file, without a folder."
+            )
+        if multifile:
+            rank_zero_warn(
+                "save_config_kwargs has multifile=True, but the config is written as one file; leave it out.",
+                stacklevel=3,
             )
         self.parser = parser
         self.config = config

@@ -35,6 +35,8 @@ def make_module(target: str, arguments: str | None) -> tuple[nn.Module, str]:
     source = _imported(origin)
     found, name = _find(source, origin, name)
     if isinstance(found, nn.Module):
+        if arguments is not None:
+            raise ValueError(f"--args {arguments} was given, but {name} is a module that exists already; leave it out.")
         return _on_meta(found), name
     options = _options(arguments)
     _check_call(found, name, options)

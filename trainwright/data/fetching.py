@@ -31,21 +31,16 @@ def is_fetched_here(loader: Iterable[Any]) -> TypeGuard[DataLoader[Any]]:
 def fetched(loader: DataLoader[Any]) -> Iterator[Any]:
     """Return an iterator over the batches; the sampler's iteration begins now."""
     collate: Callable[[Any], Any] = loader.collate_fn
-    item_of = partial(getitem, loader.dataset)
-    indices: Iterable[Any]
-    read: Callable[[Any], Any]
-    if loader.batch_sampler is None:
-        indices, read = loader.sampler, item_of
-    elif items_of := getattr(loader.dataset, "__getitems__", None):
-        indices, read = loader.batch_sampler, items_of
-    else:
-        items: Iterable[Any] = map(partial(map, item_of), loader.batch_sampler)  # no frame of Python for each sample
-        indices, read = items, list
+    dataset: Any = loader.dataset
+    read = getattr(dataset, "__getitems__", None) if loader._auto_collation else partial(getitem, dataset)
 
     def fetch(wanted: Any, region: record_function | None = None) -> Any:
         if region is None and profiler._is_profiler_enabled:
             with record_function(REGION) as region:
                 return fetch(wanted, region)
-        return collate(read(wanted))
+        if read:
+            return collate(read(wanted))
+        # Not list(map(...)), which would take a StopIteration of the dataset for the end of the batch and lose samples.
+        return collate([dataset[index] for index in wanted])
 
-    return map(fetch, indices)
+    return map(fetch, loader._index_sampler)

@@ -28,14 +28,20 @@ def filled_by_environment(owner: str) -> Callable[[Callable[P, None]], Callable[
 
         @functools.wraps(construct)
         def filled(*args: P.args, **given: P.kwargs) -> None:
-            variables = argument_variables(owner)
+            variables, said = argument_variables(owner), []
             for name, text in variables.items():
                 _check_known(owner, name, known)
                 if name not in given:
                     is_path = "PathLike" in str(parameters[name].annotation)
                     given[name] = text if is_path else _value(text)
-                    _say(f"TRAINWRIGHT_{owner.upper()}_{name.upper()}={text} sets {owner}({name}={given[name]!r}).")
-            construct(*args, **given)
+                    said.append(
+                        f"TRAINWRIGHT_{owner.upper()}_{name.upper()}={text} sets {owner}({name}={given[name]!r})."
+                    )
+            try:
+                construct(*args, **given)
+            finally:  # not before, since a process that becomes the launcher would say it too
+                for each in said:
+                    _say(each)
 
         return filled
 

@@ -19,7 +19,8 @@ class AccumulationWindow:
     """One accumulation window: the batches of one optimizer step.
 
     It ends after its usual number of batches, or with the data. Its losses are divided by the length that is known at its
-    first batch; if it ends earlier, its gradients are multiplied by `correction` before the step.
+    first batch; if it ends earlier, its gradients are multiplied by `correction` before the step. The Trainer's loop does not
+    note windows of one batch, which it never leaves open.
     """
 
     def __init__(self) -> None:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import random
 import time
 import warnings
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from trainwright.distributed.environment import Environment
@@ -17,6 +19,20 @@ from trainwright.loggers.base import KeptCheckpoints, Logger, RunResult, SilentE
 
 RETRY_SECONDS = 5.0
 """After a failed write the next rows wait that long, since a client may block for as long at each attempt."""
+
+
+@contextmanager
+def unseeded() -> Iterator[None]:
+    """Let a client draw names from Python's generator, which then are others in each process, and keep its state.
+
+    Comet names an archive so: that of a resumed run with the same seed would replace the one before.
+    """
+    state = random.getstate()
+    random.seed()
+    try:
+        yield
+    finally:
+        random.setstate(state)
 
 
 class Row(NamedTuple):
@@ -147,7 +163,8 @@ class RemoteLogger(Logger):
 
     def _open_once(self) -> None:
         if not self._is_open:
-            self._id = self._open(self._id)
+            with unseeded():
+                self._id = self._open(self._id)
             self._is_open = True
         if self._position is not None:
             self._arrived.expect(self._rows_there(), *self._position)
@@ -286,7 +303,8 @@ class RemoteLogger(Logger):
         """Close the run, after a flush; a failure is a warning, since training is complete."""
         lost = len(self._rows)
         try:
-            self._close(status)
+            with unseeded():
+                self._close(status)
         except Exception as error:  # clients raise errors of any type
             warnings.warn(
                 f"{type(self).__name__} could not close its run {self._id}: {type(error).__name__}: {error}.",

@@ -292,7 +292,7 @@ class Accelerator(Collectives):
                 if iteration is not None and (weight := iteration.loader.weight) != 1.0:
                     divided = in_float32(divided) * weight
             self.engine.backward(divided, **options)
-        except (AttributeError, RuntimeError, TypeError):
+        except (AttributeError, RuntimeError, TypeError, ValueError):
             self._loss_check.check(loss, options)  # it says what is wrong with a loss that was not looked at
             raise
 

@@ -65,6 +65,7 @@ def synchronize_rng_states(rng_types: Iterable[Any], generator: torch.Generator 
         generator: the generator that "generator" means.
 
     Raises:
+        TypeError: not a list.
         ValueError: another name, or "generator" without one.
     """
     synchronize(rng_types, generator, broadcast)

@@ -23,6 +23,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "log_line_prefix_template": (None, "lines of rank 1 and up begin with [rank1] and so on"),
 }
 """Arguments of Accelerate's that are accepted with their default only, and why."""
+OWN = ("mixed_precision", "use_port", "master_addr", "node_rank", "num_nodes")
 
 
 def notebook_launcher(
@@ -93,6 +94,10 @@ def _launch(
         raise TypeError(
             f"{name} was given a {type(function).__name__}; accepted is a function, with its arguments in args=."
         )
+    if not isinstance(args, (list, tuple)):
+        raise TypeError(
+            f"{name} was given args={args!r}; accepted is a tuple of the function's arguments, such as args=(1,)."
+        )
     if isinstance(num_processes, bool) or not isinstance(num_processes, int) or num_processes < 1:
         raise ValueError(
             f"num_processes={num_processes!r} is not accepted; pass a whole number from 1, or to notebook_launcher None for "
@@ -114,7 +119,7 @@ def _port(given: int | str | None, num_nodes: int) -> int:
 def _refuse(others: dict[str, Any]) -> None:
     for name, value in others.items():
         if name not in REFUSED:
-            known = ["mixed_precision", "use_port", "master_addr", "node_rank", "num_nodes", *REFUSED]
+            known = ["function", "args", "num_processes", *OWN, *REFUSED]
             close = difflib.get_close_matches(name, known, n=1)
             hint = f"Did you mean {close[0]!r}?" if close else f"Accepted are {', '.join(known)}."
             raise TypeError(f"notebook_launcher has no argument {name!r}. {hint}")

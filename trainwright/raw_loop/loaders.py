@@ -91,10 +91,7 @@ def loader_options(
     check_flags(split_batches=split_batches, device_placement=moves)
     if split_batches:
         configuration = replace(configuration, split_batches=True)
-    types = tuple(str(getattr(each, "value", each)) for each in rng_types or ())
-    for each in types:
-        _check_rng_type(each)
-    return LoaderOptions(configuration, moves, types)
+    return LoaderOptions(configuration, moves, _names(rng_types or ()))
 
 
 def check_loader(given: Any) -> None:
@@ -107,11 +104,10 @@ def synchronize(rng_types: Iterable[Any], generator: torch.Generator | None, bro
     """Set generators of this process to rank 0's state, by name; "generator" is the one given. Collective.
 
     Raises:
+        TypeError: not a list.
         ValueError: a name that is not one of a generator of this machine.
     """
-    for each in rng_types:
-        name = str(getattr(each, "value", each))
-        _check_rng_type(name)
+    for name in _names(rng_types):
         if name == "generator":
             if generator is None:
                 raise ValueError('rng_types has "generator", but no generator was given; pass generator=.')
@@ -124,11 +120,16 @@ def synchronize(rng_types: Iterable[Any], generator: torch.Generator | None, bro
             module.set_rng_state(broadcast(module.get_rng_state()).cpu())
 
 
-def _check_rng_type(name: str) -> None:
+def _names(rng_types: Iterable[Any]) -> tuple[str, ...]:
+    """Return the names of generators, or of members of an enum of them (TypeError, ValueError)."""
+    if isinstance(rng_types, str) or not isinstance(rng_types, Iterable):
+        raise TypeError(f"rng_types={rng_types!r} is not a list; accepted is one of names, such as ['torch'].")
+    names = tuple(str(getattr(each, "value", each)) for each in rng_types)
     device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     known = ["torch", "generator", *([] if device is None else [device.type])]
-    if name not in known:
-        raise ValueError(f"rng_types has {name!r}; accepted here are {', '.join(known)}.")
+    if unknown := [each for each in names if each not in known]:
+        raise ValueError(f"rng_types has {unknown[0]!r}; accepted here are {', '.join(known)}.")
+    return names
 
 
 class SkippedBatches:
@@ -139,6 +140,7 @@ class SkippedBatches:
 
     def __init__(self, loader: Any, num_batches: int) -> None:
         self.loader, self.num_batches = loader, num_batches
+        self._is_begun = False
 
     def __getattr__(self, name: str) -> Any:
         if name == "loader":  # a copy that has no attributes yet
@@ -149,12 +151,20 @@ class SkippedBatches:
         return max(0, len(self.loader) - self.num_batches)
 
     def __iter__(self) -> Iterator[Any]:
-        skipped, self.num_batches = self.num_batches, 0
-        if isinstance(self.loader, PreparedLoader):
-            if skipped:
-                self.loader.skip(skipped)
-            return iter(self.loader)
-        return _iterated(self.loader, skipped)
+        if self._is_begun:  # the first iteration was left before its end
+            self.num_batches = 0
+        self._is_begun = True
+        if not isinstance(self.loader, PreparedLoader):
+            return self._until_end(_iterated(self.loader, self.num_batches))
+        if self.num_batches:
+            self.loader.skip(self.num_batches)
+        return self._until_end(iter(self.loader))
+
+    def _until_end(self, batches: Iterator[Any]) -> Iterator[Any]:
+        try:
+            yield from batches
+        finally:
+            self.num_batches = 0  # only now: `len` is that of the iteration under way
 
 
 def skip_first_batches(dataloader: Any, num_batches: int = 0) -> SkippedBatches:

@@ -42,13 +42,17 @@ _SIZE = re.compile(rf"(\d+(?:\.\d+)?)\s*({'|'.join(_UNITS)})", re.ASCII | re.IGN
 STRUCTURE = "trainwright.structure"
 """The key in a file's metadata with the plain data that its tensors belong to."""
 PICKLED = (".pt", ".pth", ".bin", ".pkl", ".pickle", ".ckpt")
+PICKLE_STARTS = (b"\x80", b"PK\x03\x04")
+"""How a pickle begins, and torch.save's archive of one."""
 
 
 def state_dict_of(model: nn.Module) -> dict[str, Any]:
     """Return a model's whole state_dict: on every rank, or if it is sharded on rank 0, and an empty one on the others.
 
-    Collective if it is sharded.
+    Collective if it is sharded. TypeError for something else than a model.
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"a model has the weights, but a {type(model).__name__} was given; pass the model.")
     module = extract_model_from_parallel(model)
     from trainwright.strategies.whole_module import gather_module, is_sharded  # which imports FSDP
 
@@ -220,6 +224,10 @@ def load_object(path: str | os.PathLike[str]) -> Any:
     length = int.from_bytes(data[:8], "little")
     # A safetensors file begins with its header's length in 8 bytes, then JSON; `save` has written any other as JSON alone.
     if data[8:9] != b"{" or length > len(data) - 8:
+        if data.startswith(PICKLE_STARTS):
+            raise CheckpointError(
+                f"{path} is not valid JSON but a pickle, as torch.save writes; read it with torch.load."
+            )
         return decode(load_json(data, str(path)), {})
     try:
         tensors: dict[str, torch.Tensor] = load(data)

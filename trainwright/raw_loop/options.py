@@ -160,6 +160,10 @@ def by_kind(given: Iterable[Any] | None, kinds: tuple[type, ...] = KINDS) -> Cal
     """
     if isinstance(given, kinds):
         raise TypeError(f"kwargs_handlers={given!r} is not a list; pass kwargs_handlers=[{type(given).__name__}(...)].")
+    if given is not None and not isinstance(given, Iterable):
+        raise TypeError(
+            f"kwargs_handlers={given!r} is not a list; accepted is one of options, such as [AutocastKwargs()]."
+        )
     found: dict[type, Any] = {}
     for each in given or ():
         kind = next((kind for kind in kinds if isinstance(each, kind)), None)

@@ -71,9 +71,9 @@ class Preparation(Preparations):
     def prepare(self, given: Sequence[Any], placement: Sequence[bool | None] | None = None) -> tuple[Any, ...]:
         """Return the prepared objects for those given; see `Accelerator.prepare`. Collective."""
         objects = [self.to_prepare(each) for each in given]
-        if placement is not None and len(placement) != len(objects):
+        if placement is not None and (not isinstance(placement, (list, tuple)) or len(placement) != len(objects)):
             raise ValueError(
-                f"device_placement has {len(placement)} items for {len(objects)} objects; give one for each."
+                f"device_placement={placement!r} is not a list of {len(objects)} items; give one for each object."
             )
         new: dict[str, list[Any]] = {"module": [], "optimizer": [], "loader": [], "scheduler": []}
         for each in objects:

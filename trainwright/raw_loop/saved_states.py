@@ -77,7 +77,12 @@ class SavedStates:
                 "accelerator.sync_gradients is True and the optimizer has stepped."
             )
         is_numbered = output_dir is None or self.numbered.config.automatic_checkpoint_naming
-        path, number = self.numbered.next() if is_numbered else (os.fspath(output_dir or ""), 0)
+        if is_numbered:
+            path, number = self.numbered.next()
+        else:
+            # Rank 0's, where all ranks write: a path that holds the time differs by rank.
+            call = f"a save of step {preparation.step_count}"
+            path, number = self._engine.ranks.broadcast(os.fspath(output_dir or ""), call), 0
         if output_dir is not None and is_numbered and not self._has_warned:
             self._has_warned = True
             rank_zero_warn(

@@ -95,7 +95,7 @@ class LoopSettings:
         mixed = self.mixed_precision
         if mixed is not None and self.precision is not None:
             raise ValueError(f"mixed_precision={mixed!r} and precision={self.precision!r} were both given; pass one.")
-        if mixed is not None and mixed not in MIXED:
+        if mixed is not None and mixed not in tuple(MIXED):
             of_trainer = next((word for word, name in MIXED.items() if name == mixed), None)
             hint = f" precision={mixed!r} means mixed_precision={of_trainer!r}." if of_trainer else ""
             hint = hint or " precision= takes every precision of the Trainer."

@@ -36,7 +36,11 @@ class AcceleratorState(Processes):
 class GradientState:
     """The accumulation windows and loaders of an Accelerator, as `accelerator.gradient_state` shows them."""
 
-    def __init__(self, windows: AccumulationWindows, iterations: Iterations) -> None:
+    def __init__(self, windows: AccumulationWindows | None = None, iterations: Iterations | None = None) -> None:
+        if windows is None or iterations is None:
+            raise TypeError(
+                "the process has no GradientState; each Accelerator has its own: accelerator.gradient_state."
+            )
         self._windows, self._iterations = windows, iterations
 
     @property

@@ -32,7 +32,8 @@ class Tracker:
     def __getattr__(self, name: str) -> Any:
         if name in ("name", "logger"):  # a copy that has no attributes yet
             raise AttributeError(name)
-        return getattr(self.logger, name)
+        # After an AttributeError of these properties: the logger's own says what it lacks.
+        return getattr(self.logger, "experiment" if name in ("tracker", "writer") else name)
 
     @property
     def tracker(self) -> Any:

@@ -15,7 +15,6 @@ from trainwright.engine.optimizers import SchedulerConfig, may_use_closure, need
 from trainwright.engine.window import in_float32
 from trainwright.rank_zero import rank_zero_warn
 from trainwright.strategies.base import Clipping, parameters_of
-from trainwright.trainer.saving import save_waiting
 from trainwright.trainer.training_run import TrainingRun
 from trainwright.trainer.uneven_round import discarded
 
@@ -130,14 +129,15 @@ def backward(run: TrainingRun, loss: Tensor, weight: float) -> None:
 
 
 def leave_window(run: TrainingRun) -> None:
-    """Drop the gradients of a window that will not be ended, and end the batch."""
+    """Drop the gradients of a window that will not be ended, and end the batch.
+
+    Saves that have waited for the window's end wait for the epoch's: this batch was drawn and not trained on.
+    """
     run.end_uneven_round()
     if run.optimizer is not None and run.window.is_open:
         run.optimizer.zero_grad()
         run.window.drop()
         run.engine.sync_gradients(True)
-        # Saves that were requested within the window have waited for its end.
-        save_waiting(run)
 
 
 def hold_over_end(run: TrainingRun) -> None:

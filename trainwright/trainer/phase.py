@@ -53,6 +53,8 @@ class Progress:
         """Whether the current training batch is the epoch's last."""
         self.batches_begun = 0
         """Training batches begun, the same on every rank unless one is further on."""
+        self.batches_before = 0
+        """The run's batches before the current training batch."""
 
     def begin(self, call: str) -> None:
         """Begin a call of the Trainer."""
@@ -74,9 +76,9 @@ class Progress:
             return RunningStage.SANITY_CHECKING if self.is_sanity_check else RunningStage.VALIDATING
         return RunningStage.TRAINING
 
-    def begin_batch(self, is_last: bool) -> None:
-        """Begin a training batch."""
-        self.phase, self.is_last_batch = Phase.BATCH, is_last
+    def begin_batch(self, is_last: bool, batches_before: int) -> None:
+        """Begin a training batch; the run has finished `batches_before`."""
+        self.phase, self.is_last_batch, self.batches_before = Phase.BATCH, is_last, batches_before
         self.batches_begun += 1
 
     def leave_batch(self) -> None:
@@ -89,7 +91,7 @@ class Progress:
 
     @property
     def is_within_window(self) -> bool:
-        """Return whether gradients wait for a step, in an accumulation window or after manual_backward."""
+        """Return whether gradients wait for a step, in a window of several batches or after manual_backward."""
         return self._window is not None and self._window.is_open
 
     def enter(self, phase: Phase) -> None:

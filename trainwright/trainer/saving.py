@@ -191,8 +191,8 @@ def save_checkpoint(run: Run, path: str, weights_only: bool, blocking: bool, ove
 
 
 def save_waiting(run: TrainingRun) -> None:
-    """Write the checkpoints that were requested within the window or epoch's end that is over. Collective."""
-    while run.waiting_saves:
+    """Write the checkpoints that were requested within the batch, window or epoch's end that is over. Collective."""
+    for _ in range(len(run.waiting_saves)):  # one that has to wait on is requested again
         save_checkpoint(run, *run.waiting_saves.pop(0))
 
 

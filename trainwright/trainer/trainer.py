@@ -362,8 +362,10 @@ class Trainer(Status):
                 whole. Anything else at the path is refused, and on a file system without rename (object stores) any path that
                 exists.
 
-        Within an accumulation window the save waits for its end, since a checkpoint within an epoch holds no gradients; between
-        an epoch's last batch and the end of its validation, hooks and schedulers it waits for that. It returns False then.
+        From on_train_batch_start to the schedulers' steps the save waits for the batch's end, or a resumed run would repeat it;
+        within an accumulation window for its end, since a checkpoint within an epoch holds no gradients; between an epoch's
+        last batch and the end of its validation, hooks and schedulers for that. It returns False then. A save of the weights
+        alone waits for a window only.
 
         Raises:
             CheckpointError: on every rank.

@@ -79,8 +79,8 @@ class TrainingRun(Run):
         self.step_results: list[StepResult] = []
         """Results of the steps that the module's running optimizer_step has made."""
         self.waiting_saves: list[tuple[str, bool, bool, bool]] = []
-        """Checkpoints requested within a window or an epoch's end, to be written after it: path, weights_only, blocking and
-        overwrite."""
+        """Checkpoints requested within a batch, a window or an epoch's end, to be written after it: path, weights_only,
+        blocking and overwrite."""
         self.progress.follow(self.window)
         self.close_at_end(self._drop_batches)
 
@@ -272,13 +272,17 @@ class TrainingRun(Run):
         return (is_stopped and not self.state.is_unfinished) or (last is not None and self.state.epoch >= last)
 
     def may_save(self, weights_only: bool) -> bool:
-        """Return whether a checkpoint can be written now; else it waits for the end of the window, or of the epoch.
+        """Return whether a checkpoint can be written now; else it waits for the end of the window, the batch or the epoch.
 
-        A checkpoint within an epoch holds no gradients that wait for a step, and no run resumes within an epoch's end.
+        A checkpoint within an epoch holds no gradients that wait for a step, a resumed run would draw and train on a batch
+        again that is not counted, and no run resumes within an epoch's end.
         """
         if self.running_call is None:
             return True
-        return not self.window.is_open and (weights_only or self.progress.phase not in ENDING)
+        is_counted = self.state.total_batches != self.progress.batches_before
+        # In a batch that has failed, a save would wait for an end that does not come.
+        is_within_batch = self.progress.is_in_batch and not is_counted and not self.stop.was_cut
+        return not self.window.is_open and (weights_only or not (is_within_batch or self.progress.phase in ENDING))
 
     @property
     def obstacle(self) -> str:

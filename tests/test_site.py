@@ -1,0 +1,170 @@
+"""The documentation as a site: each public name is in the reference, links and anchors exist, nothing comes from elsewhere."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+import pytest
+from deadlines import deadline
+
+import trainwright as tw
+
+ROOT = Path(__file__).parents[1]
+REFERENCE = "".join(page.read_text() for page in sorted((ROOT / "docs/reference").glob("*.md")))
+LOADED = {
+    "script": "src",
+    "img": "src",
+    "iframe": "src",
+    "source": "src",
+    "video": "src",
+    "audio": "src",
+    "link": "href",
+}
+"""What a browser loads for a page: the element, and its attribute with the address."""
+
+
+# -- the pages -------------------------------------------------------------------------------------------------------
+
+
+def test_the_reference_has_every_public_name_once() -> None:
+    documented = re.findall(r"^::: trainwright\.(\w+)$", REFERENCE, re.MULTILINE)
+    assert len(documented) == len(set(documented))
+    mentioned = {name for name in tw.__all__ if re.search(rf"`(?:trainwright\.)?{name}` is", REFERENCE)}  # aliases
+    assert set(documented) | mentioned == set(tw.__all__)
+
+
+def test_each_page_of_docs_is_in_the_navigation() -> None:
+    """`make docs` fails otherwise; here it fails sooner."""
+    navigation = (ROOT / "mkdocs.yml").read_text().partition("\nnav:\n")[2]
+    listed = set(re.findall(r"[\w/]+\.md", navigation))
+    pages = {str(path.relative_to(ROOT / "docs")) for path in (ROOT / "docs").rglob("*.md")}
+    assert pages <= listed
+
+
+def test_the_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 150
+
+
+# -- how they are made -----------------------------------------------------------------------------------------------
+
+
+def module_of(name: str) -> Any:
+    """Return a module of docs/site/."""
+    pytest.importorskip("mkdocstrings", reason="make docs installs it")
+    spec = importlib.util.spec_from_file_location(name, ROOT / f"docs/site/{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.slow
+def test_arguments_that_share_a_line_are_shown_one_by_one() -> None:
+    low, high, name = (f"    {name}: " for name in ("low", "high", "name"))
+    limits = "the limits,\n        both included.\n"
+    shared = f"Args:\n    low, high: {limits}{name}a name.\n"
+    expected = f"Args:\n{low}{limits}{high}{limits}{name}a name.\n"
+    assert module_of("docstrings").one_by_one(shared) == expected
+
+
+@pytest.mark.slow
+def test_links_work_in_the_repository_and_on_the_site() -> None:
+    pages = module_of("pages")
+    assert pages.address_of("docs/data.md") == "data.md"
+    assert pages.address_of("CHANGELOG.md") == "changelog.md"
+    assert pages.address_of("examples/gan.py") == "source/examples/gan.py.md"
+    assert [pages.path_of(pages.address_of(path)) for path in pages.ELSEWHERE] == list(pages.ELSEWHERE)
+    text = "[a](../README.md)\n```\n[b](../LICENSE)\n```\n[c](../gone.md) [d](https://elsewhere.org) [e](#here)"
+    assert list(pages.targets("docs/data.md", text)) == ["README.md"]
+
+
+# -- the site --------------------------------------------------------------------------------------------------------
+
+
+class Page(HTMLParser):
+    """The links of a page, the addresses that it loads, and its anchors."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.links: list[str] = []
+        self.loads: list[str] = []
+        self.anchors: set[str] = {""}
+        self.feed(path.read_text())
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        given = {name: value or "" for name, value in attrs}
+        self.anchors |= {given[name] for name in ("id", "name") if name in given}
+        if tag == "a" and "href" in given:
+            self.links.append(given["href"])
+        if tag in LOADED and LOADED[tag] in given and given.get("rel") not in ("canonical", "next", "prev"):
+            self.loads.append(given[LOADED[tag]])
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    pytest.importorskip("mkdocs", reason="make docs installs it")
+    folder = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "mkdocs", "build", "--site-dir", str(folder)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=deadline(120))
+    assert done.returncode == 0, done.stdout + done.stderr
+    return folder
+
+
+@pytest.fixture(scope="module")
+def pages(site: Path) -> dict[Path, Page]:
+    return {path: Page(path) for path in sorted(site.rglob("*.html"))}
+
+
+def addresses(pages: dict[Path, Page]) -> Iterator[tuple[Path, str, Path, str]]:
+    """Yield each link within the site: its page, the link, and the file and the anchor that it leads to."""
+    for path, page in pages.items():
+        for link in page.links + page.loads:
+            parts = urlsplit(link)
+            if not parts.scheme and not parts.netloc and path.name != "404.html":  # whose links begin at the root
+                target = (path.parent / unquote(parts.path)).resolve() if parts.path else path
+                yield path, link, target / "index.html" if target.is_dir() else target, unquote(parts.fragment)
+
+
+@pytest.mark.slow
+def test_links_and_anchors_lead_somewhere(pages: dict[Path, Page]) -> None:
+    checked = list(addresses(pages))
+    assert len(checked) > 1000
+    assert not [(str(page), link) for page, link, target, _ in checked if not target.is_file()]
+    lost = {(str(page), link) for page, link, to, anchor in checked if to in pages and anchor not in pages[to].anchors}
+    assert not {each for each in lost if not each[1].startswith("#__")}  # the theme's own, which its script makes
+
+
+@pytest.mark.slow
+def test_no_page_loads_anything_from_elsewhere(site: Path, pages: dict[Path, Page]) -> None:
+    assert not {address for page in pages.values() for address in page.loads if urlsplit(address).netloc}
+    styles = [*site.rglob("*.css"), *pages]
+    imported = [re.findall(r"(?:url\(|@import\s+)[\"']?(?:https?:)?//[^\"')\s]+", path.read_text()) for path in styles]
+    assert not [each for found in imported for each in found]
+    scripts = "".join(path.read_text() for path in pages)
+    assert not re.findall(r"googletagmanager|google-analytics|fonts\.g", scripts)
+
+
+@pytest.mark.slow
+def test_the_search_finds_pages_and_leaves_out_sources(site: Path) -> None:
+    documents = json.loads((site / "search/search_index.json").read_text())["docs"]
+    found = {each["location"].partition("#")[0] for each in documents if "resume" in each["text"].lower()}
+    assert {"checkpoints.html", "accelerator.html", "reference/trainer.html"} <= found
+    assert not [each["location"] for each in documents if each["location"].startswith("source/")]
+    assert {"reference/module.html#trainwright.Module.log"} <= {each["location"] for each in documents}
+
+
+@pytest.mark.slow
+def test_every_public_name_is_shown_with_its_docstring(pages: dict[Path, Page], site: Path) -> None:
+    anchors = {each for path, page in pages.items() if path.parent == site / "reference" for each in page.anchors}
+    aliases = {"LightningDataModule", "LightningModule", "__version__"}
+    assert {f"trainwright.{name}" for name in tw.__all__ if name not in aliases} <= anchors
