@@ -330,7 +330,7 @@ PACKAGE_LINES = [
         790,
         "RunReport, a page on each run: its facts, the script's commit, masked command lines; long tables are read in parts",
     ),
-    (54, "bars of tqdm that a subclass makes"),
+    (68, "bars of tqdm that a subclass makes; event files of one second are read in their order"),
     (19, "names that clients of trackers draw do not depend on the script's seed"),
     (17, "command lines: a class of the wrong kind, multifile, variables that two ranks read"),
     (4, "a save that is requested within a batch waits for its end"),

@@ -6,19 +6,20 @@ import importlib.util
 import json
 import os
 import pickle
-import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.hparams import plugin_data_pb2
+from tensorboard.summary.writer import event_file_writer
 from torch import nn
 from torch.utils.tensorboard import SummaryWriter
 
 import trainwright as tw
-from trainwright.loggers import CSVLogger, Logger, SilentLogger, TensorBoardLogger, start_loggers
+from trainwright.loggers import CSVLogger, Logger, SilentLogger, TensorBoardLogger, start_loggers, tensorboard
 
 
 def started(folder: Path, **kwargs: Any) -> TensorBoardLogger:
@@ -240,7 +241,6 @@ def test_a_run_goes_on_where_a_checkpoint_stood(tmp_path: Path, kwargs: dict[str
         for step in range(5, last):
             logger.log_metrics({"loss": step / 4 if step != 6 else 9.0}, step)
         logger.flush()
-        # Sorted: the names of files that are made within one second do not follow their order.
         assert sorted(values(logger, "loss")) == [(step, step / 4 if step != 6 else 9.0) for step in range(1, last)]
         assert values(logger, "val_loss") == [(4, 1.0)]
         return logger
@@ -277,7 +277,6 @@ def test_a_checkpoint_that_knows_no_files_hides_what_follows(tmp_path: Path) -> 
     for step in range(1, 8):
         killed.log_metrics({"loss": step / 4}, step)
     killed.flush()
-    time.sleep(1.01)  # a later second: names of files that are made within one do not follow their order
     resumed = TensorBoardLogger(tmp_path)
     resumed.load_state_dict({"folder": killed.log_dir, "version": 0, "purge_step": 5})
     resumed.start(lambda text: text, is_writer=True)
@@ -286,3 +285,25 @@ def test_a_checkpoint_that_knows_no_files_hides_what_follows(tmp_path: Path) -> 
     resumed.close()
     assert sorted(values(resumed, "loss")) == [(step, step / 4) for step in range(1, 5)] + [(5, 9.0)]
     assert resumed.state_dict()["purge_step"] == 6
+
+
+def test_files_of_one_second_are_read_in_their_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """TensorBoard reads the count 10 before 9, so the later file waits for the next second."""
+    now, slept = [1000.0], []
+
+    def sleep(seconds: float) -> None:
+        slept.append(seconds)
+        now[0] += seconds
+
+    monkeypatch.setattr(event_file_writer, "time", SimpleNamespace(time=lambda: now[0]))
+    monkeypatch.setattr(event_file_writer, "_global_uid", event_file_writer.AtomicCounter(8))
+    monkeypatch.setattr(tensorboard.time, "sleep", sleep)
+    for run in range(4):  # 8, 9, 10, which is replaced, 11, 12
+        logger = TensorBoardLogger(tmp_path, version=0)
+        logger.start(lambda text: text, is_writer=True)
+        logger.log_metrics({"loss": float(run)}, run)
+        logger.close()
+    assert slept == [1.0]
+    files = sorted(os.listdir(str(logger.log_dir)))
+    assert [int(name.split(".")[3]) for name in files] == [1000, 1000, 1001, 1001]
+    assert values(logger, "loss") == [(run, float(run)) for run in range(4)]

@@ -57,6 +57,8 @@ class LiveProgressBar(ProgressBar):
         self._loaders: list[tuple[str, int | None]] = []
         """The title and the number of batches of each loader of an evaluation."""
         self._loader = self._evaluated = 0
+        self._stage = "train"
+        """The loop whose bar is made: "train", "sanity", "validation", "test" or "predict"."""
 
     # -- what a subclass defines -----------------------------------------------------------------------------------------
 
@@ -99,6 +101,7 @@ class LiveProgressBar(ProgressBar):
 
     def on_train_epoch_start(self, trainer: Trainer, module: Module) -> None:
         title, total = f"{self.train_description} {trainer.current_epoch}", _known(trainer.num_training_batches)
+        self._stage = "train"
         self._begin(self._training, title, total, trainer.state.batch, leave=True)
 
     def on_train_batch_end(self, trainer: Trainer, module: Module, outputs: Any, batch: Any, batch_idx: int) -> None:
@@ -124,6 +127,7 @@ class LiveProgressBar(ProgressBar):
             self._training.write_line(batches, text, self._lines_file())
 
     def on_validation_start(self, trainer: Trainer, module: Module) -> None:
+        self._stage = "sanity" if trainer.sanity_checking else "validation"
         if trainer.sanity_checking:
             self._begin_evaluation(self.sanity_check_description, trainer.num_sanity_val_batches, leave=False)
             return
@@ -134,9 +138,11 @@ class LiveProgressBar(ProgressBar):
         self._begin_evaluation(self.validation_description, trainer.num_val_batches, leave=leave)
 
     def on_test_start(self, trainer: Trainer, module: Module) -> None:
+        self._stage = "test"
         self._begin_evaluation(self.test_description, trainer.num_test_batches, leave=True)
 
     def on_predict_start(self, trainer: Trainer, module: Module) -> None:
+        self._stage = "predict"
         self._begin_evaluation(self.predict_description, trainer.num_predict_batches, leave=True)
 
     def on_validation_batch_end(

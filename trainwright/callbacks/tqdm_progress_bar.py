@@ -97,17 +97,13 @@ class TQDMProgressBar(LiveProgressBar):
             "miniters": 1,
             "unit": "it",
         }
-        trainer = self.trainer
-        if trainer.sanity_checking:
-            make = self.init_sanity_tqdm
-        elif trainer.validating:
-            make = self.init_validation_tqdm
-        elif trainer.testing:
-            make = self.init_test_tqdm
-        elif trainer.predicting:
-            make = self.init_predict_tqdm
-        else:
-            make = self.init_train_tqdm
+        make = {
+            "train": self.init_train_tqdm,
+            "sanity": self.init_sanity_tqdm,
+            "validation": self.init_validation_tqdm,
+            "test": self.init_test_tqdm,
+            "predict": self.init_predict_tqdm,
+        }[self._stage]
         bar = make()
         if not isinstance(bar, std.tqdm):
             raise TypeError(

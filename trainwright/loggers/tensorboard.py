@@ -142,7 +142,18 @@ class TensorBoardLogger(FolderLogger):
                 purge = {"purge_step": self._position.pop("purge_step")} if "purge_step" in self._position else {}
                 self._earlier = self._event_files() if is_local(str(self.log_dir)) else {}
                 self._experiment = SummaryWriter(self.log_dir, **{**purge, **self._kwargs})
+                if is_local(str(self.log_dir)) and (early := self._read_too_early()):
+                    self._experiment.close()  # type: ignore[no-untyped-call]
+                    os.unlink(early)
+                    time.sleep(1.0)
+                    self._experiment = SummaryWriter(self.log_dir, **{**purge, **self._kwargs})
             return self._experiment
+
+    def _read_too_early(self) -> str:
+        """Return the event file that was opened just now, if TensorBoard would read it before an earlier one; else ""."""
+        # It reads them in the order of their names: second, machine, process and a count, in which 10 comes before 9.
+        opened = set(self._event_files()) - set(self._earlier)
+        return next((path for path in opened if self._earlier and path < max(self._earlier)), "")
 
     def log_hyperparams(
         self,
