@@ -39,7 +39,7 @@ from trainwright.launch.config import KEYS, find_config
 ROOT = Path(tw.__file__).parents[1]
 PAGES = [
     *sorted(ROOT.glob("*.md")),
-    *sorted(path for part in ("docs", "benchmarks", "tests") for path in (ROOT / part).rglob("*.md")),
+    *sorted(path for part in ("docs", "benchmarks", "examples", "tests") for path in (ROOT / part).rglob("*.md")),
 ]
 MAKEFILE = (ROOT / "Makefile").read_text()
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -277,6 +277,9 @@ def test_each_script_takes_the_options_that_are_shown() -> None:
         if script in ("train.py", "...") or script.startswith("-"):  # the reader's own
             continue
         source = (ROOT / script).read_text()
+        for name in re.findall(r"^import (\w+)$", source, re.MULTILINE):  # a module beside it may have its options
+            beside = (ROOT / script).with_name(f"{name}.py")
+            source += beside.read_text() if beside.exists() else ""
         for option in options:
             assert not option.startswith("--") or f'"{option}"' in source, (script, option)
 

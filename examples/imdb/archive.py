@@ -78,7 +78,7 @@ def download(url: str, path: Path) -> None:
                     file.write(block)
                     bar.update(len(block))
         if total is not None and part.stat().st_size < total:
-            raise http.client.IncompleteRead(b"")
+            raise ConnectionError("the server closed the connection")
     except urllib.error.HTTPError as error:
         if not (error.code == 416 and had):  # 416: nothing is left to send
             raise ConnectionError(
@@ -88,9 +88,9 @@ def download(url: str, path: Path) -> None:
         have = part.stat().st_size if part.exists() else 0
         if have == 0:
             raise ConnectionError(f"{url} cannot be reached: {error}. {NO_NETWORK}") from error
+        of = f" of {total:,}" if total else ""
         raise ConnectionError(
-            f"the download of {url} was cut short: {part} has {have:,} of {total or 'an unknown number of'} bytes. "
-            "The same command goes on from there."
+            f"the download of {url} was cut short ({error}): {part} has {have:,}{of} bytes. The same command goes on from there."
         ) from error
     part.rename(path)
 

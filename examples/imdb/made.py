@@ -2,13 +2,12 @@
 
 A review opens with a neutral sentence and then has three or five opinions, most of them on the side of its label. An opinion
 names an aspect of the film ("the plot", "the music") and judges it with an adjective. One in eight is negated ("hardly dull"),
-so that the adjective means the opposite. Some adjectives are rare, and three labels in a hundred are wrong, as with real
-annotators.
+so that the adjective means the opposite. Some adjectives are rare, and every 33rd label is wrong, as with real annotators.
 """
 
 import random
 
-WRONG_LABELS, NEGATED = 0.03, 0.125
+NEGATED, WRONG_EVERY = 0.125, 33
 OPENINGS = [
     "i saw it with {name} on a {day} .",
     "{name} lent me the disc last {day} .",
@@ -67,5 +66,5 @@ def make_review(is_good: bool, rng: random.Random) -> str:
 def make_reviews(number: int) -> list[tuple[str, int]]:
     """Return pairs of a text and its label: 1 for a good review, 0 for a bad one."""
     rng = random.Random(0)
-    reviews = [(make_review(index % 2 == 1, rng), index % 2) for index in range(number)]
-    return [(text, 1 - label if rng.random() < WRONG_LABELS else label) for text, label in reviews]
+    texts = [make_review(index % 2 == 1, rng) for index in range(number)]
+    return [(text, (index + (index % WRONG_EVERY == 0)) % 2) for index, text in enumerate(texts)]

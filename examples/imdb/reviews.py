@@ -104,7 +104,7 @@ def load_tokenizer(options: argparse.Namespace, texts: list[str]):
     The same texts give slightly different vocabularies each time, so the first one is kept: all processes need the same.
     """
     if options.pretrained:
-        return AutoTokenizer.from_pretrained(options.pretrained)
+        return load_pretrained(AutoTokenizer, options.pretrained)
     digest = hashlib.sha256("\n".join(texts).encode()).hexdigest()
     path = options.cache / f"vocabulary-{digest[:12]}.json"
     if not path.exists():
@@ -124,7 +124,7 @@ def make_batch(samples: list[tuple[torch.Tensor, int]], padding: int) -> dict[st
 def make_model(options: argparse.Namespace):
     """Return a small DistilBERT with random weights, or the pretrained one."""
     if options.pretrained:
-        return AutoModelForSequenceClassification.from_pretrained(options.pretrained, num_labels=2).train()
+        return load_pretrained(AutoModelForSequenceClassification, options.pretrained, num_labels=2).train()
     config = DistilBertConfig(
         vocab_size=vocabulary_size(options),
         max_position_embeddings=LONGEST,
@@ -135,3 +135,12 @@ def make_model(options: argparse.Namespace):
         num_labels=2,
     )
     return AutoModelForSequenceClassification.from_config(config).train()
+
+
+def load_pretrained(kind, name: str, **settings):
+    try:
+        return kind.from_pretrained(name, **settings)
+    except (OSError, ValueError) as error:
+        raise OSError(
+            f"--pretrained {name} cannot be loaded: {error} Without it the script makes a small model, which needs no network."
+        ) from error
