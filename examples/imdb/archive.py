@@ -90,7 +90,8 @@ def download(url: str, path: Path) -> None:
             raise ConnectionError(f"{url} cannot be reached: {error}. {NO_NETWORK}") from error
         of = f" of {total:,}" if total else ""
         raise ConnectionError(
-            f"the download of {url} was cut short ({error}): {part} has {have:,}{of} bytes. The same command goes on from there."
+            f"the download of {url} was cut short ({error}): {part} has {have:,}{of} bytes. "
+            "The same command goes on from there."
         ) from error
     part.rename(path)
 

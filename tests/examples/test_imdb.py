@@ -37,7 +37,7 @@ CHANGES = {
     "8_ddp_sharded": ("2_trainer", 1, 2),
     "9_raw_loop": ("1_plain", 14, 16),
 }
-"""By script: the one that it derives from, how many of its lines it leaves out, and how many it adds, apart from the docstring."""
+"""By script: the one that it derives from, how many lines of that it leaves out, and how many it adds, docstrings apart."""
 SIDES = ("train/pos", "train/neg", "test/pos", "test/neg")
 
 
@@ -222,7 +222,7 @@ def test_what_is_wrong_with_a_path_is_said(tmp_path: Path) -> None:
     Path("aclImdb_v1.tar.gz").write_bytes(data)
     sha256 = hashlib.sha256(data).hexdigest()
     with pytest.raises(
-        FileNotFoundError, match="--data gone: there is no such file or folder.*Without --data.*no network"
+        FileNotFoundError, match=r"--data gone: there is no such file or folder.*Without --data.*no network"
     ):
         archive.find_folder("gone", digest, tmp_path)
     with pytest.raises(FileNotFoundError, match=r"--data \.: there are no train/pos, .*its folder aclImdb"):
