@@ -1,13 +1,13 @@
 """Made film reviews: short, random, the same in every run, and without any download.
 
 A review opens with a neutral sentence and then has three or five opinions, most of them on the side of its label. An opinion
-names an aspect of the film ("the plot", "the music") and judges it with an adjective. One in eight is negated ("hardly dull"),
+names an aspect of the film ("the plot", "the music") and judges it with an adjective. One in 16 is negated ("hardly dull"),
 so that the adjective means the opposite. Some adjectives are rare, and every 33rd label is wrong, as with real annotators.
 """
 
 import random
 
-NEGATED, WRONG_EVERY = 0.125, 33
+NEGATED, WRONG_EVERY = 1 / 16, 33
 OPENINGS = [
     "i saw it with {name} on a {day} .",
     "{name} lent me the disc last {day} .",
