@@ -15,6 +15,9 @@ from typing import Any
 from unittest import mock
 
 import pytest
+from jobs import run_job
+
+import trainwright as tw
 
 sys.path.append(str(Path(__file__).parents[2] / "examples" / "imdb"))
 
@@ -26,11 +29,11 @@ SIDES = ("train/pos", "train/neg", "test/pos", "test/neg")
 # -- the archive -----------------------------------------------------------------------------------------------------
 
 
-def pack(*more: tarfile.TarInfo, folder: str = "aclImdb", padding: int = 0) -> tuple[bytes, str]:
-    """Return an archive as the published one, with three reviews a folder, and its MD5."""
+def pack(*more: tarfile.TarInfo, folder: str = "aclImdb", padding: int = 0, reviews_each: int = 3) -> tuple[bytes, str]:
+    """Return an archive as the published one, with so many reviews a folder, and its MD5."""
     target = io.BytesIO()
     with tarfile.open(fileobj=target, mode="w:gz", compresslevel=0) as packed:
-        names = [f"{folder}/{side}/{index}_7.txt" for side in (*SIDES, "train/unsup") for index in range(3)]
+        names = [f"{folder}/{side}/{index}_7.txt" for side in (*SIDES, "train/unsup") for index in range(reviews_each)]
         for name in (f"{folder}/README", *names):
             text = f"{name}: “très bien”<br />".encode() + b" " * padding
             member = tarfile.TarInfo(name)
@@ -221,3 +224,24 @@ def test_no_network_and_a_wrong_address(tmp_path: Path, serve: Any) -> None:
     ):
         archive.find_folder("http://127.0.0.1:1/x", archive.PUBLISHED_MD5, tmp_path)
     assert list(tmp_path.iterdir()) == []
+
+
+def load_on_rank(folder: Path) -> list[int]:
+    """Load the reviews as 9_raw_loop.py does, and return how many there are in each part."""
+    import reviews
+
+    accelerator = tw.Accelerator()
+    with mock.patch.object(sys, "argv", ["script", *(folder / "arguments.txt").read_text().split()]):
+        given = reviews.parse_options()
+    with accelerator.main_process_first():
+        return [len(loader.dataset) for loader in reviews.load(given)]
+
+
+@pytest.mark.slow
+def test_rank_0_alone_downloads(tmp_path: Path, serve: Any) -> None:
+    data, digest = pack(reviews_each=10)
+    server = serve(data)
+    (tmp_path / "arguments.txt").write_text(f"--data {server.url} --digest {digest} --cache {tmp_path}/cache")
+    assert run_job(load_on_rank, 2, tmp_path) == [[28, 4, 8]] * 2
+    assert server.asked == [None]
+    assert len(list((tmp_path / "cache").glob("vocabulary-*.json"))) == 1
