@@ -1,4 +1,4 @@
-"""A DistilBERT that tells good film reviews from bad ones, trained in a plain PyTorch loop.
+"""A DistilBERT that classifies film reviews as good or bad, trained in a plain PyTorch loop.
 
 python examples/imdb/1_plain.py
 """
@@ -11,7 +11,7 @@ from tqdm import tqdm
 
 
 def evaluate(model, loader, device):
-    """Return the share of the reviews that the model judges correctly."""
+    """Return the share of the reviews that the model classifies correctly."""
     model.eval()
     correct = total = 0
     with torch.no_grad():

@@ -14,7 +14,7 @@ import trainwright as tw
 
 
 def evaluate(model, loader, accelerator):
-    """Return the share of the reviews that the model judges correctly."""
+    """Return the share of the reviews that the model classifies correctly."""
     model.eval()
     correct = total = 0
     with torch.no_grad():

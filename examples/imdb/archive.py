@@ -61,7 +61,7 @@ def read_folder(folder: Path) -> list[tuple[str, int]]:
 
 
 def download(url: str, path: Path) -> None:
-    """Download a file. What arrives is kept in a .part file, with which the next start goes on if this one is cut short."""
+    """Download a file. What arrives is kept in a .part file, which the next start continues if this one is cut short."""
     part = path.with_name(f"{path.name}.part")
     had = part.stat().st_size if part.exists() else 0
     request = urllib.request.Request(url, headers={"Range": f"bytes={had}-"} if had else {})
@@ -91,7 +91,7 @@ def download(url: str, path: Path) -> None:
         of = f" of {total:,}" if total else ""
         raise ConnectionError(
             f"the download of {url} was cut short ({error}): {part} has {have:,}{of} bytes. "
-            "The same command goes on from there."
+            "The same command continues from there."
         ) from error
     part.rename(path)
 

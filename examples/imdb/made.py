@@ -1,7 +1,7 @@
 """Made film reviews: short, random, the same in every run, and without any download.
 
 A review opens with a neutral sentence and then has three or five opinions, most of them on the side of its label. An opinion
-names an aspect of the film ("the plot", "the music") and judges it with an adjective. One in 16 is negated ("hardly dull"),
+names an aspect of the film ("the plot", "the music") and rates it with an adjective. One in 16 is negated ("hardly dull"),
 so that the adjective means the opposite. Some adjectives are rare, and every 33rd label is wrong, as with real annotators.
 """
 
@@ -44,7 +44,7 @@ def pick(words: str, rng: random.Random) -> str:
 
 
 def opinion(is_good: bool, rng: random.Random) -> str:
-    """Return a judgement of one aspect; the first adjectives of a list are the most frequent."""
+    """Return an opinion of one aspect; the first adjectives of a list are the most frequent."""
     is_negated = rng.random() < NEGATED
     adjectives = (GOOD if is_good != is_negated else BAD).split()
     adjective = adjectives[int(len(adjectives) * rng.random() ** 2)]

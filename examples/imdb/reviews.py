@@ -20,7 +20,7 @@ LONGEST = 512
 
 
 def parse_options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Train a DistilBERT to tell good film reviews from bad ones.")
+    parser = argparse.ArgumentParser(description="Train a DistilBERT to classify film reviews as good or bad.")
     parser.add_argument(
         "--data", default="made", help="made, hub, or the path or URL of aclImdb_v1.tar.gz or its folder"
     )

@@ -175,12 +175,12 @@ def serve() -> Iterator[Any]:
 
 
 @pytest.mark.parametrize("knows_ranges", [True, False])
-def test_a_download_that_was_cut_goes_on(tmp_path: Path, serve: Any, knows_ranges: bool) -> None:
+def test_a_download_that_was_cut_is_continued(tmp_path: Path, serve: Any, knows_ranges: bool) -> None:
     data, digest = pack(padding=20_000)
     server = serve(data, knows_ranges=knows_ranges)
     server.cut_after = 200_000
     with pytest.raises(
-        ConnectionError, match=rf"was cut short .*part has 200,000 of {len(data):,} bytes.*same command goes on"
+        ConnectionError, match=rf"was cut short .*part has 200,000 of {len(data):,} bytes.*same command continues"
     ):
         archive.find_folder(server.url, digest, tmp_path)
     server.cut_after = len(data)
