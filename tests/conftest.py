@@ -29,6 +29,7 @@ LONGEST = (
     "launch/test_graceful_shutdown.py",
     "strategies/test_contract.py",
     "examples/test_examples.py",
+    "examples/test_imdb.py",
     "test_gpu_benchmark.py",
     "test_fuzz.py",
     "launch/test_two_nodes.py",

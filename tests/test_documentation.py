@@ -39,7 +39,7 @@ from trainwright.launch.config import KEYS, find_config
 ROOT = Path(tw.__file__).parents[1]
 PAGES = [
     *sorted(ROOT.glob("*.md")),
-    *sorted(path for part in ("docs", "benchmarks", "tests") for path in (ROOT / part).rglob("*.md")),
+    *sorted(path for part in ("docs", "benchmarks", "examples", "tests") for path in (ROOT / part).rglob("*.md")),
 ]
 MAKEFILE = (ROOT / "Makefile").read_text()
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -277,6 +277,9 @@ def test_each_script_takes_the_options_that_are_shown() -> None:
         if script in ("train.py", "...") or script.startswith("-"):  # the reader's own
             continue
         source = (ROOT / script).read_text()
+        for name in re.findall(r"^import (\w+)$", source, re.MULTILINE):  # a module beside it may have its options
+            beside = (ROOT / script).with_name(f"{name}.py")
+            source += beside.read_text() if beside.exists() else ""
         for option in options:
             assert not option.startswith("--") or f'"{option}"' in source, (script, option)
 
@@ -296,13 +299,16 @@ def test_trainwright_launch_accepts_what_is_shown(
 ) -> None:
     started: list[Any] = []
     monkeypatch.setattr(cli, "supervise", lambda *given, **_: started.append(given) or 0)
-    Path("train.py").touch()
-    if "train.py" not in arguments:  # an option alone
-        arguments = [*arguments, "60", "train.py"]
+    script = next((word for word in arguments if word.endswith(".py")), "train.py")
+    assert script == "train.py" or (ROOT / script).is_file()
+    Path(script).parent.mkdir(parents=True, exist_ok=True)
+    Path(script).touch()
+    if script not in arguments:  # an option alone
+        arguments = [*arguments, "60", script]
     Path("cluster.yaml").write_text(CONFIGS[0].text)
     assert cli.main(["launch", *arguments], command_line.check_names) == 0
     said = capsys.readouterr().out
-    assert "train.py" in (said if "--dry-run" in arguments else started[0][0].command)
+    assert script in (said if "--dry-run" in arguments else started[0][0].command)
 
 
 @pytest.mark.parametrize("block", CONFIGS, ids=lambda block: block.place)
