@@ -28,6 +28,10 @@ class Reads(nn.Linear):
         super().__init__(2, 2)
         self.weight.sum().item()
 
+class Data(torch.utils.data.Dataset):
+    def __init__(self, path):
+        self.path = path
+
 def small():
     return Net(4)
 
@@ -97,6 +101,20 @@ def test_a_class_of_a_script(capsys: pytest.CaptureFixture[str]) -> None:
     assert estimated(capsys, "alone")["parameters"] == 2  # the one class that it defines, in a module of this folder
 
 
+def test_a_script_that_parses_its_arguments_sees_none_of_ours(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Path("alone.py").write_text(
+        "import argparse, sys\nfrom torch import nn\nparser = argparse.ArgumentParser()\n"
+        "parser.add_argument('--width', type=int, default=3)\nwidth = parser.parse_args().width\n"
+        "def small():\n    assert sys.argv == ['alone.py']\n    return nn.Linear(width, 1)"
+    )
+    ours = ["trainwright", "estimate", "alone.py:small", "--devices", "1"]
+    monkeypatch.setattr(sys, "argv", ours)
+    assert estimated(capsys, *ours[2:])["parameters"] == 4
+    assert sys.argv == ["trainwright", "estimate", "alone.py:small", "--devices", "1"]
+
+
 def test_the_table_groups_precisions_that_take_the_same(capsys: pytest.CaptureFixture[str]) -> None:
     assert estimate_command(["--params", "1B", "--memory", "12GiB", "--devices", "1,2,4"], check_names) == 0
     said = capsys.readouterr().out
@@ -114,6 +132,8 @@ def test_the_table_groups_precisions_that_take_the_same(capsys: pytest.CaptureFi
     [
         (["none.py"], "'none.py' is not a script that exists; pass the path of a .py file, or the name of a module."),
         (["nonesuch.module"], "neither a script nor a module 'nonesuch.module' was found"),
+        (["bert-base-cased"], "Models of a hub are not fetched: name a function that returns one, or pass --params."),
+        (["net.py:Data"], "Data is a class, but not of a torch module; name one of those, or a function"),
         (["net.py:Nett"], "net.py has no 'Nett'. It defines Net, Reads. Did you mean 'Net'?"),
         (["net.py"], "net.py defines Net, Reads; add the class, or a function that returns the module: net.py:NAME."),
         (["net.py:Net"], 'Net needs width; pass them as --args \'{"width": "..."}\', or name a function'),
