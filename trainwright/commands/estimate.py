@@ -17,10 +17,11 @@ from trainwright.commands.module_source import make_module
 from trainwright.engine.memory import MOST_USED, available_memory, estimate_memory, size_text
 from trainwright.launch.cli import Parser
 from trainwright.launch.config import nearest
-from trainwright.precision import NAMES, resolve_precision
+from trainwright.precision import NAMES, canonical_name, resolve_precision
 from trainwright.strategies.memory_plan import DeviceBytes
 
-USUAL_PRECISIONS = [name for name in NAMES if not name.startswith("64")]
+ALL_PRECISIONS = [name for name in NAMES if not name.startswith("64")]
+USUAL_PRECISIONS = [name for name in ALL_PRECISIONS if name not in ("16-true", "bf16-true")]
 UNITS = {
     "": 1,
     "b": 1,
@@ -51,7 +52,7 @@ def estimate_command(arguments: Sequence[str], _: Any) -> int:
     parser = _parser()
     options = parser.parse_args(arguments)
     try:
-        precisions = choose(options.precision, NAMES, USUAL_PRECISIONS, "--precision")
+        precisions = _precisions(options.precision)
         strategies = choose(options.strategies, LISTED_STRATEGIES, LISTED_STRATEGIES, "--strategies")
         devices = [_whole(each, "--devices") for each in options.devices.split(",")]
         memory = _amount(options.memory, UNITS, "--memory", "80GiB") if options.memory else available_memory()
@@ -89,6 +90,8 @@ def estimate_command(arguments: Sequence[str], _: Any) -> int:
         )
     print(f"With {size_text(memory)} for each device; `fits` leaves a fifth of it for activations.")
     print("\n".join(_table(rows, memory)))
+    if options.precision is None:
+        print("\n--precision all also shows 16-true and bf16-true, which keep the parameters themselves in 16 bits.")
     return 0
 
 
@@ -111,7 +114,11 @@ def _parser() -> Parser:
     add("--args", metavar="JSON", help="the arguments of the class, such as '{\"width\": 512}'")
     add("--optimizer", metavar="NAME", default="AdamW", help="a class of torch.optim (default: AdamW)")
     add("--devices", metavar="N,N", default="1,2,4,8", help="numbers of devices (default: 1,2,4,8)")
-    add("--precision", metavar="NAME,NAME", help=f"of {', '.join(NAMES)} (default: all of 16 and 32 bits)")
+    add(
+        "--precision",
+        metavar="NAME,NAME",
+        help=f"of {', '.join(NAMES)}, or all of 16 and 32 bits (default: {', '.join(USUAL_PRECISIONS)})",
+    )
     add("--strategies", metavar="NAME,NAME", help=f"of {', '.join(LISTED_STRATEGIES)} (default: all)")
     add("--memory", metavar="SIZE", help="memory of each device, such as 80GiB (default: that of this machine)")
     add("--json", action="store_true", help="print JSON")
@@ -190,6 +197,14 @@ def _optimizer(name: str) -> type[torch.optim.Optimizer]:
     if name not in known:
         raise ValueError(f"--optimizer {name}: choose from {', '.join(known)}.{nearest(name, known)}")
     return known[name]
+
+
+def _precisions(given: str | None) -> list[str]:
+    if given is None:
+        return USUAL_PRECISIONS
+    if given.strip().lower() == "all":
+        return ALL_PRECISIONS
+    return list(dict.fromkeys(canonical_name(each.strip()) for each in given.split(",")))
 
 
 def _whole(text: str, flag: str) -> int:

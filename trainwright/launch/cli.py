@@ -70,8 +70,7 @@ def launch_command(arguments: Sequence[str], check_names: NameCheck) -> int:
         new = {name: entry.text for name, entry in config.variables.items() if name not in os.environ}
         os.environ.update(new)  # before torch looks for GPUs
         sources = Sources(options, os.environ, config)
-        settings = resolve(sources)
-        sources.check_names(check_names, settings)
+        settings = sources.check_names(check_names, resolve(sources))
         if not command:
             raise ValueError("no script was given; pass one, or -m and a module, after the options.")
         # Python runs a folder by its __main__.py.
@@ -124,7 +123,7 @@ def _launch_parser() -> tuple[Parser, list[argparse.Action]]:
             "every GPU, or one process"),
         add("--cpu", action=argparse.BooleanOptionalAction, help="compute on the CPU even if there is a GPU"),
         add("--strategy", metavar="NAME", help="how the processes divide the work, such as ddp or deepspeed"),
-        add("--precision", metavar="NAME", help="such as 32, 16-mixed or bf16-mixed"),
+        add("--precision", metavar="NAME", help="such as 32-true, 16-mixed or bf16-mixed; also 32, fp16 or bf16"),
         add("--gradient-accumulation-steps", metavar="N", help="batches per optimizer step"),
         add("--num-nodes", metavar="N", help="machines of the job; run this command on each of them (default: 1)"),
         add("--nodes", metavar="MIN:MAX", help="instead of --num-nodes and --node-rank: the job runs on MIN to MAX machines, "
@@ -206,8 +205,7 @@ def check_config(config: Config, check_names: NameCheck, *, with_environment: bo
     """Return the settings that a config gives without flags, or with what the environment says (ValueError if one is wrong)."""
     variables = {name: os.environ[name] for name in KEY_OF if with_environment and name in os.environ}
     sources = Sources(argparse.Namespace(**dict.fromkeys(FLAGS)), variables, config)
-    settings = resolve(sources)
-    sources.check_names(check_names, settings)
+    settings = sources.check_names(check_names, resolve(sources))
     _nodes(settings)
     return settings
 
