@@ -16,6 +16,7 @@ from trainwright.devices.cores import num_cores
 from trainwright.distributed.environment import JOB_VARIABLE
 from trainwright.distributed.masking import shown
 from trainwright.distributed.network import DEFAULT_PORT, LOOPBACK
+from trainwright.launch.columns import lay_out, terminal_width
 from trainwright.launch.config import CONFIG_VARIABLE, KEY_OF, OTHER_WORDS, Config, find_config, nearest
 from trainwright.launch.dry_run import describe_job
 from trainwright.launch.nodes import WAIT_SECONDS, Job, Nodes
@@ -318,6 +319,5 @@ def _describe(command: Sequence[str], settings: Mapping[str, Setting], sources: 
     rows += [
         (f"env {name}", printable(shown(name, value)), config.variables[name].where) for name, value in new.items()
     ]
-    widths = [max(len(row[column]) for row in rows) + 2 for column in (0, 1)]
-    lines += [f"  {name:<{widths[0]}}{value:<{widths[1]}}{source}" for name, value, source in rows]
+    lines += lay_out(rows, terminal_width(sys.stderr), indent=2, shortened=(1, 2))
     return "\n".join([*lines, *sources.contradictions(settings)]) + "\n"
