@@ -31,7 +31,7 @@ DEFAULTS = {
     "gradient_accumulation_steps": "1",
     "num_nodes": "1",
 }
-"""The keys that are asked for on every machine, and what holds where neither a script nor a config sets them."""
+"""The keys of the questions for every machine, and what holds where neither a script nor a config sets them."""
 Answers = dict[str, str | dict[str, str]]
 """The values by key; `env` has a dict."""
 

@@ -45,7 +45,7 @@ def lay_out(
         rows: the cells, of which the first row has the heads.
         width: that of the terminal, or None for whole cells.
         indent: blanks before each line.
-        right: the columns whose cells end at one place.
+        right: the columns of numbers, which are aligned at their ends.
         shortened: the columns of paths.
         dropped: the columns that can be left out, the first one first.
     """
