@@ -324,6 +324,7 @@ class Accelerator(Collectives):
         """Return the context that forwards run in, for code outside the model; the argument replaces the constructor's."""
         options = self._autocast if autocast_handler is None else autocast_handler
         inner = self.engine.precision.forward_context()
+        self._loss_check.autocasts += options.enabled
         if inner is None or options == AutocastKwargs():
             return inner or nullcontext()
         dtype = self.engine.precision.autocast_dtype
