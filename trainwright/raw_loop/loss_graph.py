@@ -114,10 +114,13 @@ class LossCheck:
         """Refuse a loss that no prepared optimizer steps on, where another one would not train as it should (ValueError)."""
         engine, scales = self._engine, self._engine.precision.has_scaler
         trains_prepared_only = engine.world_size > 1 and engine.strategy.trains_prepared_only
-        if not engine.modules or not (scales or trains_prepared_only):
+        if not engine.modules:
             return
         stepped = stepped_by(*engine.optimizers)
         leaves = graph_leaves(loss) if engine.strategy.holds_modules else set()
+        self._preparation.note_trained(leaves)
+        if not (scales or trains_prepared_only):
+            return
         if stepped and not (leaves and stepped.isdisjoint(leaves)):
             return
         if trains_prepared_only:
