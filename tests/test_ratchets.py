@@ -335,7 +335,7 @@ PACKAGE_LINES = [
     (17, "command lines: a class of the wrong kind, multifile, variables that two ranks read"),
     (4, "a save that is requested within a batch waits for its end"),
     (
-        130,
+        165,
         "a raw loop names optimizers and models that were not prepared, dropped windows, texts in rows and ranks that left",
     ),
 ]

@@ -245,7 +245,7 @@ def test_the_model_before_prepare_loses_no_precision(precision: str) -> None:
     accelerator = tw.Accelerator(cpu=True, precision=precision)
     net, inputs = Scored(4, 1), INPUTS.to(torch.bfloat16 if precision == "bf16-true" else torch.float32)
     model, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), 0.1))
-    refused = rf"does not compute in precision '{precision}'; prepare does not change your model in place"
+    refused = rf"does not compute in precision '{precision}'; prepare does not change your model"
     for _ in range(2):
         with pytest.raises(ValueError, match=refused):
             accelerator.backward(net(inputs).mean())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from typing import Any
 
 from torch import Tensor
@@ -39,7 +40,7 @@ class LossCheck:
         """How many losses passed whose nearest nodes showed no such parameter."""
         self._forwards = self._steps = 0
         """How often prepared models had been called at the last loss of a new call, and the optimizer steps by then."""
-        self.autocasts = 0
+        self._autocasts = 0
         """How often the loop has asked for the precision's context, to compute in it by itself."""
         self._is_kept = False
         """Whether the last backward has kept its graph for another one."""
@@ -47,6 +48,11 @@ class LossCheck:
         """How many losses have been checked and may be used."""
         self._left_out = 0
         """How many of the next losses are not checked."""
+
+    def forward_context(self, is_enabled: bool) -> AbstractContextManager[Any] | None:
+        """Return the precision's context, for what the loop computes by itself."""
+        self._autocasts += is_enabled
+        return self._engine.precision.forward_context()
 
     def look(self, loss: Any, options: dict[str, Any]) -> None:
         """Check a loss, on several ranks, or on one if it is due."""
@@ -142,7 +148,7 @@ class LossCheck:
         prepared model made it, or the loop's own use of the context.
         """
         is_alone = self._engine.world_size == 1
-        forwards, steps, is_wrapped = self.autocasts if is_alone else 0, self._preparation.step_count, False
+        forwards, steps, is_wrapped = self._autocasts if is_alone else 0, self._preparation.step_count, False
         for each in self._preparation.models:
             if isinstance(each, PreparedModule):
                 forwards += each.forwards + (each.method_calls if is_alone else 0)
@@ -169,7 +175,7 @@ class LossCheck:
         if not own.isdisjoint(graph_leaves(loss)):
             raise ValueError(
                 "backward was given a loss of the model as it was before prepare, or of a part of it, which does not compute "
-                f"in precision {self._engine.precision.name!r}; prepare does not change your model in place. Call the model "
+                f"in precision {self._engine.precision.name!r}; prepare does not change your model. Call the model "
                 "that accelerator.prepare returned, or call a part of it within accelerator.autocast()."
             )
 

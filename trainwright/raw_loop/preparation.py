@@ -158,7 +158,7 @@ class Preparation(Preparations):
         ]
 
     def trained_without_optimizer(self) -> str:
-        """Return the classes of models that were trained though no prepared optimizer steps them; empty if there are none."""
+        """Return the classes of models that were trained though no prepared optimizer steps them."""
         stepped = stepped_by(*self.optimizers)
         alone = [each for each in self._trained if stepped.isdisjoint(each.parameters())]
         return ", ".join(type(each).__name__ for each in alone)
