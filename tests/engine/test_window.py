@@ -116,9 +116,27 @@ def test_metrics_are_those_of_the_loop_that_is_left_for_a_moment() -> None:
 def test_a_window_that_was_left_is_dropped() -> None:
     accelerator, model, optimizer, loader = accumulating(4, samples=32)
     assert steps_of(accelerator, model, optimizer, loader, {2: lambda: "break"}) == []
+    with pytest.warns(
+        UserWarning, match="the loop left its loader after 2 of the 4 batches of an accumulation"
+    ) as told:
+        assert steps_of(accelerator, model, optimizer, loader, {2: lambda: "break"}) == []
+    assert [each.filename for each in told] == [__file__]
     alone = accumulating(4, samples=32)
-    assert steps_of(accelerator, model, optimizer, loader, {}) == steps_of(*alone, {}) == [3, 7]
+    assert steps_of(accelerator, model, optimizer, loader, {}) == steps_of(*alone, {}) == [3, 7]  # warned once
     assert_close(weights(model), weights(alone[1]), 0.0)
+
+
+def test_a_window_that_was_left_without_gradients_causes_no_warning() -> None:
+    accelerator, model, optimizer, loader = accumulating(4, samples=32)
+    for _ in range(2):
+        for index, batch in enumerate(loader):
+            with accelerator.accumulate(model), torch.no_grad():
+                loss_of(model, batch)
+            if index == 1:
+                break
+    assert steps_of(accelerator, model, optimizer, loader, {}) == [3, 7]
+    assert steps_of(accelerator, model, optimizer, loader, {4: lambda: "break"}) == [3]  # at a window's end
+    assert steps_of(accelerator, model, optimizer, loader, {}) == [3, 7]
 
 
 def test_the_length_of_windows_can_be_set() -> None:

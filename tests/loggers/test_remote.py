@@ -402,6 +402,7 @@ def test_wandb(tmp_path: Path) -> None:
     other = tw.WandbLogger(project="tests", save_dir=tmp_path / "other", offline=True)
     other.log_image("seen", [torch.rand(3, 4, 4).numpy().transpose(1, 2, 0)], caption=["noise"])
     other.log_text("texts", ["a", "b"], [["x", "y"]])
+    assert other.log_texts({"said": "hello"}, 2)
     other.log_hyperparams({"lr": 0.1})
     assert other.experiment.config["lr"] == 0.1
     with pytest.raises(ValueError, match="1 items, but caption has 2 entries"):
@@ -412,7 +413,7 @@ def test_wandb(tmp_path: Path) -> None:
 
     def has_media() -> bool:
         keys = {key for row in history(tmp_path / "other") for key in row}
-        return {"seen", "texts"} <= {key.partition("/")[0].partition(".")[0] for key in keys}
+        return {"seen", "texts", "said"} <= {key.partition("/")[0].partition(".")[0] for key in keys}
 
     wait_until(has_media)  # the client's own process may write the file a moment later
 
@@ -456,6 +457,7 @@ def test_mlflow(tmp_path: Path) -> None:
     other.log_hyperparams({"lr": 0.1, "net": {"width": 3}})
     other.log_images({"seen": torch.rand(3, 8, 8)}, step=2)
     other.log_text("hello", "notes.txt")
+    assert other.log_texts({"said": "hello"}, 2)
     other.log_table({"x": [1, 2]}, "table.json")
     other.log_model(f"{tmp_path}/saved/step=10.ckpt")
     other.finalize("failed")
@@ -463,7 +465,7 @@ def test_mlflow(tmp_path: Path) -> None:
     assert found.data.params == {"lr": "0.1", "net/width": "3"}
     assert found.info.status == "FAILED"
     names = {each.path for each in client.list_artifacts(other.version)}
-    assert {"images", "model", "notes.txt", "table.json"} <= names
+    assert {"images", "model", "notes.txt", "table.json", "said"} <= names
     assert not [each for each in client.list_artifacts(run_id) if each.path == "model"]
     uploading = make(log_model=True)
     fit(uploading, tmp_path / "uploaded", save_top_k=1)

@@ -70,12 +70,36 @@ def save_under_zero(folder: Path) -> str:
 )
 def test_a_rank_that_calls_alone_is_told_so(job: Any, call: str, tmp_path: Path) -> None:
     told = run_job(job, 2, tmp_path)
-    assert told[0].startswith(f"rank 0 makes a call that rank 1 has skipped: {call}"), told
-    assert "Rank 1 is already past it. Make such calls on all ranks" in told[0]
+    assert told[0].startswith(f"rank 0 makes a call in which rank 1 is missing: {call}. Rank 1 is elsewhere"), told
+    assert "the averaging of gradients in a backward. Make such calls on all ranks" in told[0]
     assert "if accelerator.is_main_process:" in told[0]
     assert told[1]
 
 
 def test_a_rank_that_waits_where_the_other_gathers_is_told_so(tmp_path: Path) -> None:
     told = run_job(gather_under_ddp, 2, tmp_path)
-    assert told[1].startswith("rank 1 makes a call that rank 0 has skipped: wait_for_everyone."), told
+    assert told[1].startswith("rank 1 makes a call in which rank 0 is missing: wait_for_everyone."), told
+
+
+def leave_early(folder: Path) -> str:
+    """Leave the loop on rank 0 alone, before a call that both ranks make after it; return what this rank was told."""
+    accelerator = tw.Accelerator(cpu=True)
+    net = make_net()
+    net, optimizer, loader = accelerator.prepare(net, torch.optim.AdamW(net.parameters()), make_loader(64))
+    try:
+        for number, batch in enumerate(loader):
+            accelerator.backward(loss_of(net, batch))
+            optimizer.step()
+            if number == 1 and accelerator.is_main_process:
+                break
+        accelerator.wait_for_everyone()
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def test_a_rank_that_leaves_the_loop_alone_is_told_so(tmp_path: Path) -> None:
+    told = run_job(leave_early, 2, tmp_path)
+    assert told[0].startswith("rank 0 makes a call in which rank 1 is missing: wait_for_everyone."), told
+    assert told[0].endswith("Leave a loop on all ranks at the same batch.")
+    assert "already past" not in told[0] + told[1]

@@ -197,3 +197,79 @@ def test_a_single_process_checks_its_first_losses_and_then_some(
     ):
         with pytest.raises(error, match=words):
             accelerator.backward(wrong)
+
+
+def scaling() -> tw.Accelerator:
+    return tw.Accelerator(cpu=True, mixed_precision="fp16")
+
+
+REFUSED = r"whose optimizer was not prepared; precision '16-mixed' multiplies losses by a scale"
+
+
+def test_a_loss_is_not_scaled_without_a_prepared_optimizer() -> None:
+    accelerator = scaling()
+    net = accelerator.prepare(nn.Linear(4, 1))
+    with pytest.raises(ValueError, match=REFUSED):
+        accelerator.backward(net(INPUTS).mean())
+    assert all(each.grad is None for each in net.parameters())
+    made(accelerator)
+    with pytest.raises(ValueError, match=REFUSED):  # another optimizer does not help
+        accelerator.backward(net(INPUTS).mean())
+    own = accelerator.prepare(torch.optim.SGD(net.parameters(), 0.1))
+    train(accelerator, net, own)
+    assert accelerator.step_count == 1
+    unscaled = tw.Accelerator(cpu=True, mixed_precision="bf16")
+    net = unscaled.prepare(nn.Linear(4, 1))
+    unscaled.backward(net(INPUTS).mean())
+
+
+def scale_on_ranks(folder: Path) -> str:
+    accelerator = scaling()
+    net = accelerator.prepare(nn.Linear(4, 1))
+    with pytest.raises(ValueError, match=REFUSED) as caught:
+        accelerator.backward(net(INPUTS).mean())
+    return str(caught.value)
+
+
+def test_a_loss_is_not_scaled_without_a_prepared_optimizer_on_ranks(tmp_path: Path) -> None:
+    assert len(set(run_job(scale_on_ranks, 2, tmp_path))) == 1
+
+
+class Scored(nn.Linear):
+    def score(self, inputs: Tensor) -> Tensor:
+        return self(inputs).mean()  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
+def test_the_model_before_prepare_loses_no_precision(precision: str) -> None:
+    accelerator = tw.Accelerator(cpu=True, precision=precision)
+    net, inputs = Scored(4, 1), INPUTS.to(torch.bfloat16 if precision == "bf16-true" else torch.float32)
+    model, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), 0.1))
+    refused = rf"does not compute in precision '{precision}'; prepare does not change your model"
+    for _ in range(2):
+        with pytest.raises(ValueError, match=refused):
+            accelerator.backward(net(inputs).mean())
+        train(accelerator, model, optimizer)
+    # What computes in the precision may be trained through, and what has no parameter of the model needs none.
+    with accelerator.autocast():
+        loss = net(inputs).mean()
+    accelerator.backward(loss)
+    optimizer.step()
+    accelerator.backward(model.score(inputs))
+    optimizer.step()
+    scale = nn.Parameter(torch.ones(1))
+    accelerator.prepare(torch.optim.SGD([scale], 0.1))
+    for _ in range(3):
+        accelerator.backward(scale.sum())
+        optimizer.step()
+    with pytest.raises(ValueError, match=refused):
+        accelerator.backward(net(inputs).mean())
+
+
+def test_without_a_precision_one_process_trains_the_model_before_prepare() -> None:
+    accelerator = tw.Accelerator(cpu=True)
+    net = nn.Linear(4, 1)
+    _, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), 0.1))
+    for _ in range(3):
+        train(accelerator, net, optimizer)
+    assert accelerator.step_count == 3

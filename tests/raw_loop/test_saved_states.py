@@ -12,6 +12,7 @@ import torch
 from forked import run_python
 from jobs import run_job
 from small import ON_HOST, assert_equal, loss_of, make_loader, make_net, weights
+from torch import nn
 
 import trainwright as tw
 from trainwright.checkpoint.discovery import find_checkpoints, is_checkpoint
@@ -453,3 +454,31 @@ def test_hooks_on_a_remote_file_system() -> None:
     assert [each.path for each in find_checkpoints("memory://hooked/checkpoints")] == [path]
     assert "inner/own.json" in open_checkpoint(path).file_sizes
     loop.accelerator.load_state()
+
+
+def test_an_optimizer_that_was_not_prepared(tmp_path: Path) -> None:
+    def train(steps: int) -> tuple[tw.Accelerator, nn.Module, torch.optim.Optimizer]:
+        accelerator = tw.Accelerator(cpu=ON_HOST, gradient_accumulation_steps=steps)
+        net, loader, other = accelerator.prepare(make_net(), make_loader(16), nn.Linear(2, 2))
+        accelerator.prepare(torch.optim.SGD(other.parameters(), 0.1))
+        optimizer = torch.optim.SGD(net.parameters(), 0.1)
+        for batch in loader:
+            with accelerator.accumulate(net):
+                accelerator.backward(loss_of(net, batch))
+                optimizer.step()
+                optimizer.zero_grad()
+        return accelerator, net, optimizer
+
+    accelerator, net, optimizer = train(1)
+    name = type(accelerator.unwrap_model(net)).__name__
+    refused = f"backward has trained {name}, and no prepared optimizer steps its parameters"
+    with pytest.warns(UserWarning, match=refused) as told:
+        accelerator.save_state(tmp_path / "a")
+    assert [each.filename for each in told] == [__file__]
+    accelerator.save_state(tmp_path / "b")  # once
+    accelerator, net, optimizer = train(1)
+    accelerator.prepare(optimizer)
+    accelerator.save_state(tmp_path / "c")
+    accelerator, net, optimizer = train(4)
+    with pytest.raises(RuntimeError, match=f"a backward through {name}, whose optimizer was not prepared"):
+        accelerator.save_state(tmp_path / "d")

@@ -81,7 +81,7 @@ def test_a_run(tmp_path: Path) -> None:
         "success",
         "close",
     ]
-    with pytest.raises(RuntimeError, match="log was called before init_trackers"):
+    with pytest.raises(RuntimeError, match="log was called after end_training"):
         accelerator.log({"loss": 1.0})
     accelerator.init_trackers("second")
     accelerator.log({"loss": 1.0})
@@ -191,8 +191,12 @@ def test_wrong_uses(tmp_path: Path) -> None:
         accelerator.get_tracker("tensorboard")
     with pytest.raises(AttributeError, match="CSVLogger has no experiment object"):
         accelerator.get_tracker("csv", unwrap=True)
-    with pytest.raises(TypeError, match="the metric 'text' was given to a logger as a str"):
-        accelerator.log({"text": "a"})
+    with pytest.raises(TypeError, match="the metric 'list' was given to a logger as a list"):
+        accelerator.log({"list": [1]})
+    accelerator.end_training()
+    for late in (lambda: accelerator.log({}), lambda: accelerator.get_tracker("csv")):
+        with pytest.raises(RuntimeError, match="was called after end_training, which ended the run"):
+            late()
     without = make()
     without.init_trackers("run")
     without.log({"loss": 1.0})
@@ -211,7 +215,7 @@ def log_too_early(folder: Path) -> list[str]:
         accelerator.init_trackers("run")
     accelerator.log({"loss": 1.0})
     accelerator.end_training()
-    with pytest.raises(RuntimeError, match="before init_trackers"):
+    with pytest.raises(RuntimeError, match="after end_training, which ended the run"):
         accelerator.log({"loss": 1.0})
     return refused
 
@@ -243,3 +247,25 @@ def test_images(tmp_path: Path) -> None:
     found = {tag: (events.Images(tag)[0].width, events.Images(tag)[0].height) for tag in events.Tags()["images"]}
     assert set(found.values()) == {(4, 5), (8, 5)}  # several are side by side
     assert {tag.split("/")[0] for tag in found} == {"channels first", "channels last", "list"}
+
+
+def test_texts(tmp_path: Path) -> None:
+    own = Recording()
+    accelerator = make(log_with=["tensorboard", "csv", own], project_dir=tmp_path)
+    accelerator.init_trackers("run", init_kwargs={"csv": {"version": "c"}, "tensorboard": {"version": "t"}})
+    row = {"note": "a text", "loss": 0.5}
+    with pytest.warns(UserWarning, match="log: 'note' had a text, which CSVLogger cannot write") as told:
+        accelerator.log(row, step=1)
+    assert [each.filename for each in told] == [__file__]
+    accelerator.log(row, step=2)  # warned once
+    accelerator.log({"note": "alone"}, step=3)
+    accelerator.end_training()
+    assert (row, 2, {}) in own.calls
+    assert rows(tmp_path / "run" / "c") == [{"step": "1", "loss": "0.5"}, {"step": "2", "loss": "0.5"}]
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(tmp_path / "run" / "t"))
+    events.Reload()
+    (tag,) = events.Tags()["tensors"]
+    found = [(each.step, each.tensor_proto.string_val[0]) for each in events.Tensors(tag) if "note" in tag]
+    assert found == [(1, b"a text"), (2, b"a text"), (3, b"alone")]

@@ -157,8 +157,14 @@ class StoreChannel:
         if self._positions is None:
             return
         other = self._positions.reported(self._store, rank)
-        # A rank posts a call before it moves on, so a call that is still missing was skipped.
+        # A rank posts a call before it moves on, so a call that is still missing was skipped, or comes out of order.
         if other is not None and other.order > own.order and not self._store.check([key]):
+            if not own.text and not other.text:  # in a raw loop, whose order is the number of its collectives
+                raise CallSkipped(
+                    f"rank {self.rank} makes a call in which rank {rank} is missing: {call}. Rank {rank} is elsewhere: it has "
+                    "made a further collective call, such as the averaging of gradients in a backward. "
+                    f"{ON_ALL_RANKS} Leave a loop on all ranks at the same batch."
+                )
             raise CallSkipped(
                 f"rank {self.rank} makes a call that rank {rank} has skipped: {call}{_at(own.text)}. Rank {rank} is already "
                 f"past it{_at(other.text)}. {ON_ALL_RANKS}"

@@ -232,9 +232,9 @@ class PreparedModule(nn.Module):
 
     def __init__(self, engine: Engine, module: nn.Module, *, to_float32: bool) -> None:
         super().__init__()
+        self.forwards = self.method_calls = 0
+        """How often it was called with gradients enabled, and how often a method was in the precision's context."""
         self.module = module
-        self.forwards = 0
-        """How often it was called with gradients enabled."""
         self._engine = engine
         self._to_float32 = to_float32
         self.register_state_dict_post_hook(_own_names)  # type: ignore[no-untyped-call]
@@ -252,6 +252,7 @@ class PreparedModule(nn.Module):
 
         @wraps(value)
         def in_context(*args: Any, **kwargs: Any) -> Any:
+            self.method_calls += torch.is_grad_enabled()
             with self._engine.precision.forward_context() or nullcontext():
                 return value(*args, **kwargs)
 

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from trainwright.engine.engine import Engine
 from trainwright.engine.prepared_loader import Iteration, Iterations
+from trainwright.rank_zero import rank_zero_warn
 
 LOW = (torch.float16, torch.bfloat16)
 
@@ -122,7 +123,9 @@ class ModelWindow(AccumulationWindow, AbstractContextManager[None]):
             return
         iteration, is_certain = windows.iterations.current()
         loader = None if iteration is None else iteration.loader
-        self.drop_if_left()
+        batches = self._position
+        if self.drop_if_left() and windows.has_dropped:
+            windows.warn_of_drop(batches, self.length)
         if self._position == 0:
             self._iteration = iteration
             self._corrected.clear()
@@ -142,7 +145,7 @@ class ModelWindow(AccumulationWindow, AbstractContextManager[None]):
         if not self._position or self._iteration is None or not self._iteration.is_left:
             return False
         self.drop()
-        self._windows.drop_gradients(self._models)
+        self._windows.has_dropped = self._windows.drop_gradients(self._models)
         return True
 
     def put_off(self, clear: Callable[[], None]) -> None:
@@ -163,8 +166,9 @@ class ModelWindow(AccumulationWindow, AbstractContextManager[None]):
 
 
 class AccumulationWindows:
-    """The windows of a raw loop, one for each set of models passed to `of`; `drop_gradients` clears a set's gradients.
+    """The windows of a raw loop, one for each set of models passed to `of`.
 
+    `drop_gradients` clears a set's gradients, and returns whether there were any.
     With `ends_with_loader` False the next pass fills a window that the end of a loader has cut; with `syncs_each_batch` every
     backward averages gradients over the ranks.
     """
@@ -174,7 +178,7 @@ class AccumulationWindows:
         engine: Engine,
         usual_length: int,
         iterations: Iterations,
-        drop_gradients: Callable[[tuple[nn.Module, ...]], None],
+        drop_gradients: Callable[[tuple[nn.Module, ...]], bool],
         *,
         ends_with_loader: bool = True,
         syncs_each_batch: bool = False,
@@ -184,6 +188,9 @@ class AccumulationWindows:
         self.ends_with_loader, self.syncs_each_batch = ends_with_loader, syncs_each_batch
         self.backwards = 0
         """Number of losses sent backward so far."""
+        self.has_dropped = False
+        """Whether the window that was left last had gradients."""
+        self._has_warned = False
         self.reset()
 
     def reset(self) -> None:
@@ -192,6 +199,11 @@ class AccumulationWindows:
         self.current = ModelWindow(self)
         """The window that was entered last."""
         self._has_gradients = False
+
+    @property
+    def has_gradients(self) -> bool:
+        """Return whether a loss was sent backward since the latest step or drop."""
+        return self._has_gradients
 
     @property
     def is_open(self) -> bool:
@@ -206,6 +218,18 @@ class AccumulationWindows:
     def drop_left(self) -> bool:
         """Drop the open windows that the loop has left by leaving its loader; return whether there were any."""
         return sum(each.drop_if_left() for each in self._windows.values()) > 0
+
+    def warn_of_drop(self, batches: int, length: int) -> None:
+        """Warn once of a window that the loop has left after some of its batches."""
+        if self._has_warned:
+            return
+        self._has_warned = True
+        rank_zero_warn(
+            f"the loop left its loader after {batches} of the {length} batches of an accumulation window: their gradients are "
+            "dropped without a step, here and whenever it does so again. Leave the loader where accelerator.sync_gradients is "
+            "True, or set accelerator.gradient_accumulation_steps before it to the number of batches that you read.",
+            stacklevel=3,
+        )
 
     def of(self, models: tuple[nn.Module, ...]) -> ModelWindow:
         window = self._windows.get(models)

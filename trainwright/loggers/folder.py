@@ -205,6 +205,10 @@ class FolderLogger(Logger):
             if work := self._record.begin(self._folder, call, continues=continues):
                 self._writer.submit(work)
 
+    def log_texts(self, values: Mapping[str, str], step: int | None = None) -> bool:
+        """Write texts by name, if this logger can; return whether it did. A raw loop calls it on rank 0."""
+        return False
+
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
         """Add a row, which is written soon, or by the next `flush`."""
         if not self._is_writer:

@@ -208,6 +208,12 @@ class MLFlowLogger(RemoteLogger):
         if self._begin():
             self._client.log_text(self._id, text, artifact_file)
 
+    def log_texts(self, values: Mapping[str, str], step: int | None = None) -> bool:
+        """Write each text as a file of the run, `<name>/step_<step>.txt`."""
+        for key, text in values.items():
+            self.log_text(text, f"{key}/step_{self._step if step is None else step}.txt")
+        return True
+
     def log_table(self, data: Any, artifact_file: str) -> None:
         """Write a table, a dict of columns or a data frame, as a JSON file of the run."""
         if self._begin():

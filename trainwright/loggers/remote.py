@@ -177,6 +177,10 @@ class RemoteLogger(Logger):
             self._open_once()
         return self._is_writer
 
+    def log_texts(self, values: Mapping[str, str], step: int | None = None) -> bool:
+        """Write texts by name, if this logger can; return whether it did. A raw loop calls it on rank 0."""
+        return False
+
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
         """Write a row, in a thread."""
         if not self._begin():

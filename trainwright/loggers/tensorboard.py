@@ -210,6 +210,20 @@ class TensorBoardLogger(FolderLogger):
     def _write_images(self, name: str, images: Any, step: int, options: dict[str, Any]) -> None:
         self._open().add_images(name, images, step, **options)
 
+    def log_texts(self, values: Mapping[str, str], step: int | None = None) -> bool:
+        """Write texts by name."""
+        if self._is_writer:
+            self._step = step = self._step if step is None else step
+            self._latest_step = max(self._latest_step, step)
+            for name, text in values.items():
+                self._writer.submit(
+                    partial(self._write_text, f"{self.prefix}-{name}" if self.prefix else name, text, step)
+                )
+        return True
+
+    def _write_text(self, name: str, text: str, step: int) -> None:
+        self._open().add_text(name, text, step)
+
     def log_graph(self, model: Any, input_array: Any = None) -> None:
         """Log the model's graph for these inputs, by default its `example_input_array`; warn if that fails.
 

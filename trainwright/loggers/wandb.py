@@ -212,6 +212,13 @@ class WandbLogger(RemoteLogger):
         """Write texts as a table."""
         self.log_table(key, columns, data, dataframe, step)
 
+    def log_texts(self, values: Mapping[str, str], step: int | None = None) -> bool:
+        """Write texts by name."""
+        if self._begin():
+            for key, text in values.items():
+                self._log_value(key, text, step)
+        return True
+
     def _log_value(self, key: str, value: Any, step: int | None) -> None:
         name = f"{self.prefix}-{key}" if self.prefix else key
         at = self._step if step is None else step

@@ -323,7 +323,7 @@ class Accelerator(Collectives):
     def autocast(self, autocast_handler: AutocastKwargs | None = None) -> AbstractContextManager[Any]:
         """Return the context that forwards run in, for code outside the model; the argument replaces the constructor's."""
         options = self._autocast if autocast_handler is None else autocast_handler
-        inner = self.engine.precision.forward_context()
+        inner = self._loss_check.forward_context(options.enabled)
         if inner is None or options == AutocastKwargs():
             return inner or nullcontext()
         dtype = self.engine.precision.autocast_dtype
@@ -595,20 +595,22 @@ class Accelerator(Collectives):
 
         Raises:
             ValueError: no logger has the name.
-            RuntimeError: before `init_trackers`.
+            RuntimeError: before `init_trackers`, or after `end_training`.
         """
         return self._trackers.get(name, unwrap)
 
     def log(self, values: Mapping[str, Any], step: int | None = None, log_kwargs: Options | None = None) -> None:
         """Write a row of numbers, which may be tensors of one element, with each logger; only rank 0 writes.
 
+        Texts are written by loggers that can (TensorBoard, Weights & Biases, MLflow), and otherwise left out with a warning.
+
         Args:
             step: by default `step_count`.
             log_kwargs: by a logger's name, further arguments of its `log_metrics`.
 
         Raises:
-            RuntimeError: on every rank, before `init_trackers`.
-            TypeError: a value that is not a number.
+            RuntimeError: on every rank, before `init_trackers`, or after `end_training`.
+            TypeError: a value that is neither a number nor a text.
         """
         self._trackers.log(values, self.step_count if step is None else step, log_kwargs)
 

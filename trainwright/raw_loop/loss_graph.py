@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from typing import Any
 
 from torch import Tensor
@@ -27,6 +28,8 @@ class LossCheck:
 
     def __init__(self, engine: Engine, preparation: Preparation) -> None:
         self._engine, self._preparation = engine, preparation
+        self._needs_forward = engine.world_size > 1 or engine.precision.forward_context() is not None
+        """Whether gradients are averaged, or the precision has a context, only where a prepared model is called."""
         self._has_passed = False
         """Whether a loss of a prepared model has come."""
         self._own: set[Tensor] = set()
@@ -37,12 +40,19 @@ class LossCheck:
         """How many losses passed whose nearest nodes showed no such parameter."""
         self._forwards = self._steps = 0
         """How often prepared models had been called at the last loss of a new call, and the optimizer steps by then."""
+        self._autocasts = 0
+        """How often the loop has asked for the precision's context, to compute in it by itself."""
         self._is_kept = False
         """Whether the last backward has kept its graph for another one."""
         self._passed = 0
         """How many losses have been checked and may be used."""
         self._left_out = 0
         """How many of the next losses are not checked."""
+
+    def forward_context(self, is_enabled: bool) -> AbstractContextManager[Any] | None:
+        """Return the precision's context, for what the loop computes by itself."""
+        self._autocasts += is_enabled
+        return self._engine.precision.forward_context()
 
     def look(self, loss: Any, options: dict[str, Any]) -> None:
         """Check a loss, on several ranks, or on one if it is due."""
@@ -80,8 +90,8 @@ class LossCheck:
             self._refuse_stranger(loss)
         if not self._has_passed:
             self._refuse_without_optimizer(loss)
-        if self._engine.world_size > 1:
-            self._refuse_without_forward(options)
+        if self._needs_forward:
+            self._refuse_without_forward(loss, options)
         self._has_passed = True
 
     def _refuse_stranger(self, loss: Tensor) -> None:
@@ -107,25 +117,41 @@ class LossCheck:
         self._unclear += found is None
 
     def _refuse_without_optimizer(self, loss: Tensor) -> None:
-        """Refuse a loss that no prepared optimizer steps on, where another one would train nothing (ValueError)."""
-        engine = self._engine
-        if engine.world_size == 1 or not engine.strategy.trains_prepared_only or not engine.modules:
+        """Refuse a loss that no prepared optimizer steps on, where another one would not train as it should (ValueError)."""
+        engine, scales = self._engine, self._engine.precision.has_scaler
+        trains_prepared_only = engine.world_size > 1 and engine.strategy.trains_prepared_only
+        if not engine.modules:
             return
         stepped = stepped_by(*engine.optimizers)
         leaves = graph_leaves(loss) if engine.strategy.holds_modules else set()
-        if not stepped or (leaves and stepped.isdisjoint(leaves)):
-            raise ValueError(
-                "backward was given a loss of a model whose optimizer was not prepared; under "
-                f"strategy={engine.strategy.name!r} its steps would train nothing, or each rank by itself. "
+        self._preparation.note_trained(leaves)
+        if not (scales or trains_prepared_only):
+            return
+        if stepped and not (leaves and stepped.isdisjoint(leaves)):
+            return
+        if trains_prepared_only:
+            reason = (
+                f"under strategy={engine.strategy.name!r} its steps would train nothing, or each rank by itself. "
                 "Pass the optimizer to accelerator.prepare, too, with its model, and step what it returns."
             )
+        else:
+            reason = (
+                f"precision {engine.precision.name!r} multiplies losses by a scale, and only a prepared optimizer divides the "
+                "gradients by it. Pass the optimizer to accelerator.prepare, too, and step what it returns."
+            )
+        raise ValueError(f"backward was given a loss of a model whose optimizer was not prepared; {reason}")
 
-    def _refuse_without_forward(self, options: dict[str, Any]) -> None:
-        """Refuse a loss that no strategy averages: no prepared model was called since the optimizers stepped (ValueError)."""
-        forwards, steps, is_wrapped = 0, self._preparation.step_count, False
+    def _refuse_without_forward(self, loss: Tensor, options: dict[str, Any]) -> None:
+        """Refuse a loss if no prepared model was called since the optimizers stepped (ValueError).
+
+        On several ranks no strategy averages its gradients. On one it lacks the precision's context, unless a method of a
+        prepared model made it, or the loop's own use of the context.
+        """
+        is_alone = self._engine.world_size == 1
+        forwards, steps, is_wrapped = self._autocasts if is_alone else 0, self._preparation.step_count, False
         for each in self._preparation.models:
             if isinstance(each, PreparedModule):
-                forwards += each.forwards
+                forwards += each.forwards + (each.method_calls if is_alone else 0)
                 is_wrapped = True
         if forwards != self._forwards:
             self._forwards, self._steps = forwards, steps
@@ -133,13 +159,25 @@ class LossCheck:
             # One forward may have several backwards: of a kept graph, or of losses that several optimizers step on in turn.
             is_old = self._has_passed and steps - self._steps >= max(1, len(self._preparation.optimizers))
             if is_old or not forwards:
-                raise ValueError(
-                    "backward was given a loss that a method of a prepared model made, or the model as it was before prepare, "
-                    "whose gradients no strategy averages over the ranks; call the model that accelerator.prepare returned "
-                    "itself, and let its forward call the method."
-                )
+                self._refuse_original(loss, is_alone)
         keeps = options.get("retain_graph")
         self._is_kept = bool(options.get("create_graph") if keeps is None else keeps)
+
+    def _refuse_original(self, loss: Tensor, is_alone: bool) -> None:
+        """Refuse a loss of the model as it was before prepare (ValueError); on one process, parameters may be used without."""
+        if not is_alone:
+            raise ValueError(
+                "backward was given a loss that a method of a prepared model made, or the model as it was before prepare, "
+                "whose gradients no strategy averages over the ranks; call the model that accelerator.prepare returned "
+                "itself, and let its forward call the method."
+            )
+        own = {parameter for module in self._engine.modules for parameter in module.parameters()}
+        if not own.isdisjoint(graph_leaves(loss)):
+            raise ValueError(
+                "backward was given a loss of the model as it was before prepare, or of a part of it, which does not compute "
+                f"in precision {self._engine.precision.name!r}; prepare does not change your model. Call the model "
+                "that accelerator.prepare returned, or call a part of it within accelerator.autocast()."
+            )
 
 
 def _leads(loss: Tensor, way: list[int], own: set[Tensor]) -> bool:

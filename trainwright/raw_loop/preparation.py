@@ -67,6 +67,8 @@ class Preparation(Preparations):
         )
         self._engine, self._optimization, self._options = engine, optimization, options
         self._has_warned_of_norm = False
+        self._trained: list[nn.Module] = []
+        """Models that the first loss trained."""
 
     def prepare(self, given: Sequence[Any], placement: Sequence[bool | None] | None = None) -> tuple[Any, ...]:
         """Return the prepared objects for those given; see `Accelerator.prepare`. Collective."""
@@ -145,6 +147,22 @@ class Preparation(Preparations):
             "model.parameters() of a model whose only optimizer was prepared."
         )
 
+    def note_trained(self, leaves: set[Tensor]) -> None:
+        """Note which models a loss trains, from the tensors that its backward adds gradients to; none if that is unknown."""
+        modules = self._engine.modules
+        is_certain = bool(leaves) or len(modules) == 1
+        self._trained = [
+            each
+            for each in modules
+            if is_certain and any(one.requires_grad and (not leaves or one in leaves) for one in each.parameters())
+        ]
+
+    def trained_without_optimizer(self) -> str:
+        """Return the classes of models that were trained though no prepared optimizer steps them."""
+        stepped = stepped_by(*self.optimizers)
+        alone = [each for each in self._trained if stepped.isdisjoint(each.parameters())]
+        return ", ".join(type(each).__name__ for each in alone)
+
     def warn_of_norm(self, norm: float | None) -> None:
         """Warn once, if the loop clips at another norm than the strategy's own configuration."""
         used = self._optimization.clip_norm
@@ -209,13 +227,17 @@ class Preparation(Preparations):
     def _count_step(self, result: StepResult) -> None:
         self.step_count += 1
 
-    def _drop_gradients(self, models: tuple[nn.Module, ...]) -> None:
-        """Clear the gradients of these models; of all if none is given."""
+    def _drop_gradients(self, models: tuple[nn.Module, ...]) -> bool:
+        """Clear the gradients of these models, of all if none is given; return whether there were any."""
         own = {parameter for model in models for parameter in model.parameters()}
+        # An engine that keeps gradients by itself shows none in the parameters.
+        had_any = not self._engine.strategy.holds_modules and self.windows.has_gradients
         for each in self.optimizers:
             if not models or not own.isdisjoint(stepped_by(each)):
+                had_any = had_any or any(parameter.grad is not None for parameter in stepped_by(each))
                 each.drop_gradients()
         self.windows.clear()
+        return had_any
 
     def _refuse_strangers(self, optimizer: Optimizer) -> None:
         """Refuse parameters of a module that is not prepared (ValueError), since its replicas would drift apart."""

@@ -35,7 +35,7 @@ class SavedStates:
         self._objects: list[Any] = []
         self._save_hooks: OrderedDict[int, Hook] = OrderedDict()  # handles refer to them, weakly
         self._load_hooks: OrderedDict[int, Hook] = OrderedDict()
-        self._has_warned = False
+        self._has_warned = self._has_warned_of_optimizer = False
 
     def register(self, objects: tuple[Any, ...]) -> None:
         """Keep the state of these objects in checkpoints, too; see `Accelerator.register_for_checkpointing`."""
@@ -66,16 +66,7 @@ class SavedStates:
         self, preparation: Preparation, output_dir: str | os.PathLike[str] | None, blocking: bool, overwrite: bool
     ) -> str:
         """Write a checkpoint; see `Accelerator.save_state`. Collective."""
-        if preparation.windows.drop_left():
-            rank_zero_warn(
-                "the loop left its loader within an accumulation window, whose gradients are dropped: checkpoints hold none.",
-                stacklevel=3,
-            )
-        if preparation.windows.is_open and preparation.windows.usual_length > 1:
-            raise RuntimeError(
-                "save_state was called within an accumulation window, and checkpoints hold no gradients; call it when "
-                "accelerator.sync_gradients is True and the optimizer has stepped."
-            )
+        self._check_training(preparation)
         is_numbered = output_dir is None or self.numbered.config.automatic_checkpoint_naming
         if is_numbered:
             path, number = self.numbered.next()
@@ -116,6 +107,32 @@ class SavedStates:
         if is_numbered:
             self.numbered.note_save(path, number)
         return path
+
+    def _check_training(self, preparation: Preparation) -> None:
+        """Refuse a save within a window (RuntimeError), and warn of what a checkpoint cannot hold."""
+        if preparation.windows.drop_left():
+            rank_zero_warn(
+                "the loop left its loader within an accumulation window, whose gradients are dropped: checkpoints hold none.",
+                stacklevel=4,
+            )
+        alone = preparation.trained_without_optimizer()
+        if preparation.windows.is_open and preparation.windows.usual_length > 1:
+            if alone:
+                raise RuntimeError(
+                    f"save_state was called after a backward through {alone}, whose optimizer was not prepared, so its "
+                    "accumulation windows never end with a step; pass it to accelerator.prepare, and step what that returns."
+                )
+            raise RuntimeError(
+                "save_state was called within an accumulation window, and checkpoints hold no gradients; call it when "
+                "accelerator.sync_gradients is True and the optimizer has stepped."
+            )
+        if alone and not self._has_warned_of_optimizer:
+            self._has_warned_of_optimizer = True
+            rank_zero_warn(
+                f"save_state: backward has trained {alone}, and no prepared optimizer steps its parameters. If another one "
+                "does, its state is not in the checkpoint; pass it to accelerator.prepare, and step what that returns.",
+                stacklevel=4,
+            )
 
     def load(
         self,

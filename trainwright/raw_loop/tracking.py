@@ -13,6 +13,7 @@ from trainwright.loggers.base import Logger, SilentLogger, to_dict
 from trainwright.loggers.folder import FolderLogger, start_loggers
 from trainwright.loggers.names import available_loggers, logger_class, name_of
 from trainwright.loggers.position import logger_states, match_states, resume_loggers
+from trainwright.rank_zero import rank_zero_warn
 
 Chosen = list[tuple[str, type[Logger] | Logger]]
 """The loggers of log_with, by their names: classes, or the user's own instances."""
@@ -28,9 +29,11 @@ class Tracker:
 
     def __init__(self, name: str, logger: Logger) -> None:
         self.name, self.logger = name, logger
+        self._left_out: set[str] = set()
+        """The names of texts that the logger cannot write, once warned of."""
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("name", "logger"):  # a copy that has no attributes yet
+        if name in ("name", "logger", "_left_out"):  # a copy that has no attributes yet
             raise AttributeError(name)
         # After an AttributeError of these properties: the logger's own says what it lacks.
         return getattr(self.logger, "experiment" if name in ("tracker", "writer") else name)
@@ -46,8 +49,18 @@ class Tracker:
         return self.logger.experiment
 
     def log(self, values: Mapping[str, Any], step: int | None = None, **options: Any) -> None:
-        """Write a row of numbers."""
-        self.logger.log_metrics(values, step, **options)
+        """Write a row of numbers, and its texts apart from them; a logger of the user's own gets the row as it was given."""
+        write_texts = getattr(self.logger, "log_texts", None)
+        texts = {key: each for key, each in values.items() if write_texts is not None and isinstance(each, str)}
+        if texts and write_texts is not None and not write_texts(texts, step) and not self._left_out.issuperset(texts):
+            new = ", ".join(repr(key) for key in texts if key not in self._left_out)
+            self._left_out.update(texts)
+            rank_zero_warn(
+                f"log: {new} had a text, which {type(self.logger).__name__} cannot write; it is left out, numbers are not.",
+                stacklevel=4,
+            )
+        if len(texts) < len(values) or not texts:
+            self.logger.log_metrics({key: each for key, each in values.items() if key not in texts}, step, **options)
 
     def log_images(self, values: Mapping[str, Any], step: int | None = None, **options: Any) -> None:
         """Write images, if the logger can."""
@@ -189,6 +202,11 @@ class Trackers:
         elif self._ranks.announced([missing, made], f"{call} before init_trackers") == made:
             return False
         self._refused += 1
+        if self._runs:
+            raise RuntimeError(
+                f"{call} was called after end_training, which ended the run; call it before, or begin another run with "
+                "accelerator.init_trackers(name)."
+            )
         raise RuntimeError(f"{call} was called before init_trackers; call accelerator.init_trackers(name) first.")
 
     def _start(self) -> None:
