@@ -333,6 +333,7 @@ PACKAGE_LINES = [
     (68, "bars of tqdm that a subclass makes; event files of one second are read in their order"),
     (19, "names that clients of trackers draw do not depend on the script's seed"),
     (17, "command lines: a class of the wrong kind, multifile, variables that two ranks read"),
+    (185, "tables that fit a terminal, spellings of precisions, scripts that parse arguments at their import"),
     (4, "a save that is requested within a batch waits for its end"),
     (
         165,

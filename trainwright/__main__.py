@@ -11,15 +11,15 @@ from functools import partial
 from typing import Any
 
 
-def check_names(strategy: str | None, precision: str | None, num_processes: int, device_type: str) -> None:
-    """Refuse a strategy or a precision that does not exist (ValueError)."""
-    from trainwright.precision import resolve_precision
-    from trainwright.strategies import STRATEGIES, VARIANTS, resolve_strategy
+def check_names(strategy: str | None, precision: str | None, num_processes: int) -> str | None:
+    """Return the Trainer's name of the precision (ValueError if the strategy or the precision does not exist)."""
+    from trainwright.precision import canonical_name
+    from trainwright.strategies import named_strategy
 
-    # A known name is resolved in the workers, since its engine may take seconds to import.
-    if strategy is not None and strategy not in ("auto", *STRATEGIES, *VARIANTS):
-        resolve_strategy(strategy, num_processes)
-    resolve_precision(precision, device_type)
+    # The strategy itself is made in the workers, since its engine may take seconds to import.
+    if strategy is not None:
+        named_strategy(strategy, num_processes)
+    return None if precision is None else canonical_name(precision)
 
 
 COMMANDS = {

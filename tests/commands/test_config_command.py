@@ -54,10 +54,10 @@ def exit_code() -> int:
 
 
 def test_the_answers_are_written(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    asked = answer(monkeypatch, "2", "", "bf16-mixed", "4", "1", "A=1 B='x y' MY_TOKEN=sesame")
+    asked = answer(monkeypatch, "2", "", "bf16", "4", "1", "A=1 B='x y' MY_TOKEN=sesame")
     assert run() == 0
     assert yaml.safe_load(FILE.read_text()) == {
-        **{"devices": 2, "strategy": "auto", "precision": "bf16-mixed", "gradient_accumulation_steps": 4},
+        **{"devices": 2, "precision": "bf16-mixed", "gradient_accumulation_steps": 4},
         **{"num_nodes": 1, "env": {"A": 1, "B": "x y", "MY_TOKEN": "sesame"}},
     }
     assert "# batches per optimizer step\ngradient_accumulation_steps: 4\n" in FILE.read_text()
@@ -89,7 +89,7 @@ def test_a_wrong_answer_is_asked_for_again(monkeypatch: pytest.MonkeyPatch, caps
     ):
         assert f"{text}" in said
     assert "node_rank: 1\n" in FILE.read_text()
-    assert "main_port: 29500\n" in FILE.read_text()
+    assert "\n# main_port:\n" in FILE.read_text()
     assert len(asked) == 16
 
 
@@ -101,7 +101,7 @@ def test_a_strategy_that_is_missing_is_refused(
     asked = answer(monkeypatch, "", "ddp_sharded", "ddp", "", "", "", "")
     assert run() == 0
     assert reason in capsys.readouterr().out
-    assert "single_device, ddp, deepspeed_stage_1" in asked[1]
+    assert "(auto, single_device, ddp, fsdp, deepspeed)\n" in asked[1]
 
 
 @pytest.mark.parametrize(("end", "code"), [(EOFError, 2), (KeyboardInterrupt, 130)])
@@ -131,10 +131,19 @@ def test_a_file_that_exists_is_replaced_on_request_only(
     assert run() == 0
     assert "devices: 4\n" in FILE.read_text()
     assert run("--default", "--force") == 0
-    assert yaml.safe_load(FILE.read_text()) == {
-        **{"devices": "auto", "cpu": False, "strategy": "auto", "precision": "32-true"},
-        **{"gradient_accumulation_steps": 1, "num_nodes": 1},
-    }
+    assert yaml.safe_load(FILE.read_text()) is None
+
+
+def test_empty_answers_leave_the_keys_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = answer(monkeypatch, *5 * [""], "")
+    assert run() == 0
+    assert yaml.safe_load(FILE.read_text()) == {"env": None}
+    for name in ("devices", "strategy", "precision", "gradient_accumulation_steps", "num_nodes"):
+        assert f"\n# {name}:\n" in FILE.read_text()
+    assert [each.rpartition("\n")[2] for each in asked[2:4]] == [
+        "precision [32-true]: ",
+        "gradient_accumulation_steps [1]: ",
+    ]
 
 
 def test_a_failed_write_leaves_the_old_file(
@@ -177,7 +186,13 @@ def test_show_without_a_config(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
 def test_the_defaults_follow_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(accelerator, "accelerator_type", lambda: "gpu_of_a_test")
     monkeypatch.setattr(machine.abilities, "autocasts", lambda kind, dtype: "bfloat16" not in str(dtype))
-    assert command.defaults()["precision"] == "16-mixed"
+    assert command.suggested() == {"precision": "16-mixed"}
+    asked = answer(monkeypatch, *7 * [""])
+    assert run() == 0
+    assert yaml.safe_load(FILE.read_text()) == {"env": None}
+    assert "(16-mixed suits this machine)\nprecision [32-true]: " in asked[3]
+    assert run("--default", "--force") == 0
+    assert yaml.safe_load(FILE.read_text()) == {"precision": "16-mixed"}
 
 
 @pytest.mark.parametrize("text", ["", "~", "null", "no", "a: b", "# x", "'", '"', "a\nb", "\t", "-x", "0x1", "é", "\\"])

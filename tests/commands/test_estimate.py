@@ -28,6 +28,10 @@ class Reads(nn.Linear):
         super().__init__(2, 2)
         self.weight.sum().item()
 
+class Data(torch.utils.data.Dataset):
+    def __init__(self, path):
+        self.path = path
+
 def small():
     return Net(4)
 
@@ -81,7 +85,18 @@ def test_a_number_of_parameters(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_class_of_a_script(capsys: pytest.CaptureFixture[str]) -> None:
-    options = ("--args", '{"width": 1000, "depth": 3}', "--optimizer", "SGD", "--devices", "2", "--strategies", "ddp")
+    options = (
+        "--args",
+        '{"width": 1000, "depth": 3}',
+        "--optimizer",
+        "SGD",
+        "--devices",
+        "2",
+        "--strategies",
+        "ddp",
+        "--precision",
+        "all",
+    )
     found = estimated(capsys, "net.py:Net", *options)
     assert found["parameters"] == 3_000_000
     assert [(each["precision"], each["optimizer"]) for each in found["rows"]] == [
@@ -97,8 +112,27 @@ def test_a_class_of_a_script(capsys: pytest.CaptureFixture[str]) -> None:
     assert estimated(capsys, "alone")["parameters"] == 2  # the one class that it defines, in a module of this folder
 
 
+def test_a_script_that_parses_its_arguments_sees_none_of_ours(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Path("alone.py").write_text(
+        "import argparse, sys\nfrom torch import nn\nparser = argparse.ArgumentParser()\n"
+        "parser.add_argument('--width', type=int, default=3)\nwidth = parser.parse_args().width\n"
+        "def small():\n    assert sys.argv == ['alone.py']\n    return nn.Linear(width, 1)"
+    )
+    ours = ["trainwright", "estimate", "alone.py:small", "--devices", "1"]
+    monkeypatch.setattr(sys, "argv", ours)
+    assert estimated(capsys, *ours[2:])["parameters"] == 4
+    assert sys.argv == ["trainwright", "estimate", "alone.py:small", "--devices", "1"]
+
+
 def test_the_table_groups_precisions_that_take_the_same(capsys: pytest.CaptureFixture[str]) -> None:
-    assert estimate_command(["--params", "1B", "--memory", "12GiB", "--devices", "1,2,4"], check_names) == 0
+    assert (
+        estimate_command(
+            ["--params", "1B", "--memory", "12GiB", "--devices", "1,2,4", "--precision", "all"], check_names
+        )
+        == 0
+    )
     said = capsys.readouterr().out
     assert said.startswith("--params 1B: 1,000,000,000 parameters, trained with AdamW. Bytes on each device")
     assert "\n32-true, 16-mixed, bf16-mixed\n" in said
@@ -109,11 +143,29 @@ def test_the_table_groups_precisions_that_take_the_same(capsys: pytest.CaptureFi
     assert line == "fsdp 2 1.9 GiB 1.9 GiB 3.7 GiB - - 7.5 GiB fits"
 
 
+def test_every_spelling_of_a_precision(capsys: pytest.CaptureFixture[str]) -> None:
+    given = ("--params", "9", "--devices", "1", "--precision")
+    found = estimated(capsys, *given, "32, no,16,FP16,bf16,bf16-true")["rows"]
+    assert [each["precision"] for each in found] == ["32-true", "16-mixed", "bf16-mixed", "bf16-true"]
+
+
+def test_the_usual_precisions_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    assert estimate_command(["--params", "1B", "--memory", "12GiB"], check_names) == 0
+    said = capsys.readouterr().out
+    assert "\n32-true, 16-mixed, bf16-mixed\n" in said
+    assert said.endswith(
+        "--precision all also shows 16-true and bf16-true, which keep the parameters themselves in 16 bits.\n"
+    )
+    assert len(said.splitlines()) < 30
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
         (["none.py"], "'none.py' is not a script that exists; pass the path of a .py file, or the name of a module."),
         (["nonesuch.module"], "neither a script nor a module 'nonesuch.module' was found"),
+        (["bert-base-cased"], "Models of a hub are not fetched: name a function that returns one, or pass --params."),
+        (["net.py:Data"], "Data is a class, but not of a torch module; name one of those, or a function"),
         (["net.py:Nett"], "net.py has no 'Nett'. It defines Net, Reads. Did you mean 'Net'?"),
         (["net.py"], "net.py defines Net, Reads; add the class, or a function that returns the module: net.py:NAME."),
         (["net.py:Net"], 'Net needs width; pass them as --args \'{"width": "..."}\', or name a function'),
@@ -145,7 +197,7 @@ def test_the_table_groups_precisions_that_take_the_same(capsys: pytest.CaptureFi
         (["--params", "1", "--memory", "80GiBs"], "--memory 80GiBs: expected a number such as 80GiB."),
         (["--params", "1", "--devices", "1,x"], "--devices x: expected whole numbers from 1, separated by commas."),
         (["--params", "1", "--strategies", "dpd"], "--strategies dpd: choose from single_device, ddp,"),
-        (["--params", "1", "--precision", "bf16"], "--precision bf16: choose from 64-true, 32-true,"),
+        (["--params", "1", "--precision", "bf17"], "precision='bf17' is unknown; choose from 64-true, 32-true,"),
         (["--params", "1", "--optimizer", "Adamw"], "Did you mean 'AdamW'?"),
     ],
 )
@@ -164,7 +216,7 @@ def test_weights_that_layers_share_count_once_and_an_assumed_optimizer_is_said(
     Path("alone.py").write_text(
         "from torch import nn\ntied = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))\ntied[1].weight = tied[0].weight"
     )
-    found = estimated(capsys, "alone.py:tied", "--devices", "1", "--optimizer", "LBFGS")
+    found = estimated(capsys, "alone.py:tied", "--devices", "1", "--optimizer", "LBFGS", "--precision", "all")
     assert (found["parameters"], found["optimizer_is_assumed"]) == (24, True)
     assert [each["parameters"] for each in found["rows"]] == [96, 96, 96, 48, 48]
     assert estimate_command(["--params", "9", "--optimizer", "LBFGS"], check_names) == 0

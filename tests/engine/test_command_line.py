@@ -34,6 +34,7 @@ def test_what_is_open_is_filled() -> None:
         ),
         (("auto", "single_device", None), "says --strategy ddp, and the script strategy='single_device'"),
         (("auto", "auto", 16), "says --precision bf16, and the script precision=16"),
+        (("auto", "auto", 16), "Leave precision= or mixed_precision= out of the script"),
     ],
 )
 def test_the_script_wins_and_that_is_said(given: tuple[str, str, int | None], text: str) -> None:

@@ -91,7 +91,9 @@ def test_the_scripts_settings_win_with_a_warning(tmp_path: Path, started: list[S
     started.append(job(tmp_path, "--devices", "2", "--precision", "16", "train.py", "has its own"))
     assert started[0].wait() == 0, started[0].stderr
     assert [seen["precision"] for seen in seen_of(started[0])] == ["32-true", "32-true"]
-    text = "the command line or its config says --precision 16, and the script precision=32; the script's is used."
+    text = (
+        "the command line or its config says --precision 16-mixed, and the script precision=32; the script's is used."
+    )
     assert started[0].stderr.count(text) == 1
 
 

@@ -91,7 +91,7 @@ def test_flags_override_the_environment_which_overrides_the_config(
     assert (job.num_processes, job.grace_seconds, os.environ["FIRST"]) == (3, 8, "mine")
     assert passed_on == {
         "strategy": "fsdp",
-        "precision": "32",
+        "precision": "32-true",
         "gradient_accumulation_steps": 1,
         "accelerator": None,
     }
@@ -105,6 +105,26 @@ def test_flags_override_the_environment_which_overrides_the_config(
         "the environment's FIRST overrides env: FIRST of mine.yaml:9",
     }
     assert "devices 3 --devices" in said
+
+
+@pytest.mark.parametrize(("word", "name"), [("no", "32-true"), ("fp16", "16-mixed"), ("BF16", "bf16-mixed")])
+def test_the_accelerators_names_of_precisions(word: str, name: str, started: list[Any]) -> None:
+    assert launch(f"precision: {word}\n") == 0
+    assert launch("", "--precision", word) == 0
+    assert [passed_on["precision"] for _, passed_on in started] == [name, name]
+
+
+@pytest.mark.parametrize("name", ["strategy", "precision"])
+def test_unknown_names_suggest_only_what_a_command_line_can_say(
+    name: str, started: list[Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    for text, flags in ((f"{name}: fdsp\n", ()), ("", (f"--{name}", "fdsp"))):
+        with pytest.raises(SystemExit):
+            launch(text, *flags)
+        said = capsys.readouterr().err
+        assert f"{name}='fdsp' is unknown; choose from " in said
+        assert "instance" not in said
+    assert not started
 
 
 def test_a_flag_makes_one_node_of_a_config_of_several(started: list[Any]) -> None:

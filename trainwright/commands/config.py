@@ -8,10 +8,10 @@ import os
 import re
 import shlex
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import trainwright as tw
-from trainwright.commands.machine import LISTED_STRATEGIES, best_precision, why_missing
+from trainwright.commands.machine import best_precision, why_missing
 from trainwright.devices import accelerator
 from trainwright.devices.inventory import describe_devices
 from trainwright.distributed.masking import shown
@@ -20,8 +20,18 @@ from trainwright.launch.cli import Parser, check_config
 from trainwright.launch.config import KEYS, Config, Entry, checked_variable, config_path, find_config, nearest
 from trainwright.launch.sources import NameCheck
 from trainwright.launch.variables import printable
+from trainwright.strategies import CHOICES
 
 INTERRUPTED = 130
+DEFAULTS = {
+    "devices": "auto",
+    "cpu": "false",
+    "strategy": "auto",
+    "precision": "32-true",
+    "gradient_accumulation_steps": "1",
+    "num_nodes": "1",
+}
+"""The keys of the questions for every machine, and what holds where neither a script nor a config sets them."""
 Answers = dict[str, str | dict[str, str]]
 """The values by key; `env` has a dict."""
 
@@ -34,7 +44,7 @@ def config_command(arguments: Sequence[str], check_names: NameCheck) -> int:
     parser.add_argument(
         "what", nargs="?", metavar="show", help="print the config that launch would read, and ask nothing"
     )
-    parser.add_argument("--default", action="store_true", help="ask nothing, and write the defaults of this machine")
+    parser.add_argument("--default", action="store_true", help="ask nothing, and write only what suits this machine")
     parser.add_argument("--force", action="store_true", help="replace a config that exists")
     parser.add_argument(
         "--config-file", metavar="PATH", help="the file (or the variable TRAINWRIGHT_CONFIG; default: "
@@ -52,7 +62,7 @@ def config_command(arguments: Sequence[str], check_names: NameCheck) -> int:
         if not _may_write(path, options.force, asks=not options.default):
             print("Nothing was written.")
             return 0
-        write(path, as_yaml(defaults() if options.default else Questions(check_names).ask()))
+        write(path, as_yaml(suggested() if options.default else Questions(check_names).ask()))
     except (ValueError, OSError) as error:
         parser.error(str(error))
     except EOFError:
@@ -78,16 +88,10 @@ def describe_config(given: str | None, check_names: NameCheck) -> str:
     return "\n".join(lines if len(lines) > 1 else [*lines, "  holds no values"])
 
 
-def defaults() -> Answers:
-    """Return the values that suit this machine."""
-    return {
-        "devices": "auto",
-        "cpu": "false",
-        "strategy": "auto",
-        "precision": best_precision(),
-        "gradient_accumulation_steps": "1",
-        "num_nodes": "1",
-    }
+def suggested() -> Answers:
+    """Return the values that this machine has reason to set: the rest is left to scripts and to launch's own defaults."""
+    precision = best_precision()
+    return {} if precision == DEFAULTS["precision"] else {"precision": precision}
 
 
 class Questions:
@@ -99,44 +103,57 @@ class Questions:
 
     def ask(self) -> Answers:
         """Return the answers (EOFError if the input ends)."""
-        print(f"This machine has {describe_devices()}. An empty answer takes the value in brackets.")
-        usual = defaults()
-        missing = [name for name in LISTED_STRATEGIES if why_missing(name)]
-        remarks = {
-            "strategy": f" ({', '.join(['auto', *(each for each in LISTED_STRATEGIES if each not in missing)])})"
-        }
-        for name, default in usual.items():
+        print(
+            f"This machine has {describe_devices()}. An empty answer leaves a key open: a script sets it, or else it has the "
+            "value in brackets."
+        )
+        remarks = {"strategy": f" ({', '.join(each for each in CHOICES if each == 'auto' or not why_missing(each))})"}
+        remarks |= {name: f" ({value} suits this machine)" for name, value in suggested().items()}
+        for name, default in DEFAULTS.items():
             if name == "cpu" and accelerator.accelerator_type() is None:
                 continue  # nothing to choose
-            self._ask(name, str(default), self._check, remarks.get(name, ""))
-        if self.answers["num_nodes"] != "1":
-            for name, default in (("node_rank", "0"), ("main_address", ""), ("main_port", str(DEFAULT_PORT))):
-                self._ask(name, default, self._check)
-        self._ask("env", "", self._check_variables, ", as NAME=VALUE, separated by blanks")
-        self.answers["env"] = dict(each.split("=", 1) for each in shlex.split(str(self.answers["env"])))
+            self._ask(name, default, remarks.get(name, ""), is_needed=False)
+        if self.answers.get("num_nodes", "1") != "1":
+            self._ask("node_rank", "0")
+            self._ask("main_address", "")
+            self._ask("main_port", str(DEFAULT_PORT), is_needed=False)
+        self._ask_variables()
         return self.answers
 
-    def _ask(self, name: str, default: str, check: Callable[[str, str], None], remark: str = "") -> None:
+    def _ask(self, name: str, default: str, remark: str = "", *, is_needed: bool = True) -> None:
+        """Ask for a key until the answer is accepted; without one, a key that launch needs gets its default."""
         while name not in self.answers:
-            text = input(f"{KEYS[name]}{remark}\n{name} [{default or 'none'}]: ").strip() or default
+            given = input(f"{KEYS[name]}{remark}\n{name} [{default or 'none'}]: ").strip()
+            if not given and not is_needed:
+                return
             try:
-                check(name, text)
-                self.answers[name] = text
+                self.answers[name] = self._checked(name, given or default)
             except ValueError as error:
-                print(f"  {str(error).removeprefix(': ')}")
+                _print_problem(error)
 
-    def _check(self, name: str, text: str) -> None:
-        """Refuse an answer that launch would refuse, given those before it (ValueError)."""
+    def _ask_variables(self) -> None:
+        while "env" not in self.answers:
+            given = input(f"{KEYS['env']}, as NAME=VALUE, separated by blanks\nenv [none]: ")
+            try:
+                self._check_variables(given)
+                self.answers["env"] = dict(each.split("=", 1) for each in shlex.split(given))
+            except ValueError as error:
+                _print_problem(error)
+
+    def _checked(self, name: str, text: str) -> str:
+        """Return the text to write (ValueError if launch would refuse the answer, given those before it)."""
         if not text:
             raise ValueError(f"{name} needs a value.")
         values = {key: str(value) for key, value in self.answers.items()} | {name: text}
         if values.get("num_nodes", "1") != "1":  # which later questions ask for
             values = {"node_rank": "0", "main_address": LOOPBACK, **values}
-        check_config(Config(values={key: Entry(value, "") for key, value in values.items()}), self.check_names)
+        entries = {key: Entry(value, "") for key, value in values.items()}
+        settings = check_config(Config(values=entries), self.check_names)
         if name == "strategy" and (reason := why_missing(text)):
             raise ValueError(reason)
+        return str(settings[name].value) if name == "precision" else text
 
-    def _check_variables(self, name: str, text: str) -> None:
+    def _check_variables(self, text: str) -> None:
         seen = set()
         for each in shlex.split(text):
             variable, is_pair, value = each.partition("=")
@@ -144,6 +161,10 @@ class Questions:
                 raise ValueError(f"{each}: accepted are pairs NAME=VALUE, each name once.")
             seen.add(variable)
             checked_variable(variable, Entry(value, ""))
+
+
+def _print_problem(error: ValueError) -> None:
+    print(f"  {str(error).removeprefix(': ')}")
 
 
 def as_yaml(answers: Mapping[str, str | dict[str, str]]) -> str:

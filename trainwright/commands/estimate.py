@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import re
+import sys
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -16,11 +17,13 @@ from trainwright.commands.machine import LISTED_STRATEGIES
 from trainwright.commands.module_source import make_module
 from trainwright.engine.memory import MOST_USED, available_memory, estimate_memory, size_text
 from trainwright.launch.cli import Parser
+from trainwright.launch.columns import fill, lay_out, terminal_width
 from trainwright.launch.config import nearest
-from trainwright.precision import NAMES, resolve_precision
+from trainwright.precision import NAMES, canonical_name, resolve_precision
 from trainwright.strategies.memory_plan import DeviceBytes
 
-USUAL_PRECISIONS = [name for name in NAMES if not name.startswith("64")]
+ALL_PRECISIONS = [name for name in NAMES if not name.startswith("64")]
+USUAL_PRECISIONS = [name for name in ALL_PRECISIONS if name not in ("16-true", "bf16-true")]
 UNITS = {
     "": 1,
     "b": 1,
@@ -34,6 +37,8 @@ UNITS = {
     "tb": 10**12,
 }
 UNITS |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
+HEADS = ("strategy", "devices", "parameters", "gradients", "optimizer", "masters", "buffers", "total", "")
+SHORT_HEADS = ("strategy", "devices", "params", "grads", "optim", "masters", "buffers", "total", "")
 COUNTS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
 
 
@@ -51,7 +56,7 @@ def estimate_command(arguments: Sequence[str], _: Any) -> int:
     parser = _parser()
     options = parser.parse_args(arguments)
     try:
-        precisions = choose(options.precision, NAMES, USUAL_PRECISIONS, "--precision")
+        precisions = _precisions(options.precision)
         strategies = choose(options.strategies, LISTED_STRATEGIES, LISTED_STRATEGIES, "--strategies")
         devices = [_whole(each, "--devices") for each in options.devices.split(",")]
         memory = _amount(options.memory, UNITS, "--memory", "80GiB") if options.memory else available_memory()
@@ -80,15 +85,19 @@ def estimate_command(arguments: Sequence[str], _: Any) -> int:
             )
         )
         return 0
-    print(
+    width = terminal_width(sys.stdout)
+    remarks = [
         f"{name}: {count:,} parameters, trained with {options.optimizer}. Bytes on each device, activations not counted."
-    )
+    ]
     if is_assumed:
-        print(
+        remarks.append(
             f"{options.optimizer} could not be tried on these sizes: its state is counted as Adam's, 8 bytes a parameter."
         )
-    print(f"With {size_text(memory)} for each device; `fits` leaves a fifth of it for activations.")
-    print("\n".join(_table(rows, memory)))
+    remarks.append(f"With {size_text(memory)} for each device; `fits` leaves a fifth of it for activations.")
+    print("\n".join([*(fill(each, width) for each in remarks), *_table(rows, memory, width)]))
+    if options.precision is None:
+        more = "--precision all also shows 16-true and bf16-true, which keep the parameters themselves in 16 bits."
+        print(f"\n{fill(more, width)}")
     return 0
 
 
@@ -111,7 +120,11 @@ def _parser() -> Parser:
     add("--args", metavar="JSON", help="the arguments of the class, such as '{\"width\": 512}'")
     add("--optimizer", metavar="NAME", default="AdamW", help="a class of torch.optim (default: AdamW)")
     add("--devices", metavar="N,N", default="1,2,4,8", help="numbers of devices (default: 1,2,4,8)")
-    add("--precision", metavar="NAME,NAME", help=f"of {', '.join(NAMES)} (default: all of 16 and 32 bits)")
+    add(
+        "--precision",
+        metavar="NAME,NAME",
+        help=f"of {', '.join(NAMES)}, or all of 16 and 32 bits (default: {', '.join(USUAL_PRECISIONS)})",
+    )
     add("--strategies", metavar="NAME,NAME", help=f"of {', '.join(LISTED_STRATEGIES)} (default: all)")
     add("--memory", metavar="SIZE", help="memory of each device, such as 80GiB (default: that of this machine)")
     add("--json", action="store_true", help="print JSON")
@@ -142,7 +155,7 @@ def _rows(
                     yield Row(precision, strategy, count, held)
 
 
-def _table(rows: Sequence[Row], memory: int) -> Iterator[str]:
+def _table(rows: Sequence[Row], memory: int, width: int | None) -> Iterator[str]:
     """Yield one table for all precisions that take the same."""
     by_precision: dict[str, list[Row]] = {}
     for row in rows:
@@ -151,15 +164,20 @@ def _table(rows: Sequence[Row], memory: int) -> Iterator[str]:
     for name, each in by_precision.items():
         groups.setdefault(tuple(row[1:] for row in each), []).append(name)
     for group, names in groups.items():
-        heads = ("parameters", "gradients", "optimizer", "masters", "buffers", "total")
-        yield f"\n{', '.join(names)}\n  {'strategy':<18}{'devices':>8}" + "".join(f"{each:>12}" for each in heads)
+        cells = []
         fitting = []
         for strategy, count, held in group:
             verdict = _verdict(held, memory)
-            sizes = "".join(f"{size_text(size) if size else '-':>12}" for size in (*held, held.total))
-            yield f"  {strategy:<18}{count:>8}{sizes}  {verdict}"
+            sizes = (size_text(size) if size else "-" for size in (*held, held.total))
+            cells.append((strategy, str(count), *sizes, verdict))
             if verdict == "fits":
                 fitting.append((count, strategy))
+        # The total has them all, so the parts go first where the terminal is narrow, and empty ones before the others.
+        parts = sorted((6, 5, 3, 4, 2), key=lambda at: any(row[at] != "-" for row in cells))
+        yield f"\n{', '.join(names)}"
+        is_narrow = width is not None and len(lay_out([HEADS, *cells], None, indent=2)[1]) > width
+        heads = SHORT_HEADS if is_narrow else HEADS
+        yield from lay_out([heads, *cells], width, indent=2, right=range(1, 8), dropped=parts)
         best = min(fitting, key=lambda each: each[0], default=None)
         yield "  nothing here fits" if best is None else f"  fewest devices that fit: {best[0]}, with {best[1]}"
 
@@ -190,6 +208,14 @@ def _optimizer(name: str) -> type[torch.optim.Optimizer]:
     if name not in known:
         raise ValueError(f"--optimizer {name}: choose from {', '.join(known)}.{nearest(name, known)}")
     return known[name]
+
+
+def _precisions(given: str | None) -> list[str]:
+    if given is None:
+        return USUAL_PRECISIONS
+    if given.strip().lower() == "all":
+        return ALL_PRECISIONS
+    return list(dict.fromkeys(canonical_name(each.strip()) for each in given.split(",")))
 
 
 def _whole(text: str, flag: str) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import importlib
 import importlib.util
@@ -9,7 +10,7 @@ import inspect
 import json
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from types import ModuleType
 from typing import Any
 
@@ -32,6 +33,22 @@ def make_module(target: str, arguments: str | None) -> tuple[nn.Module, str]:
         ValueError: it does not exist or cannot be made; the message has what to pass instead.
     """
     origin, _, name = target.rpartition(":") if ":" in target else (target, "", "")
+    with _arguments_of(origin):
+        return _made(origin, name, arguments)
+
+
+@contextlib.contextmanager
+def _arguments_of(origin: str) -> Iterator[None]:
+    """Set `sys.argv` as if the script ran without arguments, which one that parses them while it is imported reads."""
+    before = list(sys.argv)
+    sys.argv[:] = [origin]
+    try:
+        yield
+    finally:
+        sys.argv[:] = before
+
+
+def _made(origin: str, name: str, arguments: str | None) -> tuple[nn.Module, str]:
     source = _imported(origin)
     found, name = _find(source, origin, name)
     if isinstance(found, nn.Module):
@@ -75,7 +92,8 @@ def _imported(origin: str) -> ModuleType:
     sys.path.insert(0, os.path.dirname(os.path.abspath(origin)) if is_script else os.getcwd())
     if not is_script and _spec_of(origin) is None:
         raise ValueError(
-            f"neither a script nor a module {origin!r} was found; pass the path of a .py file, or the name of a module."
+            f"neither a script nor a module {origin!r} was found; pass the path of a .py file, or the name of a module. Models "
+            "of a hub are not fetched: name a function that returns one, or pass --params."
         )
     try:
         if not is_script:
@@ -137,6 +155,10 @@ def _check_call(found: Callable[..., Any], name: str, options: Mapping[str, Any]
     if not callable(found):
         raise ValueError(
             f"{name} is a {type(found).__name__}; name a class of a torch module, or a function that returns one."
+        )
+    if isinstance(found, type) and not issubclass(found, nn.Module):
+        raise ValueError(
+            f"{name} is a class, but not of a torch module; name one of those, or a function that returns a module."
         )
     signature = inspect.signature(found)
     names = [

@@ -8,6 +8,7 @@ import json
 import math
 import posixpath
 import re
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -22,6 +23,7 @@ from trainwright.checkpoint.discovery import CheckpointEntry, find_candidates, s
 from trainwright.checkpoint.reader import open_checkpoint
 from trainwright.errors import CheckpointError
 from trainwright.launch.cli import Parser
+from trainwright.launch.columns import lay_out, terminal_width
 from trainwright.launch.variables import printable
 from trainwright.loggers.position import CHECKPOINTS
 from trainwright.loggers.run_files import find_runs, read_history
@@ -30,6 +32,8 @@ from trainwright.paths import absolute
 from trainwright.plots import History
 
 NO_VALUE = "-"
+HEADS = ("run", "state", "epoch", "step", "best", "newest checkpoint", "written")
+MOST_DETAIL = 3
 _LEAST = re.compile(
     r"(?:^|[^a-z]|[a-z](?=loss))"
     r"(?:loss|error|err|mse|rmse|mae|mape|smape|nll|kl|perplexity|ppl|bpb|bpc|wer|cer|eer|ece|brier|fid|lpips)"
@@ -139,7 +143,7 @@ def runs_command(arguments: Sequence[str], _: Any) -> int:
             f"{printable(options.directory)} holds no runs: no folder in it has files of a CSVLogger or a TensorBoardLogger."
         )
         return 0
-    print("\n".join(_table(runs, options.directory, sort)))
+    print("\n".join(_table(runs, options.directory, sort, terminal_width(sys.stdout))))
     if sort is not None:
         first, other = ("least", "max") if mode == "min" else ("greatest", "min")
         print(f"Sorted by {printable(sort)}, the {first} first; --sort {printable(sort)}:{other} turns this round.")
@@ -319,30 +323,37 @@ def _shown_best(run: ListedRun, sort: str | None) -> dict[str, Best]:
     return {**({sort: first} if sort is not None and first is not None else {}), **run.best}
 
 
-def _table(runs: Sequence[ListedRun], directory: str, sort: str | None) -> list[str]:
-    rows: list[tuple[str, ...]] = [("run", "state", "epoch", "step", "best", "newest checkpoint", "written")]
-    for run in runs:
-        remark = f" ({run.state.remark})" if run.state.remark else ""
-        best = ", ".join(
-            f"{name} {each.value:.5g}" + (f" at step {each.step}" if each.step is not None else "")
-            for name, each in _shown_best(run, sort).items()
-        )
-        path = run.checkpoint.path if run.checkpoint is not None else NO_VALUE
-        root = absolute(directory).rstrip("/")
-        path = posixpath.relpath(path, root) if path.startswith(f"{root}/") else path
-        rows.append(
-            (
-                run.name,
-                f"{run.state.word}{remark}",
-                *(NO_VALUE if each is None else str(each) for each in (run.epoch, run.step)),
-                best or NO_VALUE,
-                path,
-                NO_VALUE if run.written_at is None else _age(time.time() - run.written_at),
-            )
-        )
-    shown = [[printable(cell) for cell in row] for row in rows]
-    widths = [max(len(row[at]) for row in shown) for at in range(len(shown[0]))]
-    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in shown]
+def _table(runs: Sequence[ListedRun], directory: str, sort: str | None, width: int | None) -> list[str]:
+    """Return the lines of the list; for a narrow terminal with fewer details, and at last without some columns."""
+    for detail in range(MOST_DETAIL, -1, -1):
+        rows = [HEADS, *(_cells(run, directory, sort, detail) for run in runs)]
+        lines = lay_out(rows, width, shortened=(0, 5), dropped=() if detail else (6, 2, 5))
+        if width is None or max(map(len, lines)) <= width:
+            break
+    return lines
+
+
+def _cells(run: ListedRun, directory: str, sort: str | None, detail: int) -> list[str]:
+    """Return what is shown of a run: 3 is all, 2 without the steps of the best values, 1 with one value, 0 without remarks."""
+    remark = f" ({run.state.remark})" if run.state.remark and detail else ""
+    best = [
+        f"{name} {each.value:.5g}"
+        + (f" at step {each.step}" if each.step is not None and detail == MOST_DETAIL else "")
+        for name, each in _shown_best(run, sort).items()
+    ]
+    best = best if detail > 1 or len(best) < 2 else [best[0], "..."]
+    path = run.checkpoint.path if run.checkpoint is not None else NO_VALUE
+    root = absolute(directory).rstrip("/")
+    path = posixpath.relpath(path, root) if path.startswith(f"{root}/") else path
+    cells = (
+        run.name,
+        f"{run.state.word}{remark}",
+        *(NO_VALUE if each is None else str(each) for each in (run.epoch, run.step)),
+        ", ".join(best) or NO_VALUE,
+        path,
+        NO_VALUE if run.written_at is None else _age(time.time() - run.written_at),
+    )
+    return [printable(cell) for cell in cells]
 
 
 def _age(seconds: float) -> str:

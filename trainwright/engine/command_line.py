@@ -39,8 +39,8 @@ def fill_accumulation(environment: Environment, name: str, given: int) -> int:
 
 def _warn(flag: str, name: str, setting: Any) -> None:
     rank_zero_warn(
-        f"the command line or its config says {flag}, and the script {name}={setting!r}; the script's is used. Leave {name}= "
-        "out of the script for the command line to choose.",
+        f"the command line or its config says {flag}, and the script {name}={setting!r}; the script's is used. Leave "
+        f"{'precision= or mixed_precision' if name == 'precision' else name}= out of the script to leave it open.",
         stacklevel=5,
     )
 

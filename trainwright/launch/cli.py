@@ -16,6 +16,7 @@ from trainwright.devices.cores import num_cores
 from trainwright.distributed.environment import JOB_VARIABLE
 from trainwright.distributed.masking import shown
 from trainwright.distributed.network import DEFAULT_PORT, LOOPBACK
+from trainwright.launch.columns import lay_out, terminal_width
 from trainwright.launch.config import CONFIG_VARIABLE, KEY_OF, OTHER_WORDS, Config, find_config, nearest
 from trainwright.launch.dry_run import describe_job
 from trainwright.launch.nodes import WAIT_SECONDS, Job, Nodes
@@ -70,8 +71,7 @@ def launch_command(arguments: Sequence[str], check_names: NameCheck) -> int:
         new = {name: entry.text for name, entry in config.variables.items() if name not in os.environ}
         os.environ.update(new)  # before torch looks for GPUs
         sources = Sources(options, os.environ, config)
-        settings = resolve(sources)
-        sources.check_names(check_names, settings)
+        settings = sources.check_names(check_names, resolve(sources))
         if not command:
             raise ValueError("no script was given; pass one, or -m and a module, after the options.")
         # Python runs a folder by its __main__.py.
@@ -124,7 +124,7 @@ def _launch_parser() -> tuple[Parser, list[argparse.Action]]:
             "every GPU, or one process"),
         add("--cpu", action=argparse.BooleanOptionalAction, help="compute on the CPU even if there is a GPU"),
         add("--strategy", metavar="NAME", help="how the processes divide the work, such as ddp or deepspeed"),
-        add("--precision", metavar="NAME", help="such as 32, 16-mixed or bf16-mixed"),
+        add("--precision", metavar="NAME", help="such as 32-true, 16-mixed or bf16-mixed; also 32, fp16 or bf16"),
         add("--gradient-accumulation-steps", metavar="N", help="batches per optimizer step"),
         add("--num-nodes", metavar="N", help="machines of the job; run this command on each of them (default: 1)"),
         add("--nodes", metavar="MIN:MAX", help="instead of --num-nodes and --node-rank: the job runs on MIN to MAX machines, "
@@ -206,8 +206,7 @@ def check_config(config: Config, check_names: NameCheck, *, with_environment: bo
     """Return the settings that a config gives without flags, or with what the environment says (ValueError if one is wrong)."""
     variables = {name: os.environ[name] for name in KEY_OF if with_environment and name in os.environ}
     sources = Sources(argparse.Namespace(**dict.fromkeys(FLAGS)), variables, config)
-    settings = resolve(sources)
-    sources.check_names(check_names, settings)
+    settings = sources.check_names(check_names, resolve(sources))
     _nodes(settings)
     return settings
 
@@ -320,6 +319,5 @@ def _describe(command: Sequence[str], settings: Mapping[str, Setting], sources: 
     rows += [
         (f"env {name}", printable(shown(name, value)), config.variables[name].where) for name, value in new.items()
     ]
-    widths = [max(len(row[column]) for row in rows) + 2 for column in (0, 1)]
-    lines += [f"  {name:<{widths[0]}}{value:<{widths[1]}}{source}" for name, value, source in rows]
+    lines += lay_out(rows, terminal_width(sys.stderr), indent=2, shortened=(1, 2))
     return "\n".join([*lines, *sources.contradictions(settings)]) + "\n"

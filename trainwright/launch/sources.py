@@ -14,8 +14,8 @@ MACHINES = ("nodes", "num_nodes", "node_rank")
 """A range of machines, and what it takes the place of."""
 VARIABLE_OF = {key: variable for variable, key in KEY_OF.items()}
 
-NameCheck = Callable[[str | None, str | None, int, str], None]
-"""Refuses an unknown strategy or precision; also gets the number of processes and the device type."""
+NameCheck = Callable[[str | None, str | None, int], str | None]
+"""Refuses an unknown strategy or precision, given the number of processes, and returns the Trainer's name of the precision."""
 
 
 class Setting(NamedTuple):
@@ -65,18 +65,24 @@ class Sources:
             raise ValueError(f"{given.label}: accepted are true and false.")
         return given.text.lower() == "true"
 
-    def check_names(self, check: NameCheck, settings: Mapping[str, Setting]) -> None:
-        """Refuse an unknown strategy or precision (ValueError), with the config's line if it is there."""
-        rest = settings["devices"].value * settings["num_nodes"].value, settings["accelerator"].value
+    def check_names(self, check: NameCheck, settings: Mapping[str, Setting]) -> dict[str, Setting]:
+        """Return the settings with the Trainer's name of the precision.
+
+        Raises:
+            ValueError: a strategy or a precision is unknown; the message has the config's line if it is there.
+        """
+        num_processes = settings["devices"].value * settings["num_nodes"].value
+        precision = None
         for name in ("strategy", "precision"):
             given = self.find(name)
             names = {"strategy": None, "precision": None, name: given.text if given is not None else None}
             try:
-                check(names["strategy"], names["precision"], *rest)
+                precision = check(names["strategy"], names["precision"], num_processes)
             except ValueError as error:
                 if given is None or given.source == FLAGS[name]:
                     raise
                 raise ValueError(f"{given.source}: {error}") from error
+        return {**settings, "precision": settings["precision"]._replace(value=precision)}
 
     def contradictions(self, settings: Mapping[str, Setting]) -> Iterator[str]:
         """Yield a line for each entry of the config that a flag or the environment overrides, also a range a fixed number."""

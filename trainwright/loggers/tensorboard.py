@@ -143,7 +143,7 @@ class TensorBoardLogger(FolderLogger):
                 self._earlier = self._event_files() if is_local(str(self.log_dir)) else {}
                 self._experiment = SummaryWriter(self.log_dir, **{**purge, **self._kwargs})
                 if is_local(str(self.log_dir)) and (early := self._read_too_early()):
-                    self._experiment.close()  # type: ignore[no-untyped-call]
+                    self._experiment.close()
                     os.unlink(early)
                     time.sleep(1.0)
                     self._experiment = SummaryWriter(self.log_dir, **{**purge, **self._kwargs})

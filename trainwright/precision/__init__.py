@@ -14,6 +14,8 @@ NAMES = {
     "16-true": ("16-true",),
     "bf16-true": ("bf16-true",),
 }
+MIXED = {"no": "32-true", "fp16": "16-mixed", "bf16": "bf16-mixed"}
+"""What the Accelerator's mixed_precision= takes, and the precision of each."""
 OTHER_WORDS = {
     "fp64": "64-true",
     "float64": "64-true",
@@ -25,6 +27,22 @@ OTHER_WORDS = {
     "bfloat16": "bf16-mixed",
 }
 """Names that are not accepted, and the ones to suggest."""
+_SPELLED = {spelling: name for name, spellings in NAMES.items() for spelling in spellings}
+
+
+def canonical_name(word: str) -> str:
+    """Return the name in `NAMES` of a spelling that the Trainer or the Accelerator takes (ValueError if neither does)."""
+    known = {**MIXED, **_SPELLED}
+    if word.lower() not in known:
+        raise _unknown(word, f"{', '.join(NAMES)}, 16, 32, 64, {', '.join(MIXED)}.")
+    return known[word.lower()]
+
+
+def _unknown(precision: str | int, accepted: str) -> ValueError:
+    words = {**_SPELLED, **OTHER_WORDS}
+    close = difflib.get_close_matches(str(precision).lower(), words, n=1, cutoff=0.5)
+    hint = f" Did you mean {words[close[0]]!r}?" if close else ""
+    return ValueError(f"precision={precision!r} is unknown; choose from {accepted}{hint}")
 
 
 def resolve_precision(precision: str | int | Precision | None, device_type: str) -> Precision:
@@ -44,16 +62,9 @@ def resolve_precision(precision: str | int | Precision | None, device_type: str)
             f"instance. Choose from {', '.join(NAMES)}."
         )
     wanted = str(precision).lower()
-    names = {spelling: name for name, spellings in NAMES.items() for spelling in spellings}
-    if wanted not in names:
-        words = {**names, **OTHER_WORDS}
-        close = difflib.get_close_matches(wanted, words, n=1, cutoff=0.5)
-        hint = f" Did you mean {words[close[0]]!r}?" if close else ""
-        raise ValueError(
-            f"precision={precision!r} is unknown; choose from {', '.join(NAMES)} (16, 32 and 64 may be numbers), or pass a "
-            f"Precision instance.{hint}"
-        )
-    name = names[wanted]
+    if wanted not in _SPELLED:
+        raise _unknown(precision, f"{', '.join(NAMES)} (16, 32 and 64 may be numbers), or pass a Precision instance.")
+    name = _SPELLED[wanted]
     if name == "32-true":
         return Precision()
     if name.endswith("-mixed"):
@@ -65,4 +76,4 @@ def resolve_precision(precision: str | int | Precision | None, device_type: str)
     return SingleDtypePrecision(name)
 
 
-__all__ = ["NAMES", "Precision", "resolve_precision"]
+__all__ = ["MIXED", "NAMES", "Precision", "canonical_name", "resolve_precision"]

@@ -10,7 +10,7 @@ from trainwright.devices import accelerator
 from trainwright.devices.abilities import num_together
 from trainwright.distributed.network import DEFAULT_PORT, LOOPBACK
 from trainwright.engine.worker_calls import call_in_job
-from trainwright.raw_loop.settings import MIXED
+from trainwright.precision import MIXED
 
 MEETING = "the nodes meet at master_addr and use_port"
 REFUSED: dict[str, tuple[Any, str]] = {

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from trainwright.devices.accelerator import resolve_device_type
-from trainwright.precision import Precision, resolve_precision
+from trainwright.precision import MIXED, Precision, resolve_precision
 from trainwright.raw_loop.options import (
     AutocastKwargs,
     DistributedDataParallelKwargs,
@@ -25,7 +25,6 @@ from trainwright.raw_loop.plugins import (
 from trainwright.raw_loop.profiling import ProfileKwargs
 from trainwright.strategies import Strategy
 
-MIXED = {"no": "32-true", "fp16": "16-mixed", "bf16": "bf16-mixed"}
 REPLACED = {
     "deepspeed_plugins": "pass one plugin as deepspeed_plugin=, and make an Accelerator for each model",
     "megatron_lm_plugin": "Megatron-LM is not supported; strategy='fsdp' or 'deepspeed' shards the model",

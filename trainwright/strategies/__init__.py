@@ -36,6 +36,8 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 """Other names: a strategy with options, or another way to start its processes."""
 
+CHOICES = ("auto", *STRATEGIES)
+"""The names that a message lists; each of `VARIANTS` is accepted too."""
 SPAWNING = frozenset(name for name in VARIANTS if name.startswith(("ddp_spawn", "ddp_notebook")))
 """Names under which each call hands its work over to processes that it starts, in a plain script too."""
 
@@ -58,25 +60,31 @@ def make_strategy(name: str, options: dict[str, Any]) -> Strategy:
     return strategy
 
 
+def named_strategy(strategy: str, num_processes: int, or_else: str = "") -> tuple[str, dict[str, Any]]:
+    """Return the name in `STRATEGIES` and the options of a name; "auto" is single_device, or ddp for several processes.
+
+    Raises:
+        ValueError: the name is unknown; the message has the names, and `or_else` after them.
+    """
+    auto = "single_device" if num_processes == 1 else "ddp"
+    name = auto if strategy == "auto" else strategy
+    if name.startswith("ddp_fork"):
+        raise ValueError(
+            f"strategy={name!r} is not supported, because neither a GPU nor running threads survive a fork; choose "
+            "'ddp_notebook', which starts fresh processes."
+        )
+    name, options = VARIANTS.get(name, (name, {}))
+    if name not in STRATEGIES:
+        close = difflib.get_close_matches(name, [*STRATEGIES, *VARIANTS], n=1)
+        hint = f" Did you mean {close[0]!r}?" if close else ""
+        raise ValueError(f"strategy={strategy!r} is unknown; choose from {', '.join(CHOICES)}{or_else}.{hint}")
+    return name, options
+
+
 def resolve_strategy(strategy: str | Strategy, num_processes: int) -> Strategy:
     """Return the strategy of a name or an instance; "auto" is single_device, or ddp for several processes."""
     if isinstance(strategy, str):
-        auto = "single_device" if num_processes == 1 else "ddp"
-        name = auto if strategy == "auto" else strategy
-        if name.startswith("ddp_fork"):
-            raise ValueError(
-                f"strategy={name!r} is not supported, because neither a GPU nor running threads survive a fork; choose "
-                "'ddp_notebook', which starts fresh processes."
-            )
-        name, options = VARIANTS.get(name, (name, {}))
-        if name not in STRATEGIES:
-            close = difflib.get_close_matches(name, [*STRATEGIES, *VARIANTS], n=1)
-            hint = f" Did you mean {close[0]!r}?" if close else ""
-            raise ValueError(
-                f"strategy={strategy!r} is unknown; choose from auto, {', '.join(STRATEGIES)}, or pass a Strategy "
-                f"instance.{hint}"
-            )
-        strategy = make_strategy(name, options)
+        strategy = make_strategy(*named_strategy(strategy, num_processes, ", or pass a Strategy instance"))
     if not isinstance(strategy, Strategy):
         raise TypeError(
             f"strategy={strategy!r} is a {type(strategy).__name__}; accepted are a name ({', '.join(STRATEGIES)}) or a "
@@ -85,4 +93,4 @@ def resolve_strategy(strategy: str | Strategy, num_processes: int) -> Strategy:
     return strategy
 
 
-__all__ = ["STRATEGIES", "Strategy", "make_strategy", "resolve_strategy"]
+__all__ = ["CHOICES", "STRATEGIES", "Strategy", "make_strategy", "named_strategy", "resolve_strategy"]

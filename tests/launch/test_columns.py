@@ -1,0 +1,83 @@
+"""Tables of the commands: they fit a terminal without broken words, and are whole in a pipe."""
+
+from __future__ import annotations
+
+import io
+import sys
+from pathlib import Path
+
+import pytest
+
+from trainwright.__main__ import check_names
+from trainwright.commands.estimate import estimate_command
+from trainwright.commands.runs import runs_command
+from trainwright.launch import cli
+from trainwright.launch.columns import lay_out, shorten
+
+LONG = Path("a_folder_with_a_long_name/another_folder_with_a_long_name/and_a_third_one_with_a_long_name")
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.fixture(params=[60, 80, 110])
+def width(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+    monkeypatch.setenv("COLUMNS", str(request.param))
+    return int(request.param)
+
+
+def test_estimates_fit(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdout", said := Terminal())
+    assert estimate_command(["--params", "7e9", "--memory", "12GiB", "--precision", "all"], check_names) == 0
+    lines = said.getvalue().splitlines()
+    assert max(map(len, lines)) <= width
+    heads = [line.split() for line in lines if line.startswith("  strategy")]
+    assert all(each[0] == "strategy" and each[-1] == "total" for each in heads)
+    assert ("gradients" in heads[0]) == (width > 80)
+    assert ("grads" in heads[0]) == (width == 80)
+    assert any(line.endswith("too large") for line in lines)
+
+
+def test_lists_of_runs_fit(width: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    run = LONG / "version_17"
+    run.mkdir(parents=True)
+    (run / "metrics.csv").write_text("step,val_loss,val_acc\n3,0.53125,0.25\n")
+    assert runs_command([".", "--sort", "val_loss"], check_names) == 0
+    assert f"\n{run}  unknown " in capsys.readouterr().out, "a pipe gets the whole path"
+    monkeypatch.setattr(sys, "stdout", said := Terminal())
+    assert runs_command(["."], check_names) == 0
+    lines = said.getvalue().splitlines()
+    assert max(map(len, lines[:2])) <= width
+    assert lines[1].startswith("a_fo")
+    assert "version_17  unknown" in lines[1]
+    assert "val_loss 0.53125" in lines[1]
+
+
+def test_the_settings_of_a_launch_fit(
+    width: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    LONG.mkdir(parents=True)
+    (LONG / "config.yaml").write_text("devices: 1\ncpu: true\n")
+    Path("train.py").touch()
+    monkeypatch.delenv("RANK", raising=False)
+    arguments = ["launch", "--config-file", str(LONG / "config.yaml"), "--dry-run", "train.py"]
+    assert cli.main(arguments, check_names) == 0
+    assert f"{LONG}/config.yaml:1\n" in capsys.readouterr().err
+    monkeypatch.setattr(sys, "stderr", said := Terminal())
+    assert cli.main(arguments, check_names) == 0
+    lines = said.getvalue().splitlines()[1:]
+    assert max(map(len, lines)) <= width
+    assert any("config.yaml:1" in line and line.startswith("  devices ") for line in lines)
+
+
+def test_columns_are_shortened_before_others_are_left_out() -> None:
+    rows = [("run", "path", "age"), ("a", "b" * 30 + "/c.yaml", "3 s")]
+    assert lay_out(rows, None)[1] == f"a    {'b' * 30}/c.yaml  3 s"
+    assert lay_out(rows, 30, shortened=[1], dropped=[2]) == [
+        "run  path                  age",
+        "a    bbbb...bbbbbb/c.yaml  3 s",
+    ]
+    assert lay_out(rows, 25, shortened=[1], dropped=[2])[1] == "a    bbbb...bbbbbb/c.yaml"
+    assert shorten("abcdefghij", 9) == "a...fghij"
