@@ -11,9 +11,17 @@ from deadlines import deadline, wait_until
 from torch.distributed.elastic.rendezvous.api import RendezvousGracefulExitError
 
 from trainwright.errors import LaunchError
-from trainwright.launch import roster
+from trainwright.launch import rendezvous, roster
 from trainwright.launch.nodes import Nodes, nodes_of
 from trainwright.launch.rendezvous import NodeRendezvous
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _process_stays() -> Iterator[None]:
+    """A launcher whose main node is lost ends its process after a while, which here is that of the tests."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rendezvous, "CUT_SECONDS", deadline(600))
+        yield
 
 
 def free_port() -> int:
