@@ -335,6 +335,7 @@ PACKAGE_LINES = [
     (17, "command lines: a class of the wrong kind, multifile, variables that two ranks read"),
     (185, "tables that fit a terminal, spellings of precisions, scripts that parse arguments at their import"),
     (4, "a save that is requested within a batch waits for its end"),
+    (7, "an engine of DeepSpeed that is collected leaves the next one of its module alone"),
     (
         165,
         "a raw loop names optimizers and models that were not prepared, dropped windows, texts in rows and ranks that left",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -111,6 +112,13 @@ def overfit(strategy: Any, ranks: int, path: Path) -> dict[str, Any]:
     return {"steps": used.global_step}
 
 
+class Collects(tw.Callback):
+    """Collects garbage while it trains, such as the engines of another Trainer that has trained the module."""
+
+    def on_train_batch_end(self, trainer: tw.Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        gc.collect()
+
+
 def all_stages(strategy: Any, ranks: int, path: Path) -> dict[str, Any]:
     """Fit, validate, test, predict and fit again with one Trainer and one module; a checkpoint after test."""
     module, used = Regresses(), trainer(strategy)
@@ -122,7 +130,8 @@ def all_stages(strategy: Any, ranks: int, path: Path) -> dict[str, Any]:
     }
     used.save_checkpoint(str(path.with_name("all_stages_tested.ckpt")), weights_only=True)
     used.fit(module, loader(16, ranks))
-    another = trainer(strategy)
+    del used
+    another = trainer(strategy, callbacks=[Collects()])
     another.fit(module, loader(8, ranks))
     found["after"] = another.test(module, loader(11, ranks), verbose=False)[0]["val_loss"]
     another.save_checkpoint(str(path))

@@ -84,9 +84,16 @@ def end_training(engines: Iterable[Sequence[Any]]) -> None:
 
 
 def destroy(engines: Iterable[Sequence[Any]]) -> None:
+    """Destroy the engines, once each."""
     for engine in _each(engines):
         engine.destroy()
+        # An engine destroys itself again when it is collected, and would clear what the module's next engine has attached.
+        engine.destroy = _do_nothing
         release_module(engine.module)
+
+
+def _do_nothing() -> None:
+    pass
 
 
 def _each(engines: Iterable[Sequence[Any]]) -> Iterable[Any]:
