@@ -206,7 +206,7 @@ TORCH = (
     ),
     Use(
         "torch.utils.data.DataLoader",
-        "_iterator _get_iterator",
+        "_iterator _get_iterator _auto_collation _index_sampler",
         "start a loader's workers anew, know them, and know who iterates as torch does (data/loaders.py, fetching.py)",
     ),
     Use(

@@ -296,8 +296,7 @@ class Facts:
         return {"rows": [row for row in rows if row[1]]}
 
     def _profile(self) -> dict[str, Any]:
-        trainer = self.trainer
-        return {"text": trainer.profiler.summary()}
+        return {"text": self.trainer.profiler.summary()}
 
     def _environment(self) -> Iterator[tuple[str, str]]:
         trainer, strategy, job = self.trainer, self.trainer.strategy, Environment.detect()

@@ -113,8 +113,7 @@ class PreparedOptimizer(Optimizer):
             norm = self._clip_norm  # else the loop has clipped them already
         if self._before_step is not None:
             self._before_step(self.optimizer)
-        clips = norm is not None or value is not None or scale != 1.0
-        result = self._engine.step(self.optimizer, Clipping(norm, value, scale) if clips else None, call)
+        result = self._engine.step(self.optimizer, Clipping.needed(norm, value, scale), call)
         self.step_was_skipped = result.skipped
         self.steps_made += not result.skipped
         self._is_done = True

@@ -123,9 +123,7 @@ class ModelWindow(AccumulationWindow, AbstractContextManager[None]):
             return
         iteration, is_certain = windows.iterations.current()
         loader = None if iteration is None else iteration.loader
-        batches = self._position
-        if self.drop_if_left() and windows.has_dropped:
-            windows.warn_of_drop(batches, self.length)
+        self.drop_if_left(warns=True)
         if self._position == 0:
             self._iteration = iteration
             self._corrected.clear()
@@ -140,12 +138,17 @@ class ModelWindow(AccumulationWindow, AbstractContextManager[None]):
     def __exit__(self, *error: object) -> None:
         return None
 
-    def drop_if_left(self) -> bool:
-        """Drop the gradients of an open window whose pass over a loader the loop has left; return whether it was one."""
+    def drop_if_left(self, *, warns: bool = False) -> bool:
+        """Drop the gradients of an open window whose pass over a loader the loop has left; return whether it was one.
+
+        With `warns`, warn if there were any.
+        """
         if not self._position or self._iteration is None or not self._iteration.is_left:
             return False
+        batches = self._position
         self.drop()
-        self._windows.has_dropped = self._windows.drop_gradients(self._models)
+        if self._windows.drop_gradients(self._models) and warns:
+            self._windows.warn_of_drop(batches, self.length)
         return True
 
     def put_off(self, clear: Callable[[], None]) -> None:
@@ -188,8 +191,6 @@ class AccumulationWindows:
         self.ends_with_loader, self.syncs_each_batch = ends_with_loader, syncs_each_batch
         self.backwards = 0
         """Number of losses sent backward so far."""
-        self.has_dropped = False
-        """Whether the window that was left last had gradients."""
         self._has_warned = False
         self.reset()
 
@@ -228,7 +229,7 @@ class AccumulationWindows:
             f"the loop left its loader after {batches} of the {length} batches of an accumulation window: their gradients are "
             "dropped without a step, here and whenever it does so again. Leave the loader where accelerator.sync_gradients is "
             "True, or set accelerator.gradient_accumulation_steps before it to the number of batches that you read.",
-            stacklevel=3,
+            stacklevel=4,
         )
 
     def of(self, models: tuple[nn.Module, ...]) -> ModelWindow:

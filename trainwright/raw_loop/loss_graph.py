@@ -15,8 +15,6 @@ from trainwright.strategies.autograd_graph import graph_leaves
 
 MOST_NODES = 100
 """How many nodes of a loss's graph are looked at in each backward; the first parameters are near the loss."""
-
-
 CHECKED_FIRST = 100
 """How many losses a single process checks before it checks only some: it can train on any loss, prepared or not."""
 UNCHECKED = 10

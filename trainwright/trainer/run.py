@@ -269,9 +269,8 @@ class Run:
         outer = trainer_of(module)
         # What is registered is called from the last to the first: teardowns, loggers, locks, then the rest, and the report.
         with ExitStack() as stack:
-            if (
-                outer is not None and outer.run.running_call is not None
-            ):  # a hook of that Trainer's run has made this call
+            # A hook of that Trainer's run may have made this call.
+            if outer is not None and outer.run.running_call is not None:
                 stack.callback(setattr, module, "trainer", outer)
             self.running_call = self.call
             stack.callback(self._report, outcome)
