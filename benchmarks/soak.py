@@ -77,6 +77,7 @@ class Job:
         script = [sys.executable, "-W", "error", str(ROOT / "benchmarks" / "soak_job.py"), "--strategy", strategy]
         script += ["--devices", str(self.num_ranks), "--folder", str(folder), "--epochs", str(soak.options.epochs)]
         script += ["--forget", soak.options.forget] if soak.options.forget and start else []
+        script += ["--without-torchmetrics"] if soak.options.without_torchmetrics else []
         launcher = [sys.executable, "-m", "trainwright.launch.processes", "--num-processes", str(self.num_ranks), "--"]
         variables = {
             "OMP_NUM_THREADS": "1",
@@ -203,9 +204,8 @@ class Soak:
         for pid in processes_of(f"{self.out}/", begins=True):
             _kill(pid)  # of the runs that were under way when it was cut
         path = self.out / "soak.json"
-        self._settings = {
-            name: getattr(self.options, name) for name in ("seed", "strategies", "per_run", "epochs", "forget")
-        }
+        names = ("seed", "strategies", "per_run", "epochs", "forget", "without_torchmetrics")
+        self._settings = {name: getattr(self.options, name) for name in names}
         if path.exists():
             told = json.loads(path.read_text())
             if told["settings"] != self._settings:
@@ -368,6 +368,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--epochs", type=int, default=8, help="epochs of one run")
     parser.add_argument("--only", type=int, help="make the run of this number alone")
     parser.add_argument("--forget", choices=FORGETTABLE, help="let resumed runs leave that out, which has to be found")
+    parser.add_argument("--without-torchmetrics", action="store_true", help="whose import takes longer than torch's")
     options = parser.parse_args(arguments)
     options.strategies = options.strategies.split(",")
     if unknown := [each for each in options.strategies if each not in STRATEGIES]:

@@ -20,7 +20,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torchmetrics
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
@@ -72,13 +71,16 @@ class Augmented(Dataset[Any]):
 
 
 class Net(tw.Module):
-    def __init__(self, batches: Telling) -> None:
+    def __init__(self, batches: Telling, has_metrics: bool) -> None:
         super().__init__()
-        self.batches = batches
+        self.batches, self.has_metrics = batches, has_metrics
         self.first, self.norm, self.middle = nn.Linear(FEATURES, 29), nn.BatchNorm1d(29), nn.Linear(29, 37)
         self.last = nn.Linear(37, CLASSES)
-        self.train_accuracy = torchmetrics.Accuracy(task="multiclass", num_classes=CLASSES)
-        self.val_accuracy = torchmetrics.Accuracy(task="multiclass", num_classes=CLASSES)
+        if has_metrics:
+            import torchmetrics
+
+            self.train_accuracy = torchmetrics.Accuracy(task="multiclass", num_classes=CLASSES)
+            self.val_accuracy = torchmetrics.Accuracy(task="multiclass", num_classes=CLASSES)
 
     def forward(self, inputs: Tensor) -> Tensor:
         hidden = torch.tanh(self.norm(self.first(inputs)))
@@ -91,9 +93,10 @@ class Net(tw.Module):
         noise = random.random() + float(np.random.rand()) + torch.randn_like(inputs)
         logits = self(inputs + 0.1 * noise)
         loss = nn.functional.cross_entropy(logits.float(), targets)
-        self.train_accuracy(logits, targets)
         self.log("loss", loss, on_step=True, on_epoch=True)
-        self.log("train_accuracy", self.train_accuracy, on_step=False, on_epoch=True)
+        if self.has_metrics:
+            self.train_accuracy(logits, targets)
+            self.log("train_accuracy", self.train_accuracy, on_step=False, on_epoch=True)
         self.log("lr", self.trainer.optimizers[0].param_groups[0]["lr"])
         self.batches.tell(
             epoch=self.current_epoch,
@@ -108,9 +111,10 @@ class Net(tw.Module):
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         inputs, targets, _ = batch
         logits = self(inputs)
-        self.val_accuracy(logits, targets)
         self.log("val_loss", nn.functional.cross_entropy(logits.float(), targets))
-        self.log("val_accuracy", self.val_accuracy)
+        if self.has_metrics:
+            self.val_accuracy(logits, targets)
+            self.log("val_accuracy", self.val_accuracy)
 
     def configure_optimizers(self) -> Any:
         groups = [
@@ -202,7 +206,7 @@ def train(options: argparse.Namespace) -> None:
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    module = Net(Telling(str(folder / f"batches-{trainer.global_rank}")))
+    module = Net(Telling(str(folder / f"batches-{trainer.global_rank}")), not options.without_torchmetrics)
     samples = num_samples(options.devices)
     loader: Any = DataLoader(Augmented(samples, 1, True), BATCH_SIZE, shuffle=True, num_workers=2)
     final = folder / FINAL
@@ -219,6 +223,7 @@ def main() -> None:
     parser.add_argument("--folder", required=True)
     parser.add_argument("--epochs", type=int, required=True)
     parser.add_argument("--forget", default="", choices=("", *FORGETTABLE))
+    parser.add_argument("--without-torchmetrics", action="store_true")
     options = parser.parse_args()
     options.events = os.environ["SOAK_EVENTS"]
     allow_warnings_of_others()

@@ -10,6 +10,7 @@ from __future__ import annotations
 import atexit
 import ctypes
 import functools
+import json
 import multiprocessing
 import multiprocessing.forkserver
 import os
@@ -47,9 +48,16 @@ _METHOD = "fork"
 
 
 def run_ranks(
-    function: Callable[..., Any], arguments: tuple[Any, ...], ranks: int, folder: Path, seconds: float
+    function: Callable[..., Any],
+    arguments: tuple[Any, ...],
+    ranks: int,
+    folder: Path,
+    seconds: float,
+    passed_on: Mapping[str, Any] | None = None,
 ) -> None:
     """Call a function on each rank of a job, in a process of its own, with the test's filters of warnings.
+
+    `passed_on` is what `trainwright launch` passes to its workers, such as a strategy.
 
     Raises:
         AssertionError: a rank failed, or the job missed its deadline; with what each rank printed.
@@ -69,7 +77,7 @@ def run_ranks(
                 "MASTER_ADDR": "127.0.0.1",
                 "MASTER_PORT": str(store.port),
                 "TORCHELASTIC_USE_AGENT_STORE": "True",
-                "TRAINWRIGHT_JOB": "{}",
+                "TRAINWRIGHT_JOB": json.dumps(passed_on or {}),
                 "OMP_NUM_THREADS": "1",
             }
             output = str(Path(printed, f"{rank}.txt"))

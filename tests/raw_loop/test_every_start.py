@@ -1,8 +1,9 @@
-"""The loop of docs/accelerator.md, as it stands there, under every way to start it: python, trainwright launch with each
-strategy, torchrun, notebook_launcher."""
+"""The loop of docs/accelerator.md, as it stands there, under every way to start it: python, trainwright launch, torchrun,
+notebook_launcher; and with each strategy that launch passes on."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import subprocess
@@ -13,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from deadlines import deadline
-from forked import run_python
+from forked import interpret, run_python, run_ranks
 from safetensors.torch import load_file
 from small import ON_HOST
 from started import ROOT
@@ -81,10 +82,12 @@ KINDS = {
 """What distributed_type names each strategy that is started here; `deepspeed` is deepspeed_stage_2 (a test holds that)."""
 STARTS: dict[str, tuple[list[str], list[str], str]] = {
     "python": ([], [], "MULTI_CPU"),
-    **{name: ([*LAUNCH, "--strategy", name], [], kind) for name, kind in KINDS.items()},
+    **{name: ([*LAUNCH, "--strategy", name], [], KINDS[name]) for name in ("ddp", "deepspeed")},
     "torchrun": (TORCHRUN, [], "MULTI_CPU"),
     "notebook_launcher": ([], ["notebook"], "MULTI_CPU"),
 }
+FORKED = [name for name in KINDS if name not in STARTS]
+"""Strategies whose ranks are forked, as if launch had started them: interpreters of their own would show nothing new."""
 
 
 def loop_of_the_guide() -> str:
@@ -130,6 +133,19 @@ def test_weights_are_those_of_one_process(tmp_path: Path, name: str, one_process
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert f"trained: 2 {kind} 3\n" in done.stdout
+    torch.testing.assert_close(weights_of(tmp_path / "model"), one_process)
+
+
+def train_on_rank() -> None:
+    with open(f"rank{os.environ['RANK']}.txt", "w") as output, contextlib.redirect_stdout(output):
+        interpret(["train.py", "model"])
+
+
+@pytest.mark.parametrize("name", FORKED)
+def test_weights_under_other_strategies(tmp_path: Path, name: str, one_process: dict[str, torch.Tensor]) -> None:
+    (tmp_path / "train.py").write_text(script_of(loop_of_the_guide(), 2))
+    run_ranks(train_on_rank, (), 2, tmp_path, 120.0, passed_on={"strategy": name})
+    assert f"trained: 2 {KINDS[name]} 3\n" in (tmp_path / "rank0.txt").read_text()
     torch.testing.assert_close(weights_of(tmp_path / "model"), one_process)
 
 
