@@ -179,7 +179,7 @@ def test_the_data_set_of_the_hub() -> None:
 
 REDUCED = ("--reviews", "4800", "--epochs", "1")
 ALONE = ("1_plain", "2_trainer", "3_mixed_precision")
-TOGETHER = ("6_deepspeed", "7_fsdp", "8_ddp_sharded", "9_raw_loop")
+TOGETHER = ("5_ddp", "6_deepspeed", "7_fsdp", "8_ddp_sharded", "9_raw_loop")
 
 
 def run_here(name: str, *arguments: str) -> str:
@@ -196,7 +196,7 @@ def accuracy(output: str) -> float:
 
 
 def on_one(folder: Path) -> dict[str, str]:
-    outputs = {name: run_here(name, *REDUCED) for name in ALONE}
+    outputs = {name: run_here(name, *REDUCED, "--reviews", "2400") for name in ALONE}
     # To compile takes half a minute, however few batches there are after it.
     return {**outputs, "4_compile": run_here("4_compile", *REDUCED, "--reviews", "240")}
 
@@ -225,7 +225,7 @@ def test_the_scripts_of_two_processes(tmp_path: Path) -> None:
     assert not any(others.values()), "rank 0 alone prints"
     found = {name: accuracy(output) for name, output in outputs.items()}
     assert min(found.values()) > 75, found
-    assert best_checkpoints(tmp_path) == 3
+    assert best_checkpoints(tmp_path) == 4
 
 
 def test_a_script_says_what_is_wrong_with_its_data(tmp_path: Path) -> None:
@@ -236,8 +236,8 @@ def test_a_script_says_what_is_wrong_with_its_data(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_script_starts_its_processes(tmp_path: Path) -> None:
-    command = [sys.executable, "-W", "error", str(FOLDER / "5_ddp.py"), *REDUCED]
+    command = [sys.executable, "-W", "error", str(FOLDER / "5_ddp.py"), *REDUCED, "--reviews", "240"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=deadline(180))
     assert done.returncode == 0, done.stderr
-    assert accuracy(done.stdout) > 75
+    assert accuracy(done.stdout) > 30  # the same script trains further on forked ranks
     assert best_checkpoints(tmp_path) == 1

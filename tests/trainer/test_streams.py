@@ -238,8 +238,10 @@ def test_a_stream_goes_on_from_every_moment(kind: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("reader", ["workers", "workers that stay"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "reader"),
+    [*((kind, "workers") for kind in KINDS), *((kind, "workers that stay") for kind in (Endless, Remembers, Passes))],
+)
 def test_a_stream_goes_on_in_workers(kind: Any, reader: str, tmp_path: Path) -> None:
     for limit in (None, 4):
         if kind is Endless and limit is None:
