@@ -50,6 +50,10 @@ class EarlyStopping(Callback):
     0's value decides for all ranks. Nothing is checked in the sanity check or with fast_dev_run; a fit from scratch starts
     counting from zero.
 
+    Raises:
+        TypeError, ValueError: a setting is not accepted.
+        ValueError: from fit, with strict, if the metric was not logged.
+
     >>> stopping = tw.EarlyStopping("val_loss", min_delta=0.05, patience=2)
     >>> trainer = tw.Trainer(callbacks=stopping, max_epochs=50, enable_model_summary=False)
     >>> trainer.fit(module, loader, val_loader)

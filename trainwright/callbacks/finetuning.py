@@ -283,6 +283,22 @@ class BackboneFinetuning(BaseFinetuning):
         train_bn: train the backbone's batch norms, also while it is frozen; False never trains them.
         verbose: print both rates at each epoch.
         rounding: digits of the printed rates.
+
+    Raises:
+        TypeError: from fit, if the module has no `backbone`.
+
+    >>> class Tuned(Classifier):
+    ...     def __init__(self):
+    ...         super().__init__()
+    ...         self.backbone = self.net[0]
+    ...
+    ...     def configure_optimizers(self):
+    ...         return torch.optim.SGD((each for each in self.parameters() if each.requires_grad), lr=0.1)
+    >>> unfreezing = tw.BackboneFinetuning(unfreeze_backbone_at_epoch=1, backbone_initial_lr=0.001)
+    >>> trainer = tw.Trainer(callbacks=unfreezing, max_epochs=2, enable_model_summary=False)
+    >>> trainer.fit(Tuned(), loader)
+    >>> [group["lr"] for group in trainer.optimizers[0].param_groups]
+    [0.1, 0.001]
     """
 
     def __init__(

@@ -45,7 +45,12 @@ class CometLogger(RemoteLogger):
 
     Raises:
         ImportError: comet_ml is not installed.
-        ValueError: the mode is unknown.
+        ValueError: the mode or log_model is unknown.
+
+    >>> logger = tw.CometLogger(project="digits", online=False, save_dir="comet")
+    >>> trainer = tw.Trainer(logger=logger, max_epochs=1)
+    >>> logger.name
+    'digits'
     """
 
     def __init__(

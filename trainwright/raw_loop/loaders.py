@@ -19,7 +19,14 @@ from trainwright.engine.prepared_loader import Iterations, PreparedLoader
 
 @dataclass
 class DataLoaderConfiguration(NamedArguments):
-    """How the Accelerator prepares DataLoaders."""
+    """How the Accelerator prepares DataLoaders.
+
+    Raises:
+        TypeError: a value of another kind.
+
+    >>> configuration = tw.DataLoaderConfiguration(split_batches=True, data_seed=7)
+    >>> loader = tw.Accelerator(dataloader_config=configuration).prepare(loader)
+    """
 
     split_batches: bool = False
     """Whether a loader's batch is that of all ranks together, of which each gets a part. By default it is one rank's."""
@@ -178,6 +185,11 @@ def skip_first_batches(dataloader: Any, num_batches: int = 0) -> SkippedBatches:
 
     Raises:
         TypeError, ValueError: not a loader, or not a number of batches.
+
+    >>> loader = tw.Accelerator().prepare(loader)
+    >>> rest = tw.skip_first_batches(loader, 6)
+    >>> len(list(rest)), len(list(rest))  # its second iteration is a whole epoch
+    (2, 8)
     """
     if isinstance(num_batches, bool) or not isinstance(num_batches, int) or num_batches < 0:
         raise ValueError(f"num_batches={num_batches!r} is not accepted; pass a whole number from 0.")

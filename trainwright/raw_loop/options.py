@@ -20,7 +20,12 @@ REPLICATING = "ddp"
 
 
 class DDPCommunicationHookType(StrEnum):
-    """How strategy "ddp" sends gradients, under Accelerate's names for `comm_hook`; a member equals its value as text."""
+    """How strategy "ddp" sends gradients, under Accelerate's names for `comm_hook`; a member equals its value as text.
+
+    >>> options = tw.DistributedDataParallelKwargs(comm_hook=tw.DDPCommunicationHookType.BF16)
+    >>> options.comm_hook == "bf16"
+    True
+    """
 
     NO = "no"
     FP16 = "fp16"
@@ -31,7 +36,18 @@ class DDPCommunicationHookType(StrEnum):
 
 @dataclass
 class AutocastKwargs(NamedArguments):
-    """Options of `Accelerator.autocast`; `enabled=False` computes in full precision there."""
+    """Options of `Accelerator.autocast`.
+
+    Args:
+        enabled: False computes in full precision there.
+        cache_enabled: whether weights that were cast are kept for later uses in the block; None for torch's default.
+
+    >>> accelerator = tw.Accelerator(mixed_precision="bf16")
+    >>> model = accelerator.prepare(model)
+    >>> with accelerator.autocast(tw.AutocastKwargs(enabled=False)):
+    ...     print((torch.ones(2, 2) @ torch.ones(2, 2)).dtype)
+    torch.float32
+    """
 
     enabled: bool = True
     cache_enabled: bool | None = None
@@ -51,6 +67,9 @@ class DistributedDataParallelKwargs(NamedArguments):
 
     Raises:
         ValueError: an option that the strategy cannot fulfil.
+
+    >>> options = tw.DistributedDataParallelKwargs(find_unused_parameters=True, bucket_cap_mb=50)
+    >>> accelerator = tw.Accelerator(kwargs_handlers=[options])
     """
 
     dim: int = 0
@@ -99,7 +118,18 @@ class DistributedDataParallelKwargs(NamedArguments):
 
 @dataclass
 class GradScalerKwargs(NamedArguments):
-    """Options of the loss scale of mixed_precision="fp16", with torch.amp.GradScaler's names and defaults."""
+    """Options of the loss scale of mixed_precision="fp16", with torch.amp.GradScaler's names and defaults.
+
+    Args:
+        init_scale: the first scale.
+        growth_factor: what the scale is multiplied by after growth_interval steps in a row without an inf or a NaN.
+        backoff_factor: what it is multiplied by after a step with one, which is skipped.
+        growth_interval: optimizer steps.
+        enabled: False scales nothing.
+
+    >>> options = tw.GradScalerKwargs(init_scale=1024.0, growth_interval=500)
+    >>> accelerator = tw.Accelerator(mixed_precision="fp16", kwargs_handlers=[options])
+    """
 
     init_scale: float = 65536.0
     growth_factor: float = 2.0
@@ -124,6 +154,10 @@ class InitProcessGroupKwargs(NamedArguments):
 
     Raises:
         ValueError: an init_method, since the launcher's is used, or another backend.
+
+    >>> from datetime import timedelta
+    >>> options = tw.InitProcessGroupKwargs(timeout=timedelta(minutes=5))
+    >>> accelerator = tw.Accelerator(kwargs_handlers=[options])
     """
 
     backend: str | None = None
