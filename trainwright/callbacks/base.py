@@ -139,7 +139,7 @@ class Callback:
         """Called before the few validation batches that check validation before training."""
 
     def on_sanity_check_end(self, trainer: Trainer, module: Module) -> None:
-        """Called after them."""
+        """Called after these batches."""
 
     def on_train_start(self, trainer: Trainer, module: Module) -> None:
         """Called after the sanity check, before the first epoch."""

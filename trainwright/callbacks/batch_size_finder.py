@@ -32,7 +32,7 @@ class BatchSizeFinder(Callback):
         mode: "power" doubles the size until memory runs out; "binsearch" then tries sizes in between.
         steps_per_trial: training batches of each trial; with accumulate_grad_batches at least those of one step.
         init_val: the first size.
-        max_trials: trials at most.
+        max_trials: the most trials to run.
         batch_arg_name: the attribute, such as "hparams.batch_size".
         margin: in mode binsearch, the fraction that the largest size is reduced by.
         max_val: the largest size.

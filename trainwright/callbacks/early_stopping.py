@@ -34,7 +34,7 @@ class EarlyStopping(Callback):
 
     Args:
         monitor: the metric to watch.
-        min_delta: the smallest change that is an improvement is larger than this.
+        min_delta: a change counts as an improvement only if it is larger than this.
         patience: checks in a row without improvement after which the run stops.
         verbose: print each improvement and the reason for stopping; False prints the reason on rank 0.
         mode: "min" or "max": which value of the metric is better.

@@ -277,9 +277,9 @@ class BackboneFinetuning(BaseFinetuning):
         lambda_func: returns the factor of the backbone's rate for an epoch.
         backbone_initial_ratio_lr: the backbone's first rate as a fraction of the head's, without `backbone_initial_lr`.
         backbone_initial_lr: the backbone's first rate.
-        should_align: the backbone's rate never exceeds the head's. It is the rate of the groups that this callback adds: what
-            the optimizer holds already keeps its own.
-        initial_denom_lr: divides the head's rate, where the backbone's is not known.
+        should_align: True keeps the backbone's rate at or below the head's. It is the rate of the groups that this callback
+            adds: parameters that the optimizer holds already keep theirs.
+        initial_denom_lr: accepted; it has no effect, because the backbone's first rate is always known.
         train_bn: train the backbone's batch norms, also while it is frozen; False never trains them.
         verbose: print both rates at each epoch.
         rounding: digits of the printed rates.

@@ -34,6 +34,7 @@ class OnExceptionCheckpoint(Checkpoint):
     >>> callbacks = [tw.OnExceptionCheckpoint("saved"), tw.LambdaCallback(on_train_epoch_start=fail)]
     >>> tw.Trainer(callbacks=callbacks, max_epochs=1, enable_model_summary=False).fit(module, loader)
     Traceback (most recent call last):
+        ...
     RuntimeError: the disk is full
     >>> tw.Trainer(max_epochs=1, enable_model_summary=False).fit(module, loader, ckpt_path="saved/on_exception.ckpt")
     resuming from saved/on_exception.ckpt...

@@ -33,7 +33,7 @@ class TrainingSpikeException(TrainwrightError):
 
 
 class SpikeDetection(Callback):
-    """Ends the run, on every rank, when a batch's loss is far worse than the mean of the last ones.
+    """Ends the run, on every rank, when a batch's loss is far worse than the mean of the latest ones.
 
     It reads the loss of each batch, and on several processes exchanges the decision, so each batch waits for the device.
 

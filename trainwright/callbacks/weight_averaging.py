@@ -149,7 +149,7 @@ class EMAWeightAveraging(WeightAveraging):
     Args:
         device, use_buffers: those of WeightAveraging.
         decay: from 0 to 1.
-        update_every_n_steps: update after each optimizer step whose number, from 0, this divides; 0 for none.
+        update_every_n_steps: update after each optimizer step whose number, from 0, is a multiple of this; 0 for none.
         update_starting_at_step: the number of the first such step, from 0; None for the first of the run.
         update_starting_at_epoch: update also at the end of each epoch from this number, from 0, on; None for none. To update
             after epochs alone, pass update_every_n_steps=0.

@@ -19,8 +19,8 @@ from torch.nn.parameter import is_lazy
 def init_empty_weights(include_buffers: bool = False) -> Iterator[None]:
     """Put the parameters of modules made in the block on the meta device, where they take no memory and have no values.
 
-    `accelerator.prepare` gives them the values that a plain start would have. For loading a checkpoint or planning memory
-    (`tw.estimate_memory`) they need none.
+    `accelerator.prepare` gives them the values that a plain start would have. A checkpoint can be loaded, or
+    memory planned (`tw.estimate_memory`), without them.
 
     Args:
         include_buffers: put buffers there too; then nothing is allocated at all.

@@ -51,7 +51,7 @@ def notebook_launcher(
         master_addr: the first node's address, as all nodes reach it; for several nodes.
         node_rank: this node's number, from 0.
         num_nodes: how many nodes make this call, each with its own node_rank. The result is returned on the first.
-        **others: Accelerate's further arguments, each with its default only: ours has no such setting.
+        **others: Accelerate's further arguments, accepted with their defaults only.
 
     Raises:
         TypeError: something cannot be copied to the processes or back, or an argument is unknown.

@@ -175,12 +175,12 @@ class SkippedBatches:
 
 
 def skip_first_batches(dataloader: Any, num_batches: int = 0) -> SkippedBatches:
-    """Return a loader whose first iteration begins at batch `num_batches` of the epoch, with what an uninterrupted one has.
+    """Return a loader whose first iteration begins at batch `num_batches` of the epoch, with the batches of a whole one.
 
-    Later iterations are whole epochs. A loader that `load_state` has put at that batch begins there, and not later.
+    Later iterations are whole epochs. A loader that `load_state` has put at that batch begins there: nothing is skipped twice.
 
     Args:
-        dataloader: one that an Accelerator has prepared, or any other; of a DataLoader with indices nothing is read in vain.
+        dataloader: one that an Accelerator has prepared, or any other. A DataLoader with indices does not read what is skipped.
         num_batches: batches of this rank, counted from the start of the epoch.
 
     Raises:

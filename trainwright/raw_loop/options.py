@@ -58,12 +58,14 @@ class DistributedDataParallelKwargs(NamedArguments):
     """Options of strategy "ddp".
 
     Args:
+        dim, broadcast_buffers: accepted with their defaults only.
+        check_reduction: accepted; it has no effect.
         bucket_cap_mb: MiB of gradients that are averaged together.
         find_unused_parameters: set it if some batches use only a part of the model.
         gradient_as_bucket_view: let gradients be views of the buckets, which saves memory.
         static_graph: every batch uses the same parameters.
-        comm_hook: "no", "fp16", "bf16", "power_sgd", a function, or an enum's member with such a value.
-        comm_state_option: options of the hook's state.
+        comm_hook: "no", "fp16", "bf16", "power_sgd", a function of (state, bucket), or an enum's member with such a value.
+        comm_state_option: the function's state, or a dict of options for "power_sgd".
 
     Raises:
         ValueError: an option that the strategy cannot fulfil.
@@ -138,7 +140,7 @@ class GradScalerKwargs(NamedArguments):
     enabled: bool = True
 
     def precision(self, name: str, device_type: str) -> Precision:
-        """Return a precision whose losses are scaled so."""
+        """Return the precision of a name, with this loss scale."""
         from trainwright.precision.mixed import MixedPrecision
 
         return MixedPrecision(name, device_type, torch.amp.GradScaler(device_type, **vars(self)))

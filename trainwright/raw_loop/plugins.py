@@ -149,6 +149,7 @@ class DeepSpeedPlugin(NamedArguments):
         gradient_clipping: the limit on the gradients' norm in each step.
         zero_stage: 1, 2 or 3; by default the configuration's, or 2.
         offload_optimizer_device, offload_param_device: "none" or "cpu".
+        zero3_init_flag: accepted; it has no effect.
         zero3_save_16bit_model: accepted; `save_model` gathers the weights under every stage.
 
     Raises:
