@@ -55,7 +55,7 @@ class SpikeDetection(Callback):
     >>> try:
     ...     tw.Trainer(callbacks=detection, max_epochs=1, enable_model_summary=False).fit(module, loader)
     ... except tw.callbacks.TrainingSpikeException as spike:
-    ...     print(f"batch {spike.batch_idx} is left out of the next run")
+    ...     print(f"look at batch {spike.batch_idx}")
     """
 
     def __init__(

@@ -34,7 +34,8 @@ class Precision:
     ...
     ...     def forward_context(self):
     ...         return torch.autocast("cpu", torch.bfloat16, cache_enabled=False)
-    >>> tw.Trainer(precision=UncachedAutocast(), max_epochs=1, enable_model_summary=False).fit(module, loader)
+    >>> trainer = tw.Trainer(precision=UncachedAutocast(), accelerator="cpu", max_epochs=1, enable_model_summary=False)
+    >>> trainer.fit(module, loader)
     """
 
     name = "32-true"

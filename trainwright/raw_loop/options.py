@@ -43,7 +43,6 @@ class AutocastKwargs(NamedArguments):
         cache_enabled: whether weights that were cast are kept for later uses in the block; None for torch's default.
 
     >>> accelerator = tw.Accelerator(mixed_precision="bf16")
-    >>> model = accelerator.prepare(model)
     >>> with accelerator.autocast(tw.AutocastKwargs(enabled=False)):
     ...     print((torch.ones(2, 2) @ torch.ones(2, 2)).dtype)
     torch.float32
