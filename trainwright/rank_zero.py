@@ -66,8 +66,8 @@ def rank_zero_info(message: object, *args: object, stacklevel: int = 1) -> None:
     """Log at level INFO to the logger "trainwright" on rank 0.
 
     Args:
-        message: a text, with places for `args` as `logging` has them.
-        args: the values for those places.
+        message: a text, with a format such as %s for each of `args`.
+        args: the values to format.
         stacklevel: whose line is logged: 1 for the caller's, 2 for that of the function that called it.
 
     >>> tw.rank_zero_info("%d samples are longer than the context", 3)
