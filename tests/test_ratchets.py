@@ -343,6 +343,7 @@ PACKAGE_LINES = [
         165,
         "a raw loop names optimizers and models that were not prepared, dropped windows, texts in rows and ranks that left",
     ),
+    (580, "docstrings of public names: an example of each, with the arguments and errors that were missing"),
 ]
 """Lines of the package: what is added to it, or taken off, with the reason. The sum is the limit."""
 

@@ -15,11 +15,25 @@ Settings are refused with the built-in exceptions, in the constructor that recei
 
 
 class TrainwrightError(RuntimeError):
-    """Base class of this library's errors."""
+    """The base class of this library's errors. Wrong settings raise Python's own: ValueError, TypeError.
+
+    >>> try:
+    ...     module = Classifier.load_from_checkpoint("runs/epoch=9-step=90.ckpt")
+    ... except tw.TrainwrightError as error:
+    ...     print(type(error).__name__)
+    MissingCheckpoint
+    """
 
 
 class CheckpointError(TrainwrightError):
-    """A checkpoint could not be written, found, verified or read."""
+    """A checkpoint could not be written, found, verified or read.
+
+    >>> try:
+    ...     module = Classifier.load_from_checkpoint("runs/epoch=9-step=90.ckpt")
+    ... except tw.CheckpointError as error:
+    ...     print(error)
+    runs/epoch=9-step=90.ckpt does not exist; accepted is ...
+    """
 
 
 class MissingCheckpoint(CheckpointError, FileNotFoundError):
@@ -27,15 +41,34 @@ class MissingCheckpoint(CheckpointError, FileNotFoundError):
 
 
 class LaunchError(TrainwrightError):
-    """The processes of a job could not be started."""
+    """The processes of a job could not be started.
+
+    >>> try:
+    ...     trainer = tw.Trainer(devices=2)
+    ... except tw.LaunchError as error:
+    ...     raise SystemExit(f"the job could not be started: {error}")
+    """
 
 
 class WorkerFailed(TrainwrightError):
-    """A worker process of a call has failed; the message has the rank, the cause and its traceback."""
+    """A worker process of a call has failed; the message has the rank, the cause and its traceback.
+
+    >>> trainer = tw.Trainer(devices=2, strategy="ddp_spawn", max_epochs=1, enable_model_summary=False)
+    >>> try:
+    ...     trainer.fit(module, loader)
+    ... except tw.WorkerFailed as error:
+    ...     print(f"no weights came back: {error}")
+    """
 
 
 class RunStopped(SystemExit):
     """A signal has stopped `trainer.fit`; uncaught, it ends the process with `code`, without a traceback.
 
     Exit code: 75 if the run was saved and can be resumed, 130 after Ctrl-C, 128 + the signal's number if nothing was saved.
+
+    >>> try:
+    ...     tw.Trainer(max_epochs=1, enable_model_summary=False).fit(module, loader)
+    ... except tw.RunStopped as stop:
+    ...     print(f"the job was stopped; it ends with exit code {stop.code}")
+    ...     raise
     """

@@ -22,6 +22,12 @@ class RankZeroOnly:
     """A decorator: the function runs on rank 0 only, and returns a default on other ranks.
 
     The rank is read from the environment at the first use, unless it was set.
+
+    >>> @tw.rank_zero_only
+    ... def announce(accuracy):
+    ...     print(f"accuracy: {accuracy:.1%}")
+    >>> announce(0.925)  # on other ranks it returns None
+    accuracy: 92.5%
     """
 
     def __init__(self) -> None:
@@ -57,13 +63,29 @@ rank_zero_only = RankZeroOnly()
 
 
 def rank_zero_info(message: object, *args: object, stacklevel: int = 1) -> None:
-    """Log at level INFO to the logger "trainwright" on rank 0; `stacklevel` 1 is the line that calls this."""
+    """Log at level INFO to the logger "trainwright" on rank 0.
+
+    Args:
+        message: a text, with a format such as %s for each of `args`.
+        args: the values to format.
+        stacklevel: whose line is logged: 1 for the caller's, 2 for that of the function that called it.
+
+    >>> tw.rank_zero_info("%d samples are longer than the context", 3)
+    """
     if rank_zero_only.rank == 0:
         logger.info(message, *args, stacklevel=stacklevel + 1)
 
 
 def rank_zero_warn(message: str | Warning, category: type[Warning] = UserWarning, stacklevel: int = 1) -> None:
-    """Warn on rank 0; `stacklevel` 1 is the line that calls this, 2 the caller of that function."""
+    """Warn on rank 0.
+
+    Args:
+        message: a text, or a Warning, whose class is then the category.
+        category: the class of the warning.
+        stacklevel: whose line is shown: 1 for the caller's, 2 for that of the function that called it.
+
+    >>> tw.rank_zero_warn("3 samples are longer than the context")
+    """
     if rank_zero_only.rank == 0:
         warnings.warn(message, category, stacklevel=stacklevel + 1)
 

@@ -16,10 +16,18 @@ if TYPE_CHECKING:
 
 
 class Callback:
-    """Override the hooks you need; each is called on every rank.
+    """The base of callbacks: override the hooks you need. Each is called on every rank.
 
     `trainwright.callbacks.TrainerProtocol` lists what a hook may use of `trainer`. Annotate the parameter with it or with
     `tw.Trainer`: type checkers accept both.
+
+    >>> class PrintSteps(tw.Callback):
+    ...     def on_train_epoch_end(self, trainer, module):
+    ...         print(f"epoch {trainer.current_epoch}: {trainer.global_step} steps so far")
+    >>> trainer = tw.Trainer(callbacks=PrintSteps(), max_epochs=2, enable_model_summary=False)
+    >>> trainer.fit(module, loader)
+    epoch 0: 8 steps so far
+    epoch 1: 16 steps so far
     """
 
     runs_last = False
@@ -131,7 +139,7 @@ class Callback:
         """Called before the few validation batches that check validation before training."""
 
     def on_sanity_check_end(self, trainer: Trainer, module: Module) -> None:
-        """Called after them."""
+        """Called after these batches."""
 
     def on_train_start(self, trainer: Trainer, module: Module) -> None:
         """Called after the sanity check, before the first epoch."""

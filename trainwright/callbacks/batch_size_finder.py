@@ -32,7 +32,7 @@ class BatchSizeFinder(Callback):
         mode: "power" doubles the size until memory runs out; "binsearch" then tries sizes in between.
         steps_per_trial: training batches of each trial; with accumulate_grad_batches at least those of one step.
         init_val: the first size.
-        max_trials: trials at most.
+        max_trials: the most trials to run.
         batch_arg_name: the attribute, such as "hparams.batch_size".
         margin: in mode binsearch, the fraction that the largest size is reduced by.
         max_val: the largest size.
@@ -43,6 +43,16 @@ class BatchSizeFinder(Callback):
         AttributeError: from fit, without an attribute to set.
         ValueError: from fit, with loaders instead of a hook, or on several processes.
         RuntimeError: from fit, if a batch size of 1 needs too much memory.
+
+    >>> class Data(tw.DataModule):
+    ...     batch_size = 2
+    ...
+    ...     def train_dataloader(self):
+    ...         return DataLoader(loader.dataset, batch_size=self.batch_size)
+    >>> finder = tw.BatchSizeFinder(max_trials=3)
+    >>> tw.Trainer(callbacks=finder, max_epochs=1, enable_model_summary=False).fit(module, datamodule=Data())
+    >>> finder.optimal_batch_size
+    8
     """
 
     def __init__(

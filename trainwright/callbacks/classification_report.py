@@ -23,12 +23,7 @@ STAGES = ("validation", "test")
 class ClassificationReport(Callback):
     """Reports precision, recall, F1 and support of each class, over all ranks and with each sample counted once.
 
-    The step returns its predictions and targets in a dict:
-
-    >>> report = tw.ClassificationReport(class_names=["cat", "dog"])
-    >>> def validation_step(self, batch, batch_idx):
-    ...     x, y = batch
-    ...     return {"preds": self(x), "target": y}
+    The step returns its predictions and targets in a dict.
 
     Args:
         class_names: a name for each class, in the order of their numbers; None for the numbers.
@@ -52,6 +47,15 @@ class ClassificationReport(Callback):
     Raises:
         TypeError: at the first batch, if the step returns something else.
         ValueError: labels that are not of the classes, scores that are NaN, or a class with the name of a row of the table.
+
+    >>> class Reported(Classifier):
+    ...     def test_step(self, batch, batch_idx):
+    ...         inputs, targets = batch
+    ...         return {"preds": self(inputs), "target": targets}
+    >>> report = tw.ClassificationReport(class_names=["cat", "dog", "bird"], verbose=False)
+    >>> metrics = tw.Trainer(callbacks=report).test(Reported(), test_loader, verbose=False)
+    >>> int(report.scores["test"].support.sum())
+    32
     """
 
     counts_rounds = False

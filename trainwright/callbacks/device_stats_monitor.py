@@ -15,13 +15,21 @@ if TYPE_CHECKING:
 
 
 class DeviceStatsMonitor(Callback):
-    """Logs, with the step values, what torch knows of the device's memory, and the load of the processor.
+    """Logs the statistics of the device's memory and the load of the processor, with the step values.
 
     The names are `DeviceStatsMonitor.on_train_batch_end/<statistic>`: those of torch.accelerator.memory_stats (bytes), and
     cpu_percent, cpu_vm_percent and cpu_swap_percent (percent) of the machine. Rank 0's are logged.
 
     Args:
         cpu_stats: True logs the processor's too, False never does; None where the device is the CPU. Needs psutil.
+
+    Raises:
+        ValueError: from fit, without a logger.
+        ModuleNotFoundError: from fit, if psutil is needed and not installed.
+
+    >>> monitor = tw.DeviceStatsMonitor()
+    >>> trainer = tw.Trainer(callbacks=monitor, max_epochs=1, log_every_n_steps=4, enable_model_summary=False)
+    >>> trainer.fit(module, loader)
     """
 
     reads_outputs = False

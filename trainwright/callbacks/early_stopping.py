@@ -34,7 +34,7 @@ class EarlyStopping(Callback):
 
     Args:
         monitor: the metric to watch.
-        min_delta: the smallest change that is an improvement is larger than this.
+        min_delta: a change counts as an improvement only if it is larger than this.
         patience: checks in a row without improvement after which the run stops.
         verbose: print each improvement and the reason for stopping; False prints the reason on rank 0.
         mode: "min" or "max": which value of the metric is better.
@@ -49,6 +49,10 @@ class EarlyStopping(Callback):
     The check for a validation at an epoch's end waits for the epoch's training metrics, so either kind can be monitored. Rank
     0's value decides for all ranks. Nothing is checked in the sanity check or with fast_dev_run; a fit from scratch starts
     counting from zero.
+
+    Raises:
+        TypeError, ValueError: a setting is not accepted.
+        ValueError: from fit, with strict, if the metric was not logged.
 
     >>> stopping = tw.EarlyStopping("val_loss", min_delta=0.05, patience=2)
     >>> trainer = tw.Trainer(callbacks=stopping, max_epochs=50, enable_model_summary=False)

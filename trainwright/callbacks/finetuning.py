@@ -277,12 +277,28 @@ class BackboneFinetuning(BaseFinetuning):
         lambda_func: returns the factor of the backbone's rate for an epoch.
         backbone_initial_ratio_lr: the backbone's first rate as a fraction of the head's, without `backbone_initial_lr`.
         backbone_initial_lr: the backbone's first rate.
-        should_align: the backbone's rate never exceeds the head's. It is the rate of the groups that this callback adds: what
-            the optimizer holds already keeps its own.
-        initial_denom_lr: divides the head's rate, where the backbone's is not known.
+        should_align: True keeps the backbone's rate at or below the head's. It is the rate of the groups that this callback
+            adds: parameters that the optimizer holds already keep theirs.
+        initial_denom_lr: accepted; it has no effect, because the backbone's first rate is always known.
         train_bn: train the backbone's batch norms, also while it is frozen; False never trains them.
         verbose: print both rates at each epoch.
         rounding: digits of the printed rates.
+
+    Raises:
+        TypeError: from fit, if the module has no `backbone`.
+
+    >>> class Tuned(Classifier):
+    ...     def __init__(self):
+    ...         super().__init__()
+    ...         self.backbone = self.net[0]
+    ...
+    ...     def configure_optimizers(self):
+    ...         return torch.optim.SGD((each for each in self.parameters() if each.requires_grad), lr=0.1)
+    >>> unfreezing = tw.BackboneFinetuning(unfreeze_backbone_at_epoch=1, backbone_initial_lr=0.001)
+    >>> trainer = tw.Trainer(callbacks=unfreezing, max_epochs=2, enable_model_summary=False)
+    >>> trainer.fit(Tuned(), loader)
+    >>> [group["lr"] for group in trainer.optimizers[0].param_groups]
+    [0.1, 0.001]
     """
 
     def __init__(

@@ -12,11 +12,21 @@ if TYPE_CHECKING:
 
 
 class GradientAccumulationScheduler(Callback):
-    """Sets trainer.accumulate_grad_batches at the start of an epoch.
+    """Sets trainer.accumulate_grad_batches, the batches of one optimizer step, at the start of each epoch.
 
     Args:
         scheduling: the number of batches to accumulate from each epoch (from 0) on, such as {0: 8, 4: 4, 8: 1}; before the
             first of them each batch is a step.
+
+    Raises:
+        TypeError, ValueError: an epoch or a number of batches is not accepted.
+        ValueError: from fit, under manual optimization, or with the Trainer's own accumulate_grad_batches.
+
+    >>> accumulation = tw.GradientAccumulationScheduler({0: 4, 2: 1})
+    >>> trainer = tw.Trainer(callbacks=accumulation, max_epochs=3, enable_model_summary=False)
+    >>> trainer.fit(module, loader)  # 8 batches an epoch
+    >>> trainer.global_step
+    12
     """
 
     def __init__(self, scheduling: dict[int, int]) -> None:

@@ -15,9 +15,14 @@ class LambdaCallback(Callback):
     """Calls the given functions at their hooks.
 
     Args:
-        hooks: functions by the name of their hook, called with that hook's arguments; None is ignored.
+        hooks: functions by the name of their hook, such as on_fit_end, called with that hook's arguments; None is ignored.
 
-    Example: `LambdaCallback(on_train_epoch_end=lambda trainer, module: print(trainer.current_epoch))`.
+    Raises:
+        TypeError: a name is not that of a hook, or a value is neither a function nor None.
+
+    >>> announce = tw.LambdaCallback(on_fit_end=lambda trainer, module: print(trainer.global_step, "steps"))
+    >>> tw.Trainer(callbacks=announce, max_epochs=1, enable_model_summary=False).fit(module, loader)
+    8 steps
     """
 
     def __init__(self, **hooks: Callable[..., Any] | None) -> None:

@@ -35,6 +35,16 @@ class LearningRateFinder(Callback):
     Raises:
         AttributeError: from fit, without an attribute to set.
         ValueError: from fit, for several optimizers.
+
+    >>> class Searched(Classifier):
+    ...     lr = 0.1
+    ...
+    ...     def configure_optimizers(self):
+    ...         return torch.optim.SGD(self.parameters(), lr=self.lr)
+    >>> module, finder = Searched(), tw.LearningRateFinder(min_lr=1e-4, num_training_steps=40)
+    >>> tw.Trainer(callbacks=finder, max_epochs=1, enable_model_summary=False).fit(module, loader)
+    >>> module.lr == finder.optimal_lr.suggestion()
+    True
     """
 
     def __init__(

@@ -31,6 +31,15 @@ class LearningRateMonitor(Callback):
     A name is `lr-` and the optimizer's class, or the `name` in the scheduler's dict; a second optimizer of that name gets `-1`;
     parameter groups add `/pg1`, `/pg2` or their `name`. A step's value is the one that the step used. The values are also in
     trainer.callback_metrics, for a checkpoint's name or a monitor.
+
+    Raises:
+        ValueError: the interval is unknown; from fit, without a logger, or for groups of an optimizer with the same name.
+
+    >>> monitor = tw.LearningRateMonitor(logging_interval="epoch")
+    >>> trainer = tw.Trainer(callbacks=monitor, max_epochs=2, enable_model_summary=False)
+    >>> trainer.fit(module, loader)  # its scheduler multiplies the rate by 0.9 at each epoch's end
+    >>> round(float(trainer.callback_metrics["lr-SGD"]), 3)
+    0.09
     """
 
     reads_outputs = False

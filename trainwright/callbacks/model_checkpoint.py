@@ -94,6 +94,11 @@ class ModelCheckpoint(Checkpoint):
     the next validation has scored its weights, and is then made again. A save that is due while gradients wait is made after
     their optimizer step.
 
+    Raises:
+        TypeError, ValueError: a setting is not accepted, or settings exclude each other.
+        ValueError: from fit, if a metric that monitor or filename names was not logged.
+        CheckpointError: from fit, on every rank, if a checkpoint could not be written.
+
     >>> best = tw.ModelCheckpoint("runs/mine", filename="{step}", monitor="val_loss")
     >>> trainer = tw.Trainer(callbacks=best, max_epochs=2, enable_model_summary=False)
     >>> trainer.fit(module, loader, val_loader)

@@ -31,6 +31,17 @@ class ModelSummary(Callback):
 
     Args:
         max_depth: levels of children to show: -1 for all, 0 for the totals only.
+
+    Raises:
+        ValueError: max_depth is below -1.
+
+    >>> tw.Trainer(callbacks=tw.ModelSummary(max_depth=2), max_epochs=1).fit(module, loader)
+    Name   Type        Parameters  Mode
+    net    Sequential          67  train
+    net.0  Linear              40  train
+    net.1  Tanh                 0  train
+    net.2  Linear              27  train
+    67 parameters, 67 of them trained, 0.000 MiB
     """
 
     def __init__(self, max_depth: int = 1) -> None:

@@ -25,6 +25,19 @@ class OnExceptionCheckpoint(Checkpoint):
     Args:
         dirpath: where to save: a path (made absolute here) or an fsspec URL.
         filename: the name without its ending.
+
+    Raises:
+        ValueError: filename is empty.
+
+    >>> def fail(trainer, module):
+    ...     raise RuntimeError("the disk is full")
+    >>> callbacks = [tw.OnExceptionCheckpoint("saved"), tw.LambdaCallback(on_train_epoch_start=fail)]
+    >>> tw.Trainer(callbacks=callbacks, max_epochs=1, enable_model_summary=False).fit(module, loader)
+    Traceback (most recent call last):
+        ...
+    RuntimeError: the disk is full
+    >>> tw.Trainer(max_epochs=1, enable_model_summary=False).fit(module, loader, ckpt_path="saved/on_exception.ckpt")
+    resuming from saved/on_exception.ckpt...
     """
 
     FILE_EXTENSION = ".ckpt"

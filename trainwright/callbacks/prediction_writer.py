@@ -39,7 +39,9 @@ ROWS_BITS = 32
 
 
 class BasePredictionWriter(Callback):
-    """Override `write_on_batch_end`, `write_on_epoch_end` or both, and predict with return_predictions=False.
+    """The base of prediction writers: override `write_on_batch_end`, `write_on_epoch_end` or both.
+
+    Predict with return_predictions=False, so that the predictions are not collected too.
 
     Each rank gets its own batches; together they are the whole dataset, each sample once.
 
@@ -47,7 +49,15 @@ class BasePredictionWriter(Callback):
         write_interval: "batch", "epoch" (this rank's predictions are kept on the host until then) or "batch_and_epoch".
 
     Raises:
-        ValueError: another interval.
+        ValueError: the interval is unknown.
+        NotImplementedError: from predict, if the method of the interval is not overridden.
+
+    >>> class SaveBatches(tw.BasePredictionWriter):
+    ...     def write_on_batch_end(self, trainer, module, prediction, batch_indices, batch, batch_idx, dataloader_idx):
+    ...         torch.save(prediction, f"{trainer.global_rank}-{batch_idx}.pt")
+    >>> tw.Trainer(callbacks=SaveBatches()).predict(module, test_loader, return_predictions=False)
+    >>> torch.load("0-7.pt").shape
+    torch.Size([4, 3])
     """
 
     def __init__(self, write_interval: str = "batch") -> None:
@@ -129,10 +139,17 @@ class TensorPredictionWriter(BasePredictionWriter):
 
     Args:
         dirpath: a folder that all ranks share, or an fsspec URL. It must not hold the predictions of another run.
-        file_megabytes: the approximate size of a file.
+        file_megabytes: the approximate size of a file, in MiB.
 
     Raises:
-        ValueError: a size that is not positive.
+        ValueError: file_megabytes is not positive; from predict, a tensor does not have a row for each sample.
+        TypeError: from predict, if predict_step returns more than tensors, or nests them differently.
+        FileExistsError: from predict, on every rank, if dirpath holds the predictions of another run.
+
+    >>> writer = tw.TensorPredictionWriter("predictions")
+    >>> tw.Trainer(callbacks=writer).predict(module, test_loader, return_predictions=False)
+    >>> tw.load_predictions("predictions").shape
+    torch.Size([32, 3])
     """
 
     def __init__(self, dirpath: str | os.PathLike[str], file_megabytes: float = 64.0) -> None:
@@ -251,6 +268,12 @@ def load_predictions(dirpath: str | os.PathLike[str]) -> Any:
     Raises:
         FileNotFoundError: no predictions, or those of a run that has not ended.
         ValueError: the samples' rows have different shapes, so they cannot form one tensor.
+
+    >>> trainer = tw.Trainer(callbacks=tw.TensorPredictionWriter("scores"))
+    >>> trainer.predict(module, test_loader, return_predictions=False)
+    >>> classes = tw.load_predictions("scores").argmax(dim=1)
+    >>> len(classes) == len(test_loader.dataset)
+    True
     """
     files, path = resolve(str(dirpath))
     if not files.exists(f"{path}/{MANIFEST}"):

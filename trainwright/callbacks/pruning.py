@@ -66,6 +66,12 @@ class ModelPruning(Callback):
         TypeError: an argument is of the wrong kind.
         ValueError: a setting is out of its range, or settings do not fit together; before training, a strategy that divides the
             module over the ranks (fsdp, deepspeed), or a callback that averages weights.
+
+    >>> first = module.net[0]
+    >>> pruning = tw.ModelPruning("l1_unstructured", parameters_to_prune=[(first, "weight")], amount=0.25)
+    >>> tw.Trainer(callbacks=pruning, max_epochs=1, enable_model_summary=False).fit(module, loader)
+    >>> float((first.weight == 0).float().mean())
+    0.25
     """
 
     counts_rounds = True

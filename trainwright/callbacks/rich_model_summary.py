@@ -22,6 +22,8 @@ class RichModelSummary(ModelSummary):
 
     Raises:
         ImportError: rich is not installed.
+
+    >>> trainer = tw.Trainer(callbacks=tw.RichModelSummary(max_depth=2), max_epochs=1)
     """
 
     def __init__(self, max_depth: int = 1) -> None:

@@ -57,7 +57,11 @@ class RichProgressBar(LiveProgressBar):
 
     Raises:
         ImportError: rich is not installed.
-        ValueError: a style or a format is none that rich or Python knows.
+        ValueError: rich does not know a style, or Python a format.
+
+    >>> theme = tw.callbacks.RichProgressBarTheme(progress_bar="magenta", metrics_format=".4f")
+    >>> bar = tw.RichProgressBar(theme=theme, leave=True)
+    >>> tw.Trainer(callbacks=bar, max_epochs=1, enable_model_summary=False).fit(module, loader)
     """
 
     def __init__(

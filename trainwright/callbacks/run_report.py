@@ -60,8 +60,8 @@ class RunReport(Callback):
     The Trainer adds it if a CSVLogger or a TensorBoardLogger writes a folder; `Trainer(enable_report=False)` leaves it out.
     One rank writes, once everything else is closed: rank 0, or else the one that has failed, which ends the others. A resumed
     run writes the page again, with the curves of the whole run.
-    Nothing is written with fast_dev_run, by validate, test and predict, or by a fit that has not begun to train. A page, or a
-    part of it, that cannot be made is one warning, since no run depends on it.
+    Nothing is written with fast_dev_run, by validate, test and predict, or by a fit that has not begun to train. If the
+    page or a part of it cannot be made, that is one warning, since no run depends on it.
 
     >>> report = tw.RunReport()
     >>> trainer = tw.Trainer(callbacks=report, max_epochs=1, enable_model_summary=False)

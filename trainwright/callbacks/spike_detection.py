@@ -33,7 +33,7 @@ class TrainingSpikeException(TrainwrightError):
 
 
 class SpikeDetection(Callback):
-    """Ends the run, on every rank, when a batch's loss is far worse than the mean of the last ones.
+    """Ends the run, on every rank, when a batch's loss is far worse than the mean of the latest ones.
 
     It reads the loss of each batch, and on several processes exchanges the decision, so each batch waits for the device.
 
@@ -48,7 +48,14 @@ class SpikeDetection(Callback):
         finite_only: a NaN or an infinity is a spike too.
 
     Raises:
-        TrainingSpikeException: from `trainer.fit`, with the batch's index.
+        ValueError: a setting is out of its range, or no limit is left.
+        TrainingSpikeException: from `trainer.fit`, on every rank, with the batch's index in its epoch as `batch_idx`.
+
+    >>> detection = tw.SpikeDetection(window=20, rtol=5.0)
+    >>> try:
+    ...     tw.Trainer(callbacks=detection, max_epochs=1, enable_model_summary=False).fit(module, loader)
+    ... except tw.callbacks.TrainingSpikeException as spike:
+    ...     print(f"look at batch {spike.batch_idx}")
     """
 
     def __init__(

@@ -49,6 +49,12 @@ class StochasticWeightAveraging(Averaging):
     Raises:
         TypeError, ValueError: an argument is not accepted; in fit, several optimizers or schedulers, manual optimization, or a
             fraction of epochs without a limit.
+
+    >>> averaging = tw.StochasticWeightAveraging(swa_lrs=0.05, swa_epoch_start=2, annealing_epochs=1)
+    >>> trainer = tw.Trainer(callbacks=averaging, max_epochs=3, log_every_n_steps=8, enable_model_summary=False)
+    >>> trainer.fit(module, loader)  # the module has the average of the last two epochs' weights
+    >>> trainer.optimizers[0].param_groups[0]["lr"]
+    0.05
     """
 
     _is_model = False

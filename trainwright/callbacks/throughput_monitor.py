@@ -49,6 +49,14 @@ class ThroughputMonitor(Callback):
             out.
         flops_per_batch: FLOP of a training step; None for the module's `flops_per_batch` (a number or a method), else counted
             once, in the first step, by torch's FLOP counter; 0 to leave FLOP out.
+
+    Raises:
+        TypeError: a function cannot be called.
+        ValueError: window_size is below 2; from fit, without a logger.
+
+    >>> speed = tw.ThroughputMonitor(batch_size_fn=lambda batch: len(batch[0]))
+    >>> trainer = tw.Trainer(callbacks=speed, max_epochs=1, log_every_n_steps=2, enable_model_summary=False)
+    >>> trainer.fit(module, loader)
     """
 
     reads_outputs = False

@@ -26,7 +26,17 @@ class Timer(Callback):
         interval: "step" stops all ranks after the same optimizer step, "epoch" at the end of an epoch.
         verbose: print on rank 0 that the time is up.
 
-    Time counts from the first batch, including validation within fit and the time before a resume.
+    Time counts from the first batch, including validation within fit and the time before a resume. `time_elapsed`,
+    `time_remaining`, `start_time` and `end_time` are in seconds, for "train", "validate", "test", "predict" or
+    "sanity_check".
+
+    Raises:
+        TypeError, ValueError: the duration is not one, or the interval is unknown.
+
+    >>> timer = tw.Timer(duration="00:08:00:00")
+    >>> tw.Trainer(callbacks=timer, max_epochs=1, enable_model_summary=False).fit(module, loader)
+    >>> timer.time_elapsed("train") + timer.time_remaining()
+    28800.0
     """
 
     reads_outputs = False

@@ -42,6 +42,11 @@ class WeightAveraging(Averaging):
     Raises:
         ValueError: both functions are given; in fit, another callback averages too.
         TypeError: a function cannot be called.
+
+    >>> class FromSecondEpoch(tw.WeightAveraging):
+    ...     def should_update(self, step_idx=None, epoch_idx=None):
+    ...         return epoch_idx is not None and epoch_idx >= 1
+    >>> tw.Trainer(callbacks=FromSecondEpoch(), max_epochs=3, enable_model_summary=False).fit(module, loader, val_loader)
     """
 
     def __init__(
@@ -144,13 +149,18 @@ class EMAWeightAveraging(WeightAveraging):
     Args:
         device, use_buffers: those of WeightAveraging.
         decay: from 0 to 1.
-        update_every_n_steps: update after each optimizer step whose number, from 0, this divides; 0 for none.
+        update_every_n_steps: update after each optimizer step whose number, from 0, is a multiple of this; 0 for none.
         update_starting_at_step: the number of the first such step, from 0; None for the first of the run.
         update_starting_at_epoch: update also at the end of each epoch from this number, from 0, on; None for none. To update
             after epochs alone, pass update_every_n_steps=0.
 
     Raises:
         ValueError: decay, a step or an epoch is out of its range; no update would be made.
+
+    >>> averaging = tw.EMAWeightAveraging(decay=0.99, update_starting_at_step=4)
+    >>> best = tw.ModelCheckpoint("runs/averaged", monitor="val_loss")
+    >>> trainer = tw.Trainer(callbacks=[averaging, best], max_epochs=1, enable_model_summary=False)
+    >>> trainer.fit(module, loader, val_loader)  # val_loss and the checkpoint are of the averaged weights
     """
 
     def __init__(

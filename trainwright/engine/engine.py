@@ -68,6 +68,9 @@ class OpenCheckpoint(NamedTuple):
 class Engine:
     """Joins or starts the job's processes and holds its parts. Collective: create it on every rank.
 
+    The Trainer and the Accelerator are built on it. Use it directly where neither fits: prepare the module, the optimizers and
+    the loaders, then run, backward and step.
+
     Args:
         devices: number of processes on this node, one per device, or a list of GPUs. "auto": the launcher's count if
             launched, otherwise all GPUs, otherwise 1.
@@ -82,6 +85,15 @@ class Engine:
     Raises:
         ValueError, TypeError: a setting is wrong; raised before any process is started.
         LaunchError: the processes of the job could not be started.
+
+    >>> engine = tw.Engine(precision="bf16-mixed")
+    >>> engine.prepare_module(model, engine.optimization)
+    >>> [optimizer] = engine.prepare_optimizers([optimizer])
+    >>> for inputs, targets in engine.prepare_loader(loader, "train"):
+    ...     optimizer.zero_grad()
+    ...     engine.backward(loss_fn(engine.run(model, "forward", inputs), targets))
+    ...     norm, skipped = engine.step(optimizer)
+    >>> engine.close()
     """
 
     def __init__(

@@ -91,7 +91,8 @@ def estimate_memory(
 ) -> MemoryEstimate:
     """Return the bytes on each device that training a module takes under each strategy, without activations.
 
-    Nothing is allocated.
+    Nothing is allocated. `print` shows the estimate as a table; `advice` names the strategy to use, `per_device` has the bytes
+    by strategy, and `fits(name)` says whether a strategy leaves enough for activations.
 
     Args:
         module: the model, also on the meta device.
@@ -101,6 +102,11 @@ def estimate_memory(
 
     Raises:
         ValueError, TypeError: a number that is not positive, a module whose parameters have no shape yet, no optimizer.
+
+    >>> with tw.init_empty_weights():
+    ...     model = nn.Transformer(num_encoder_layers=12, num_decoder_layers=12, batch_first=True)
+    >>> print(tw.estimate_memory(model, torch.optim.AdamW, num_devices=4, available_bytes=2**30).advice)
+    strategy='fsdp' would need 336.8 MiB of the 1.0 GiB.
     """
     if num_devices is None:
         num_devices = accelerator.count() or 1

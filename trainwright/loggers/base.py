@@ -23,7 +23,7 @@ class KeptCheckpoints(Protocol):
 
 
 class Logger:
-    """Override what the logger can record; the rest does nothing.
+    """The base of loggers: override what yours can record; the rest does nothing.
 
     The trainer calls `start` on every rank at the start of a run, then on rank 0: `log_hyperparams` and `log_graph` once,
     `log_metrics` for each row, `state_dict` at each checkpoint, `flush` at each epoch's end, `finalize` and `close` at the end.
@@ -34,6 +34,14 @@ class Logger:
     have arrived; with an empty state the next run is a new one. `load_state_dict` keeps the state of the logger of the same
     class (of several, in order). `start` then opens the run of that id, on the rank that writes. The resumed run logs the rows
     after that step again: overwrite them, or skip them. Without a `log_dir`, checkpoints go to default_root_dir.
+
+    >>> class Printed(tw.Logger):
+    ...     def log_metrics(self, metrics, step=None):
+    ...         print(step, sorted(metrics))
+    >>> trainer = tw.Trainer(logger=Printed(), log_every_n_steps=4, max_epochs=1, enable_model_summary=False)
+    >>> trainer.fit(module, loader)
+    3 ['epoch', 'loss']
+    7 ['epoch', 'loss']
     """
 
     log_dir: str | None = None
@@ -111,7 +119,7 @@ def rank_zero_experiment(experiment: Callable[[Any], Any]) -> Callable[[Any], An
 
     >>> class Mine(tw.Logger):
     ...     @property
-    ...     @rank_zero_experiment
+    ...     @tw.loggers.rank_zero_experiment
     ...     def experiment(self):
     ...         return client_of_a_service()
     """

@@ -24,7 +24,7 @@ class CometLogger(RemoteLogger):
     """Writes to an experiment of Comet (extra `comet`).
 
     Without an API key it is offline, and a warning says how to upload it. A run that resumes from a checkpoint continues the
-    experiment of the same key. The client has one experiment a process: another one ends it.
+    experiment of the same key. The client has one experiment in each process; opening another one ends it.
 
     Offline, each process leaves an archive in `save_dir` when it ends; `comet upload` joins those of one experiment. What a
     killed process wrote since it began stays in the client's temporary folder.
@@ -45,7 +45,12 @@ class CometLogger(RemoteLogger):
 
     Raises:
         ImportError: comet_ml is not installed.
-        ValueError: the mode is unknown.
+        ValueError: the mode or log_model is unknown.
+
+    >>> logger = tw.CometLogger(project="digits", online=False, save_dir="comet")
+    >>> trainer = tw.Trainer(logger=logger, max_epochs=1)
+    >>> logger.name
+    'digits'
     """
 
     def __init__(

@@ -32,6 +32,9 @@ class CSVLogger(FolderLogger):
         prefix: put before the name of every metric, with a dash.
         flush_logs_every_n_steps: the number of rows that are written together.
 
+    Raises:
+        TypeError, ValueError: a path, a version or a number of rows is not accepted.
+
     >>> logger = tw.CSVLogger("runs", name="digits")
     >>> tw.Trainer(logger=logger, max_epochs=1, enable_model_summary=False).fit(module, loader)
     >>> logger.metrics_path

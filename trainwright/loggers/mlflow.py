@@ -41,6 +41,10 @@ class MLFlowLogger(RemoteLogger):
 
     Raises:
         ModuleNotFoundError: mlflow is not installed.
+        ValueError: log_model is unknown.
+
+    >>> logger = tw.MLFlowLogger("digits", tracking_uri="sqlite:///mlruns.db", tags={"stage": "first"})
+    >>> trainer = tw.Trainer(logger=logger, max_epochs=1)
     """
 
     shown_in = "the pages of MLflow (`mlflow ui --backend-store-uri STORE` shows a local store)"

@@ -48,6 +48,11 @@ class TensorBoardLogger(FolderLogger):
 
     Raises:
         ImportError: tensorboard is not installed.
+
+    >>> logger = tw.TensorBoardLogger("runs", name="digits")
+    >>> tw.Trainer(logger=logger, max_epochs=1, enable_model_summary=False).fit(module, loader)
+    >>> logger.log_dir
+    '...runs/digits/version_0'
     """
 
     kind = "tensorboard"

@@ -41,6 +41,12 @@ class WandbLogger(RemoteLogger):
 
     Raises:
         ModuleNotFoundError: wandb is not installed.
+        ValueError: log_model is unknown.
+
+    >>> logger = tw.WandbLogger(project="digits", offline=True, tags=["first"])
+    >>> trainer = tw.Trainer(logger=logger, max_epochs=1)
+    >>> logger.name
+    'digits'
     """
 
     shown_in = "the run's page (experiment.url; that of an offline run exists after `wandb sync`)"

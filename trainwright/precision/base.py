@@ -24,7 +24,19 @@ ReduceMax = Callable[[Tensor], Any]
 
 
 class Precision:
-    """Full precision: nothing is converted and nothing is scaled."""
+    """The base of precisions, and full precision: nothing is converted, and nothing is scaled.
+
+    Override what yours does differently, and pass the instance as `precision=`.
+
+    >>> class UncachedAutocast(tw.Precision):
+    ...     name = "bf16-uncached"
+    ...     autocast_dtype = torch.bfloat16
+    ...
+    ...     def forward_context(self):
+    ...         return torch.autocast("cpu", torch.bfloat16, cache_enabled=False)
+    >>> trainer = tw.Trainer(precision=UncachedAutocast(), accelerator="cpu", max_epochs=1, enable_model_summary=False)
+    >>> trainer.fit(module, loader)
+    """
 
     name = "32-true"
     param_dtype: torch.dtype | None = None

@@ -22,6 +22,14 @@ class AdvancedProfiler(Profiler):
             Without both, the text is printed.
         line_count_restriction: the functions to show of each action: a number, or a fraction of all.
         dump_stats: also write each action's profile to a .prof file, for tools such as snakeviz.
+
+    Raises:
+        TypeError, ValueError: line_count_restriction is not accepted.
+        RuntimeError: from a run, if another profiling tool is active (since Python 3.12).
+
+    >>> profiler = tw.AdvancedProfiler(filename="calls", line_count_restriction=10)
+    >>> trainer = tw.Trainer(profiler=profiler, max_epochs=1, enable_model_summary=False)
+    >>> trainer.fit(module, loader)  # writes fit-calls.txt into the run's log folder
     """
 
     def __init__(

@@ -23,12 +23,29 @@ T = TypeVar("T")
 
 
 class Profiler:
-    """Override `start`, `stop` and `summary`; this one measures nothing.
+    """The base of profilers: override `start`, `stop` and `summary`. This one measures nothing.
+
+    An action is a step or a hook, such as "training_step", "backward" or "[callback] Timer.on_train_start", the wait for a
+    batch, such as "train_dataloader_next", or a block under `profile`.
 
     Args:
         dirpath: the output folder, a local path or a URL; by default the run's log folder.
         filename: the middle of the files' names, between the stage and the rank, which only several processes have; by default
             "profile". Without both, the summary is printed.
+
+    Raises:
+        ValueError: filename is not a plain name.
+
+    >>> class StepCount(tw.Profiler):
+    ...     steps = 0
+    ...
+    ...     def start(self, action):
+    ...         self.steps += action == "training_step"
+    ...
+    ...     def summary(self):
+    ...         return f"training_step was called {self.steps} times"
+    >>> tw.Trainer(profiler=StepCount(), max_epochs=1, enable_model_summary=False).fit(module, loader)
+    training_step was called 8 times
     """
 
     def __init__(self, dirpath: str | os.PathLike[str] | None = None, filename: str | None = None) -> None:

@@ -49,6 +49,14 @@ class PyTorchProfiler(Profiler):
         table_kwargs: further arguments for the table, such as `max_name_column_width`.
         **profiler_kwargs: arguments for `torch.profiler.profile`, such as `schedule`, `activities` or `on_trace_ready`, which
             then replaces the writing of a trace.
+
+    Raises:
+        TypeError: an argument that torch does not have.
+        ValueError: an unknown sort_by_key, or a setting that excludes another or needs a GPU.
+
+    >>> profiler = tw.PyTorchProfiler(dirpath="profiles", row_limit=10, export_to_chrome=False)
+    >>> trainer = tw.Trainer(profiler=profiler, max_epochs=1, enable_model_summary=False)
+    >>> trainer.fit(module, loader)  # writes the table to profiles/fit-profile.txt
     """
 
     def __init__(

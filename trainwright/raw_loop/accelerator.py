@@ -203,9 +203,10 @@ class Accelerator(Collectives):
     def unwrap_model(
         self, model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True
     ) -> nn.Module:
-        """Return the module that was given to `prepare`, whose forward was not changed, so `keep_fp32_wrapper` has no effect.
+        """Return the module that was given to `prepare`.
 
-        With keep_torch_compile=False, of a module that torch.compile returned, return the one that it was given.
+        Its forward was not changed, so `keep_fp32_wrapper` has no effect. With keep_torch_compile=False a module that
+        torch.compile returned is unwrapped too.
         """
         return extract_model_from_parallel(model, keep_torch_compile=keep_torch_compile)
 
@@ -243,7 +244,7 @@ class Accelerator(Collectives):
         save_model(model, os.fspath(save_directory), size_of(max_shard_size), self.engine.ranks)
 
     def save(self, obj: Any, f: str | os.PathLike[str], safe_serialization: bool = True) -> None:
-        """Write plain data and tensors into one file, on rank 0 (with save_on_each_node, on each node); an existing one goes.
+        """Write plain data and tensors into one file, new or replaced, on rank 0 (with save_on_each_node, on each node).
 
         A dict of tensors, or data with tensors, becomes a safetensors file whatever its name; data without tensors becomes
         JSON. `load` reads both.
@@ -299,7 +300,7 @@ class Accelerator(Collectives):
     def step(
         self, optimizer: Optimizer, *, max_norm: float | None = None, clip_value: float | None = None
     ) -> StepResult | None:
-        """Step a prepared optimizer, and clip before, if given a limit; return None before the end of its window."""
+        """Clip, if given a limit, and step a prepared optimizer; return None before the end of its window."""
         prepared = self._preparations.optimizer_of(optimizer)
         self._preparations.warn_of_norm(max_norm)
         return prepared.step_clipped(max_norm, clip_value)
@@ -333,7 +334,10 @@ class Accelerator(Collectives):
 
     @contextmanager
     def no_sync(self, model: nn.Module | None = None) -> Iterator[None]:
-        """Accumulate gradients within the block without averaging them over the ranks; `model` is accepted, all are meant."""
+        """Accumulate gradients within the block without averaging them over the ranks.
+
+        It holds for all prepared models: `model` has no effect.
+        """
         self.engine.sync_gradients(False)
         try:
             yield
@@ -364,13 +368,13 @@ class Accelerator(Collectives):
         return self._preparations.add_module(model, is_trained=False)
 
     def prepare_optimizer(self, optimizer: Optimizer, device_placement: bool | None = None) -> PreparedOptimizer:
-        """Return one prepared optimizer; prepare its models before. Collective: call on every rank."""
+        """Return one prepared optimizer; prepare its models first. Collective: call on every rank."""
         check_kind("prepare_optimizer", optimizer, "optimizer")
         prepared: PreparedOptimizer = self.prepare(optimizer)
         return prepared
 
     def prepare_scheduler(self, scheduler: Any) -> PreparedScheduler:
-        """Return one prepared scheduler; prepare its optimizer before."""
+        """Return one prepared scheduler; prepare its optimizer first."""
         check_kind("prepare_scheduler", scheduler, "scheduler")
         prepared: PreparedScheduler = self.prepare(scheduler)
         return prepared
@@ -394,7 +398,7 @@ class Accelerator(Collectives):
             self.wait_for_everyone()  # so that all traces are there
 
     def free_memory(self, *objects: Any) -> Any:
-        """Release all that was prepared, and return None for each object given, to replace it by; collects garbage.
+        """Release all that was prepared, collect garbage, and return None for each object given, to assign to its variable.
 
         Collective: call on every rank.
         """
@@ -591,7 +595,7 @@ class Accelerator(Collectives):
         self._trackers.init(project_name, config, init_kwargs)
 
     def get_tracker(self, name: str, unwrap: bool = False) -> Any:
-        """Return the logger of that name, or with `unwrap` what it writes with; elsewhere than on rank 0 its calls do nothing.
+        """Return the logger of that name, or with `unwrap` what it writes with; on other ranks than 0 its calls do nothing.
 
         Raises:
             ValueError: no logger has the name.

@@ -41,10 +41,16 @@ def find_executable_batch_size(
         RuntimeError: a batch size of 1 needs too much memory, too; or memory ran out on one rank only, and the others wait for
             it within that try.
 
+    >>> accelerator = tw.Accelerator()
     >>> @tw.find_executable_batch_size(starting_batch_size=512)
     ... def train(batch_size):
     ...     accelerator.free_memory()
-    ...     loader = accelerator.prepare(DataLoader(dataset, batch_size=batch_size))
+    ...     model = accelerator.prepare(nn.Linear(4, 3))
+    ...     for inputs, targets in accelerator.prepare(DataLoader(loader.dataset, batch_size=batch_size)):
+    ...         accelerator.backward(loss_fn(model(inputs), targets))
+    ...     return batch_size
+    >>> train()
+    512
     """
     if function is None:
         return functools.partial(

@@ -19,11 +19,19 @@ from torch.nn.parameter import is_lazy
 def init_empty_weights(include_buffers: bool = False) -> Iterator[None]:
     """Put the parameters of modules made in the block on the meta device, where they take no memory and have no values.
 
-    `accelerator.prepare` gives them the values that a plain start would have. For loading a checkpoint or planning memory
-    (`tw.estimate_memory`) they need none.
+    `accelerator.prepare` gives them the values that a plain start would have. A checkpoint can be loaded, or
+    memory planned (`tw.estimate_memory`), without them.
 
     Args:
         include_buffers: put buffers there too; then nothing is allocated at all.
+
+    >>> with tw.init_empty_weights():
+    ...     model = nn.Linear(4, 3)
+    >>> model.weight.device
+    device(type='meta')
+    >>> model = tw.Accelerator(cpu=True).prepare(model)  # now it has values
+    >>> model.weight.device
+    device(type='cpu')
     """
     with init_on_device(torch.device("meta"), include_buffers):
         yield
@@ -34,8 +42,13 @@ def init_on_device(device: torch.device | str | int, include_buffers: bool = Fal
     """Put the parameters of modules made in the block on a device.
 
     Args:
-        device: a torch.device, or what makes one.
+        device: a torch.device, or what makes one, such as "cuda:1".
         include_buffers: make all tensors of the block there, buffers too.
+
+    >>> with tw.init_on_device("meta", include_buffers=True):
+    ...     layer = nn.BatchNorm1d(8)
+    >>> layer.weight.is_meta, layer.running_mean.is_meta
+    (True, True)
     """
     device = torch.device(device)
 

@@ -51,12 +51,19 @@ def notebook_launcher(
         master_addr: the first node's address, as all nodes reach it; for several nodes.
         node_rank: this node's number, from 0.
         num_nodes: how many nodes make this call, each with its own node_rank. The result is returned on the first.
-        **others: Accelerate's further arguments, each with its default only: ours has no such setting.
+        **others: Accelerate's further arguments, accepted with their defaults only.
 
     Raises:
         TypeError: something cannot be copied to the processes or back, or an argument is unknown.
         ValueError: an argument is not accepted.
         WorkerFailed, LaunchError: a rank has failed, or the processes could not be started.
+
+    >>> def train(learning_rate):
+    ...     accelerator = tw.Accelerator()
+    ...     ...  # the loop
+    ...     return accelerator.num_processes, learning_rate
+    >>> tw.notebook_launcher(train, (0.1,), num_processes=2)
+    (2, 0.1)
     """
     _refuse(others)
     if mixed_precision not in MIXED:
@@ -76,8 +83,18 @@ def notebook_launcher(
 def debug_launcher(function: Callable[..., Any], args: Sequence[Any] = (), num_processes: int = 2) -> Any:
     """Run `function(*args)` in several new processes on the CPU, as `notebook_launcher` does; return its result on rank 0.
 
+    Args:
+        function: returns plain data and tensors, or None.
+        args: its arguments.
+        num_processes: how many processes there are; a single one is this process.
+
     Raises:
         TypeError, ValueError, WorkerFailed, LaunchError: see `notebook_launcher`.
+
+    >>> def count():
+    ...     return int(tw.Accelerator().reduce(torch.tensor(1)))
+    >>> tw.debug_launcher(count)
+    2
     """
     return _launch("debug_launcher", function, args, num_processes, (1, 0, LOOPBACK, 0), {"accelerator": "cpu"})
 

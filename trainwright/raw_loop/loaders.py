@@ -19,7 +19,14 @@ from trainwright.engine.prepared_loader import Iterations, PreparedLoader
 
 @dataclass
 class DataLoaderConfiguration(NamedArguments):
-    """How the Accelerator prepares DataLoaders."""
+    """How the Accelerator prepares DataLoaders.
+
+    Raises:
+        TypeError: a value of another kind.
+
+    >>> configuration = tw.DataLoaderConfiguration(split_batches=True, data_seed=7)
+    >>> loader = tw.Accelerator(dataloader_config=configuration).prepare(loader)
+    """
 
     split_batches: bool = False
     """Whether a loader's batch is that of all ranks together, of which each gets a part. By default it is one rank's."""
@@ -168,16 +175,21 @@ class SkippedBatches:
 
 
 def skip_first_batches(dataloader: Any, num_batches: int = 0) -> SkippedBatches:
-    """Return a loader whose first iteration begins at batch `num_batches` of the epoch, with what an uninterrupted one has.
+    """Return a loader whose first iteration begins at batch `num_batches` of the epoch, with the batches of a whole one.
 
-    Later iterations are whole epochs. A loader that `load_state` has put at that batch begins there, and not later.
+    Later iterations are whole epochs. A loader that `load_state` has put at that batch begins there: nothing is skipped twice.
 
     Args:
-        dataloader: one that an Accelerator has prepared, or any other; of a DataLoader with indices nothing is read in vain.
+        dataloader: one that an Accelerator has prepared, or any other. A DataLoader with indices does not read what is skipped.
         num_batches: batches of this rank, counted from the start of the epoch.
 
     Raises:
         TypeError, ValueError: not a loader, or not a number of batches.
+
+    >>> loader = tw.Accelerator().prepare(loader)
+    >>> rest = tw.skip_first_batches(loader, 6)
+    >>> len(list(rest)), len(list(rest))  # its second iteration is a whole epoch
+    (2, 8)
     """
     if isinstance(num_batches, bool) or not isinstance(num_batches, int) or num_batches < 0:
         raise ValueError(f"num_batches={num_batches!r} is not accepted; pass a whole number from 0.")

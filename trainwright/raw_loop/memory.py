@@ -8,9 +8,9 @@ from trainwright.devices.out_of_memory import give_back
 
 
 def release_memory(*objects: Any) -> Any:
-    """Return None for each object given, to replace it by, after collecting garbage and emptying the device's cache.
+    """Collect garbage and empty the device's cache; return None for each object given, to assign to its variable.
 
-    >>> model, optimizer = release_memory(model, optimizer)
+    >>> model, optimizer = tw.release_memory(model, optimizer)
     """
     count = len(objects)
     # This tuple would keep them alive.

@@ -20,7 +20,12 @@ REPLICATING = "ddp"
 
 
 class DDPCommunicationHookType(StrEnum):
-    """How strategy "ddp" sends gradients, under Accelerate's names for `comm_hook`; a member equals its value as text."""
+    """How strategy "ddp" sends gradients, under Accelerate's names for `comm_hook`; a member equals its value as text.
+
+    >>> options = tw.DistributedDataParallelKwargs(comm_hook=tw.DDPCommunicationHookType.BF16)
+    >>> options.comm_hook == "bf16"
+    True
+    """
 
     NO = "no"
     FP16 = "fp16"
@@ -31,7 +36,17 @@ class DDPCommunicationHookType(StrEnum):
 
 @dataclass
 class AutocastKwargs(NamedArguments):
-    """Options of `Accelerator.autocast`; `enabled=False` computes in full precision there."""
+    """Options of `Accelerator.autocast`.
+
+    Args:
+        enabled: False computes in full precision there.
+        cache_enabled: whether weights that were cast are kept for later uses in the block; None for torch's default.
+
+    >>> accelerator = tw.Accelerator(mixed_precision="bf16")
+    >>> with accelerator.autocast(tw.AutocastKwargs(enabled=False)):
+    ...     print((torch.ones(2, 2) @ torch.ones(2, 2)).dtype)
+    torch.float32
+    """
 
     enabled: bool = True
     cache_enabled: bool | None = None
@@ -42,15 +57,20 @@ class DistributedDataParallelKwargs(NamedArguments):
     """Options of strategy "ddp".
 
     Args:
+        dim, broadcast_buffers: accepted with their defaults only.
+        check_reduction: accepted; it has no effect.
         bucket_cap_mb: MiB of gradients that are averaged together.
         find_unused_parameters: set it if some batches use only a part of the model.
         gradient_as_bucket_view: let gradients be views of the buckets, which saves memory.
         static_graph: every batch uses the same parameters.
-        comm_hook: "no", "fp16", "bf16", "power_sgd", a function, or an enum's member with such a value.
-        comm_state_option: options of the hook's state.
+        comm_hook: "no", "fp16", "bf16", "power_sgd", a function of (state, bucket), or an enum's member with such a value.
+        comm_state_option: the function's state, or a dict of options for "power_sgd".
 
     Raises:
         ValueError: an option that the strategy cannot fulfil.
+
+    >>> options = tw.DistributedDataParallelKwargs(find_unused_parameters=True, bucket_cap_mb=50)
+    >>> accelerator = tw.Accelerator(kwargs_handlers=[options])
     """
 
     dim: int = 0
@@ -99,7 +119,18 @@ class DistributedDataParallelKwargs(NamedArguments):
 
 @dataclass
 class GradScalerKwargs(NamedArguments):
-    """Options of the loss scale of mixed_precision="fp16", with torch.amp.GradScaler's names and defaults."""
+    """Options of the loss scale of mixed_precision="fp16", with torch.amp.GradScaler's names and defaults.
+
+    Args:
+        init_scale: the first scale.
+        growth_factor: what the scale is multiplied by after growth_interval steps in a row without an inf or a NaN.
+        backoff_factor: what it is multiplied by after a step with one, which is skipped.
+        growth_interval: optimizer steps.
+        enabled: False scales nothing.
+
+    >>> options = tw.GradScalerKwargs(init_scale=1024.0, growth_interval=500)
+    >>> accelerator = tw.Accelerator(mixed_precision="fp16", kwargs_handlers=[options])
+    """
 
     init_scale: float = 65536.0
     growth_factor: float = 2.0
@@ -108,7 +139,7 @@ class GradScalerKwargs(NamedArguments):
     enabled: bool = True
 
     def precision(self, name: str, device_type: str) -> Precision:
-        """Return a precision whose losses are scaled so."""
+        """Return the precision of a name, with this loss scale."""
         from trainwright.precision.mixed import MixedPrecision
 
         return MixedPrecision(name, device_type, torch.amp.GradScaler(device_type, **vars(self)))
@@ -124,6 +155,10 @@ class InitProcessGroupKwargs(NamedArguments):
 
     Raises:
         ValueError: an init_method, since the launcher's is used, or another backend.
+
+    >>> from datetime import timedelta
+    >>> options = tw.InitProcessGroupKwargs(timeout=timedelta(minutes=5))
+    >>> accelerator = tw.Accelerator(kwargs_handlers=[options])
     """
 
     backend: str | None = None

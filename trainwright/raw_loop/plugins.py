@@ -41,6 +41,11 @@ class GradientAccumulationPlugin(NamedArguments):
 
     Raises:
         ValueError: num_steps is below 1.
+
+    >>> plugin = tw.GradientAccumulationPlugin(num_steps=4, sync_with_dataloader=False)
+    >>> accelerator = tw.Accelerator(gradient_accumulation_plugin=plugin)
+    >>> accelerator.gradient_accumulation_steps
+    4
     """
 
     num_steps: int | None = None
@@ -72,6 +77,10 @@ class FullyShardedDataParallelPlugin(NamedArguments):
 
     Raises:
         ValueError: a value that the strategy cannot fulfil.
+
+    >>> plugin = tw.FullyShardedDataParallelPlugin(sharding_strategy="SHARD_GRAD_OP", min_num_params=1_000_000)
+    >>> accelerator = tw.Accelerator(fsdp_plugin=plugin, devices=2)
+    >>> model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     """
 
     fsdp_version: int = 2
@@ -138,12 +147,17 @@ class DeepSpeedPlugin(NamedArguments):
         hf_ds_config: a DeepSpeed configuration, as a dict or the path of a JSON file; "auto" leaves a value to the Accelerator.
         gradient_accumulation_steps: None for the Accelerator's own.
         gradient_clipping: the limit on the gradients' norm in each step.
-        zero_stage: 1, 2 or 3; 2 by default.
+        zero_stage: 1, 2 or 3; by default the configuration's, or 2.
         offload_optimizer_device, offload_param_device: "none" or "cpu".
+        zero3_init_flag: accepted; it has no effect.
         zero3_save_16bit_model: accepted; `save_model` gathers the weights under every stage.
 
     Raises:
         ValueError: a value that the strategy cannot fulfil.
+
+    >>> plugin = tw.DeepSpeedPlugin(zero_stage=2, gradient_clipping=1.0)
+    >>> accelerator = tw.Accelerator(deepspeed_plugin=plugin, devices=2)
+    >>> model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     """
 
     hf_ds_config: Mapping[str, Any] | str | os.PathLike[str] | None = None

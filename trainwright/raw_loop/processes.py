@@ -20,7 +20,11 @@ from trainwright.raw_loop.known_arguments import refuses_unknown
 class DistributedType(StrEnum):
     """How the processes of a job divide the work; a member equals its name as text.
 
-    Below FSDP are those that scripts for Accelerate compare with, and no job here has.
+    The members after FSDP are for scripts written for Accelerate that compare with them; no job has one.
+
+    >>> accelerator = tw.Accelerator(devices=1)
+    >>> accelerator.distributed_type == tw.DistributedType.NO == "NO"
+    True
     """
 
     NO = "NO"
@@ -178,6 +182,11 @@ class PartialState(Processes):
 
     Args:
         cpu: compute on the CPU also if there is an accelerator.
+
+    >>> state = tw.PartialState()
+    >>> with state.split_between_processes(["a cat", "a dog", "a bird"]) as prompts:
+    ...     print(f"process {state.process_index} of {state.num_processes}: {prompts}")
+    process 0 of 1: ['a cat', 'a dog', 'a bird']
     """
 
     @refuses_unknown

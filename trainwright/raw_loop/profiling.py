@@ -32,6 +32,13 @@ class ProfileKwargs(NamedArguments):
 
     Raises:
         ValueError: an activity or a phase is unknown.
+
+    >>> options = tw.ProfileKwargs(activities=["cpu"], record_shapes=True, output_trace_dir="traces")
+    >>> accelerator = tw.Accelerator(kwargs_handlers=[options])
+    >>> with accelerator.profile() as profiler:  # writes traces/profile-0.json
+    ...     for inputs, targets in loader:
+    ...         loss = loss_fn(model(inputs), targets)
+    >>> table = profiler.key_averages().table(sort_by="cpu_time_total", row_limit=5)
     """
 
     activities: Iterable[str] | None = None

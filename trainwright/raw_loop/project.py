@@ -38,6 +38,12 @@ class ProjectConfiguration(NamedArguments):
 
     Raises:
         ValueError, TypeError: a value is wrong.
+
+    >>> project = tw.ProjectConfiguration("runs/digits", automatic_checkpoint_naming=True, total_limit=3)
+    >>> accelerator = tw.Accelerator(project_config=project)
+    >>> model, optimizer = accelerator.prepare(model, optimizer)
+    >>> accelerator.save_state()
+    '...runs/digits/checkpoints/checkpoint_0'
     """
 
     project_dir: str | None = None

@@ -17,6 +17,10 @@ class AcceleratorState(Processes):
 
     Args:
         accelerator: whose state to show; without one, the processes of this job as `PartialState` sees them.
+
+    >>> accelerator = tw.Accelerator(devices=1, mixed_precision="bf16")
+    >>> accelerator.state.num_processes, accelerator.state.mixed_precision
+    (1, 'bf16')
     """
 
     def __init__(self, accelerator: Processes | None = None) -> None:
@@ -34,7 +38,20 @@ class AcceleratorState(Processes):
 
 
 class GradientState:
-    """The accumulation windows and loaders of an Accelerator, as `accelerator.gradient_state` shows them."""
+    """The accumulation windows and loaders of an Accelerator, as `accelerator.gradient_state` shows them.
+
+    Raises:
+        TypeError: it is made by hand; each Accelerator has its own.
+
+    >>> accelerator = tw.Accelerator(gradient_accumulation_steps=4)
+    >>> model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    >>> for inputs, targets in loader:
+    ...     with accelerator.accumulate(model):
+    ...         accelerator.backward(loss_fn(model(inputs), targets))
+    ...         if accelerator.gradient_state.sync_gradients:  # every fourth batch
+    ...             optimizer.step()
+    ...             optimizer.zero_grad()
+    """
 
     def __init__(self, windows: AccumulationWindows | None = None, iterations: Iterations | None = None) -> None:
         if windows is None or iterations is None:

@@ -21,6 +21,10 @@ def extract_model_from_parallel(
         keep_fp32_wrapper: has no effect: a prepared model's own forward is never replaced.
         keep_torch_compile: leave the wrapper of torch.compile on a model that has no other wrapper within it.
         recursive: replace the wrapped submodules of the model too, in place.
+
+    >>> prepared = tw.Accelerator().prepare(model)
+    >>> tw.extract_model_from_parallel(prepared) is model
+    True
     """
     inner = _unwrapped(model, keep_torch_compile)
     if recursive:

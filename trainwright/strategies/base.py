@@ -88,7 +88,16 @@ def call_step(module: nn.Module, name: str, args: tuple[Any, ...], kwargs: dict[
 
 
 class Strategy(JobView):
-    """One process, one device. Every method is called on every rank, in the same order."""
+    """The base of strategies, which is one process on one device. Every method is called on every rank, in the same order.
+
+    Override what your engine does differently, and pass the instance as `strategy=`.
+
+    >>> class ChannelsLast(tw.Strategy):
+    ...     def setup_module(self, module, optimization):
+    ...         super().setup_module(module, optimization)
+    ...         module.to(memory_format=torch.channels_last)
+    >>> tw.Trainer(strategy=ChannelsLast(), max_epochs=1, enable_model_summary=False).fit(module, loader)
+    """
 
     name = "single_device"
     distributed_type: str | None = None

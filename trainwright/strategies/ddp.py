@@ -63,6 +63,10 @@ class DDPStrategy(Strategy):
 
     Raises:
         ValueError, TypeError: an option that is not accepted.
+
+    >>> strategy = tw.DDPStrategy(comm_hook="bf16", gradient_as_bucket_view=True)
+    >>> trainer = tw.Trainer(strategy=strategy, devices=2, max_epochs=1, enable_model_summary=False)
+    >>> trainer.fit(module, loader)
     """
 
     name = "ddp"

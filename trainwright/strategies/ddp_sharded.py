@@ -152,6 +152,11 @@ class ShardedDDPStrategy(Strategy):
 
     Raises:
         ImportError: FairScale is not installed.
+        ValueError: reduce_buffer_size is not accepted.
+
+    >>> strategy = tw.ShardedDDPStrategy(reduce_buffer_size=2**20)
+    >>> trainer = tw.Trainer(strategy=strategy, devices=2, max_epochs=1, enable_model_summary=False)
+    >>> trainer.fit(module, loader)
     """
 
     name = "ddp_sharded"

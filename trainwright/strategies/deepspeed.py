@@ -70,6 +70,10 @@ class DeepSpeedStrategy(Strategy):
     Raises:
         ImportError: DeepSpeed is not installed.
         ValueError, TypeError: a setting is wrong, or the config contradicts itself.
+
+    >>> strategy = tw.DeepSpeedStrategy(stage=3, reduce_bucket_size=50_000_000, overlap_comm=True)
+    >>> trainer = tw.Trainer(strategy=strategy, devices=2, max_epochs=1, enable_model_summary=False)
+    >>> trainer.fit(module, loader)
     """
 
     name = "deepspeed"

@@ -86,6 +86,13 @@ class FSDPStrategy(Strategy):
         mixed_precision: torch's MixedPrecisionPolicy in place of the precision's, for all layers except batch norms.
         sync_every_batch: reduce gradients after each batch of an accumulation window and keep only shards; False reduces
             once a window and keeps whole gradients until then.
+
+    Raises:
+        ValueError: min_parameters is not accepted.
+
+    >>> strategy = tw.FSDPStrategy(auto_wrap_policy={nn.Linear}, activation_checkpointing_policy={nn.Linear})
+    >>> trainer = tw.Trainer(strategy=strategy, devices=2, max_epochs=1, enable_model_summary=False)
+    >>> trainer.fit(module, loader)
     """
 
     name = "fsdp"

@@ -47,6 +47,11 @@ def gather_module(module: nn.Module, *, all_ranks: bool = False) -> nn.Module | 
 
     Raises:
         RuntimeError: it is sharded, and the processes of that run are no longer connected.
+
+    >>> tw.Trainer(max_epochs=1, enable_model_summary=False).fit(module, loader)
+    >>> whole = tw.gather_module(module)
+    >>> if whole is not None:  # on rank 0
+    ...     torch.save(whole.state_dict(), "weights.pt")
     """
     rank = dist.get_rank() if dist.is_initialized() else 0
     if not dist.is_initialized() and is_sharded(module):
