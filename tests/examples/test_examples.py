@@ -67,7 +67,7 @@ def check_files(output: str, folder: Path) -> None:
 
 @pytest.mark.launch
 def test_digits_for_an_epoch(tmp_path: Path) -> None:
-    output = run(str(ROOT / "examples/digits.py"), "--epochs", "1", folder=tmp_path)
+    output = run(str(ROOT / "examples/digits.py"), "--epochs", "1", "--precision", "16-mixed", folder=tmp_path)
     assert float(said(output, "test_acc")) > 0.3
     check_files(output, tmp_path)
 
@@ -77,8 +77,6 @@ def test_digits_for_an_epoch(tmp_path: Path) -> None:
     "options",
     [
         "--devices 2 --precision bf16-mixed",
-        # Kernels in float16 round as the CPU does. Seed 0 ends at 0.967 on one of them, seeds 1 to 3 at 0.989.
-        "--precision 16-mixed --seed 1",
         pytest.param(
             "--compile", marks=pytest.mark.skipif(not has_compiler, reason="torch.compile needs g++, Python.h")
         ),

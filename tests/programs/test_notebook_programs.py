@@ -19,19 +19,17 @@ CELLS = [
 import torch
 import trainwright as tw
 from small import loss_of, make_loader, make_net
-from torchmetrics.classification import MulticlassAccuracy
 
 class Net(tw.Module):
     def __init__(self, fails=False):
         super().__init__()
-        self.net, self.fails, self.accuracy = make_net(), fails, MulticlassAccuracy(3)
+        self.net, self.fails = make_net(), fails
     def training_step(self, batch, batch_idx):
         if self.fails:
             raise ValueError("labels are out of range")
         return loss_of(self.net, batch)
     def validation_step(self, batch, batch_idx):
-        self.accuracy(self.net(batch[0]), batch[1])
-        self.log("accuracy", self.accuracy)
+        self.log("accuracy", (self.net(batch[0]).argmax(1) == batch[1]).float().mean(), sync_dist=True)
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
