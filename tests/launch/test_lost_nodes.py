@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from deadlines import deadline, wait_until
+from forked import interpret, run_ranks
 from machines import ADDRESSES, Network, machines
 from small import assert_equal
 from started import Started, python
@@ -96,6 +97,18 @@ def three(tmp_path: Path) -> Iterator[Network]:
         yield network
 
 
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor]:
+    """The weights of the same training on two processes of one machine."""
+    folder = tmp_path_factory.mktemp("alone")
+    (folder / "train.py").write_text(SCRIPT)
+    with pytest.MonkeyPatch.context() as variables:
+        variables.setenv("TORCHELASTIC_RESTART_COUNT", "0")
+        run_ranks(interpret, (["train.py", "trainer", "alone"],), 2, folder, 120.0)
+    found: dict[str, torch.Tensor] = torch.load(folder / "alone/weights.pt")
+    return found
+
+
 def start(network: Network, node: int, *options: str, kind: str = "trainer") -> Started:
     place = ["--main-address", ADDRESSES[0], "--main-port", "29521", "--cpu", "--max-restarts", "3"]
     return network.start(
@@ -166,7 +179,9 @@ def test_two_of_three_nodes_train_on_without_the_middle_one(three: Network) -> N
 
 
 @pytest.mark.parametrize("is_range", [True, False])
-def test_a_node_that_comes_back_ends_with_the_weights_of_an_uninterrupted_run(network: Network, is_range: bool) -> None:
+def test_a_node_that_comes_back_ends_with_the_weights_of_an_uninterrupted_run(
+    network: Network, is_range: bool, uninterrupted: dict[str, torch.Tensor]
+) -> None:
     place = [["--nodes", "2"]] * 2 if is_range else [["--num-nodes", "2", "--node-rank", str(node)] for node in (0, 1)]
     jobs = [start(network, node, *place[node]) for node in (0, 1)]
     jobs[0].wait_for("start 0 step 8.")
@@ -178,10 +193,7 @@ def test_a_node_that_comes_back_ends_with_the_weights_of_an_uninterrupted_run(ne
     assert "restarting all ranks on 2 node(s), restart 1 of 3.\n" in jobs[0].stderr
     assert "trainwright: this node joins as node 1; restarting all ranks on 2 node(s), restart 1 of 3.\n" in back.stderr
     assert check_used_once(network.folder / "kept") == {0, 1}
-    alone = python("-m", "trainwright", "launch", "--cpu", "--devices", "2", "train.py", "trainer", "alone")
-    whole = Started(alone, network.folder)
-    assert whole.wait() == 0, whole.stderr
-    assert_equal(torch.load(network.folder / "kept/weights.pt"), torch.load(network.folder / "alone/weights.pt"))
+    assert_equal(torch.load(network.folder / "kept/weights.pt"), uninterrupted)
 
 
 def test_a_failed_rank_restarts_all_nodes(network: Network) -> None:
