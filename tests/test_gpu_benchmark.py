@@ -55,10 +55,10 @@ def records(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 @pytest.mark.slow
 @pytest.mark.timeout(PATIENCE + 60)
 def test_loops_do_the_same_work_and_a_run_is_resumed_with_the_cases_that_were_not_visited(tmp_path: Path) -> None:
-    cases = ("mlp", "resnet", "distilbert-12-ragged-bf16-mixed")
-    small_run(tmp_path, ",".join(cases[:2]), ",".join(OURS))
-    rows = small_run(tmp_path, ",".join(cases), ",".join(OURS), "--resume")
-    assert set(rows) == {(case, name) for case in cases for name in OURS[:-1]}
+    cases = ("mlp", "distilbert-12-ragged-bf16-mixed")
+    small_run(tmp_path, cases[0], ",".join(OURS))
+    rows = small_run(tmp_path, ",".join(cases), "by_hand,trainwright", "--resume")
+    assert set(rows) == {("mlp", name) for name in OURS[:-1]} | {(cases[1], name) for name in OURS[:2]}
     for key, row in rows.items():
         assert row["note"] == "", key
         assert row["rounds"] == "2", key
