@@ -1,4 +1,4 @@
-"""Four tricks, each an argument of the Trainer: mixed precision with a loss scale, a progress bar, gradient accumulation, and
+"""Four tricks, each an argument of the Trainer: mixed precision with a loss scale, gradient accumulation, a progress bar, and
 a report of each class.
 
     python examples/four_tricks.py
@@ -54,16 +54,16 @@ def main():
         max_epochs=options.epochs,
         devices=options.devices,
         precision="16-mixed",  # 1. float16 where it is safe; the loss scale, its unscaling and skipped steps included
+        accumulate_grad_batches=4,  # 2. four batches of 16 make a step of 64; the last of an epoch may have fewer
         callbacks=[
-            tw.TQDMProgressBar(refresh_rate=4),  # 2. the bar is there anyway: this sets how often it is drawn
+            tw.TQDMProgressBar(refresh_rate=4),  # 3. a bar is there anyway: this sets how often it is drawn
             report,  # 4. precision, recall and F1 of each class, over all processes
         ],
-        accumulate_grad_batches=4,  # 3. four batches of 8 make one step of 32, a short last window included
         log_every_n_steps=5,
         default_root_dir="runs",
     )
     train_set, val_set, test_set = load_splits()
-    train_loader = DataLoader(train_set, batch_size=8, shuffle=True)
+    train_loader = DataLoader(train_set, batch_size=16, shuffle=True)
     trainer.fit(Digits(), train_loader, DataLoader(val_set, batch_size=64))
     scale = trainer.precision_plugin.scaler.get_scale()
     trainer.test(dataloaders=DataLoader(test_set, batch_size=64), ckpt_path="best")

@@ -19,7 +19,9 @@ import trainwright as tw
 
 
 class GPT(tw.Module):
-    def __init__(self, alphabet: str, context: int = 64, width: int = 96, layers: int = 2, lr: float = 4e-3):
+    def __init__(
+        self, alphabet: str, prompt: str, context: int = 64, width: int = 96, layers: int = 2, lr: float = 4e-3
+    ):
         super().__init__()
         self.save_hyperparameters()
         self.embedding = nn.Embedding(len(alphabet), width)
@@ -43,9 +45,7 @@ class GPT(tw.Module):
 
     def on_validation_epoch_end(self):
         loss = self.trainer.callback_metrics["val_loss"]
-        self.print(
-            f"\n--- after {self.trainer.global_step} steps, val_loss {loss:.3f}:\n{self.write('Shall I', 150)}\n"
-        )
+        self.print(f"\n--- after {self.trainer.global_step} steps, val_loss {loss:.3f}:\n{self.write(150)}\n")
 
     def configure_optimizers(self):
         optimizer = torch.optim.AdamW(self.parameters(), self.hparams.lr, weight_decay=0.1)
@@ -54,8 +54,9 @@ class GPT(tw.Module):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
     @torch.no_grad()
-    def write(self, text: str, count: int):
-        """Return the text and that many letters after it."""
+    def write(self, count: int):
+        """Return the prompt and that many letters after it."""
+        text = self.hparams.prompt
         with tw.isolate_rng():  # so that a sample changes nothing about the training
             for _ in range(count):
                 known = [self.hparams.alphabet.index(letter) for letter in text[-self.hparams.context :]]
@@ -77,7 +78,7 @@ def main():
     text = "\n".join(line for line in lines if not line.startswith("#")).strip()
     alphabet = "".join(sorted(set(text)))
     tokens = torch.tensor([alphabet.index(letter) for letter in text])
-    gpt = GPT(alphabet)
+    gpt = GPT(alphabet, prompt="Shall I" if set("Shall I") <= set(text) else text[:10])
     windows = tokens.unfold(0, gpt.hparams.context + 1, 8)  # the targets are the inputs moved by a letter
     cut = len(windows) * 9 // 10  # validation begins 8 windows further, where none has a letter of the training
     train_set, val_set = (TensorDataset(part[:, :-1], part[:, 1:]) for part in (windows[:cut], windows[cut + 8 :]))

@@ -76,7 +76,7 @@ class Classifier(tw.Module):
 def main():
     parser = argparse.ArgumentParser(description="Classify images, without and with augmentation.")
     parser.add_argument("--data", default="made", choices=["made", "cifar10"])
-    parser.add_argument("--epochs", type=int, default=20)
+    parser.add_argument("--epochs", type=int, default=24)
     options = parser.parse_args()
     sets, names = ([make_shapes(400, 0), make_shapes(1000, 1)], SHAPES) if options.data == "made" else load_cifar10()
     images, labels = sets[1].tensors

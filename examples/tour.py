@@ -81,13 +81,13 @@ def main():
     chosen = [each for each in EXAMPLES if each.name.startswith(tuple(options.names) or "")]
     if unknown := [name for name in options.names if not any(each.name.startswith(name) for each in EXAMPLES)]:
         parser.error(f"no example begins with {unknown[0]}; there are {', '.join(each.name for each in EXAMPLES)}")
-
     LOGS.mkdir(parents=True, exist_ok=True)
     rows = []
     for number, example in enumerate(chosen, start=1):
-        print(f"{number} of {len(chosen)}: {example.name}", flush=True)
+        print(f"{number} of {len(chosen)}: {example.name}", end="  ", flush=True)
         start = time.perf_counter()
         state, result = run(example, options.timeout)
+        print(state, flush=True)
         rows.append(f"{example.name:<34} {state:<8} {time.perf_counter() - start:>6.1f} s  {result}")
     print("", *rows, sep="\n")
     failed = [row.split()[0] for row in rows if row.split()[1] == "failed"]

@@ -25,9 +25,9 @@ def needs(*modules: str) -> Any:
     return pytest.mark.skipif(bool(missing), reason=f"pip install {' '.join(missing)}")
 
 
-def run(name: str, *arguments: str) -> str:
-    """Run an example, with warnings as errors, and return what it printed."""
-    done = run_python(FOLDER / f"{name}.py", *arguments)
+def run(name: str, *arguments: str, warnings_are: str | None = "error") -> str:
+    """Run an example, and return what it printed."""
+    done = run_python(FOLDER / f"{name}.py", *arguments, warnings_are=warnings_are)
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     return done.stdout
 
@@ -65,7 +65,7 @@ def test_they_are_short() -> None:
 @needs("sklearn", "matplotlib")
 def test_four_tricks() -> None:
     output = run("four_tricks", "--epochs", "3")
-    assert said(output, "batches and steps") == "474, 120"  # 158 batches an epoch in windows of 4, the last one of 2
+    assert said(output, "batches and steps") == "237, 60"  # 79 batches an epoch in windows of 4, the last one of 3
     assert float(said(output, "loss scale")) >= 1024
     assert re.search(r"^ *9 +\d\.\d\d +\d\.\d\d +\d\.\d\d +27$", output, re.MULTILINE)
     assert is_a_picture(said(output, "picture"))
@@ -92,9 +92,9 @@ def test_the_bundled_text_is_whole() -> None:
 @pytest.mark.slow
 @needs("matplotlib")
 def test_images() -> None:
-    output = run("images", "--epochs", "8")
-    assert float(said(output, "with augmentation")) > float(said(output, "without augmentation"))
-    assert float(said(output, "with augmentation")) > 0.6
+    output = run("images", "--epochs", "14")
+    assert 0.4 < float(said(output, "without augmentation")) < 1
+    assert float(said(output, "with augmentation")) > 0.7
     assert is_a_picture(said(output, "picture"))
 
 
@@ -102,7 +102,7 @@ def test_images() -> None:
 @pytest.mark.launch
 def test_interruption() -> None:
     output = run("interruption")
-    assert re.findall(r"exit code (\d+)", output) == ["0", "130", "0"]
+    assert re.findall(r"exit code (\d+)", output) == ["130", "0"]
     assert output.count("resumed here") == 1
     assert said(output, "losses that differ") == "0 of 200"
 
@@ -110,7 +110,7 @@ def test_interruption() -> None:
 @pytest.mark.slow
 @needs("datasets")
 def test_stream() -> None:
-    output = run("stream", "--steps", "200")
+    output = run("stream", "--steps", "250")
     assert float(said(output, "val_acc")) > 0.85
     made = load("imdb/made")
     assert len(set(said(output, "for").split()) & set(made.GOOD.split())) >= 8
@@ -120,7 +120,7 @@ def test_stream() -> None:
 @pytest.mark.slow
 @needs("peft", "transformers")
 def test_lora() -> None:
-    output = run("lora")
+    output = run("lora", "--steps", "200", warnings_are=None)  # peft's own
     assert said(output, "without the adapter") == "mnopqrstuvwx"
     assert said(output, "with the adapter") == "mlkjihgfedcb"
     sizes = re.findall(r"^trained ([\d,]+) of ([\d,]+) weights, (\d+) KiB", output, re.MULTILINE)
@@ -157,9 +157,8 @@ def test_the_published_images() -> None:
     rows = {"img": [Image.new("RGB", (32, 32), (255, 0, 51 * number)) for number in range(6)], "label": [0, 1] * 3}
     parts = [datasets.Dataset.from_dict(rows, features=features)] * 2
     images = load("images")
-    with mock.patch("datasets.load_dataset", return_value=parts) as asked:
-        (train, _), names = images.load_cifar10(6)
-    assert asked.call_args.kwargs["split"] == ["train[:6]", "test[:6]"]
+    with mock.patch("datasets.load_dataset", return_value=parts):
+        (train, _), names = images.load_cifar10()
     assert names == ["plane", "car"]
     assert train.tensors[0].shape == (6, 3, 32, 32)
     assert torch.allclose(train.tensors[0][:, :, 0, 0], torch.tensor([[1, 0, number / 5] for number in range(6)]))
@@ -198,18 +197,19 @@ def test_the_tour_goes_on_after_a_failure(tmp_path: Path, capsys: pytest.Capture
     needed = {"mute.py": "json", "last.py": "json no_such_module sklearn_of_old"}
     made = [tour.Example(name, "-e 1", "(loss: .*)", needed.get(name, "")) for name in scripts]
     with mock.patch.multiple(tour, FOLDER=tmp_path, EXAMPLES=made):
-        assert run_tour(tour, "--timeout", str(deadline(3))) == 1
+        assert run_tour(tour, "good", "bad", "mute", "last") == 1
         output = capsys.readouterr().out
         assert re.search(r"^good.py +ok +\d+\.\d s  loss: 2 -e 1$", output, re.MULTILINE)
         assert re.search(
             r"^bad.py +failed .* exit code 1; ValueError: no such rate; runs/tour/bad.py.txt$", output, re.MULTILINE
         )
         assert re.search(r"^mute.py +failed .* printed no result; runs/tour/mute.py.txt$", output, re.MULTILINE)
-        assert re.search(r"^endless.py +failed .* not over after .* s; runs/tour/endless.py.txt$", output, re.MULTILINE)
         assert re.search(r"^last.py +skipped .* pip install no_such_module sklearn_of_old$", output, re.MULTILINE)
-        assert output.endswith("\nfailed: bad.py, mute.py, endless.py\n")
+        assert output.endswith("\nfailed: bad.py, mute.py\n")
+        assert run_tour(tour, "endless", "--timeout", "0.2") == 1
+        assert " not over after 0.2 s; runs/tour/endless.py.txt\n" in capsys.readouterr().out
         assert run_tour(tour, "good") == 0
-        assert "1 of 1: good.py" in capsys.readouterr().out
+        assert capsys.readouterr().out.startswith("1 of 1: good.py  ok\n")
         assert run_tour(tour, "godo") == 2
         assert "no example begins with godo; there are good.py, bad.py" in capsys.readouterr().err
 
