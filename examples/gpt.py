@@ -25,6 +25,7 @@ class GPT(tw.Module):
         super().__init__()
         self.save_hyperparameters()
         self.embedding = nn.Embedding(len(alphabet), width)
+        nn.init.normal_(self.embedding.weight, std=0.02)
         self.position = nn.Parameter(0.02 * torch.randn(context, width))
         block = nn.TransformerEncoderLayer(width, 4, 4 * width, 0.1, "gelu", batch_first=True, norm_first=True)
         self.blocks = nn.TransformerEncoder(block, layers, nn.LayerNorm(width), enable_nested_tensor=False)
@@ -68,7 +69,7 @@ class GPT(tw.Module):
 def main():
     parser = argparse.ArgumentParser(description="Train a small GPT on a text.")
     parser.add_argument("--text", default=str(Path(__file__).parent / "data" / "sonnets.txt"), help="a file or a URL")
-    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--steps", type=int, default=1000)
     options = parser.parse_args()
 
     tw.seed_everything(0)
@@ -85,7 +86,7 @@ def main():
 
     speed = tw.ThroughputMonitor(lambda batch: len(batch[0]), lambda batch: batch[0].numel())
     trainer = tw.Trainer(max_steps=options.steps, gradient_clip_val=1.0, callbacks=[speed], default_root_dir="runs")
-    trainer.fit(gpt, DataLoader(train_set, 32, shuffle=True, drop_last=True), DataLoader(val_set, 64))
+    trainer.fit(gpt, DataLoader(train_set, 16, shuffle=True, drop_last=True), DataLoader(val_set, 64))
     if trainer.is_global_zero:
         with open(f"{trainer.log_dir}/metrics.csv", newline="") as file:
             rates = [rate for row in csv.DictReader(file) if (rate := row.get("train/items_per_sec"))]

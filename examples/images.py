@@ -83,8 +83,8 @@ def main():
     for augments in (False, True):
         tw.seed_everything(0)
         trainer = tw.Trainer(max_epochs=options.epochs, default_root_dir="runs")
-        trainer.fit(Classifier(len(names), augments), DataLoader(sets[0], 32, shuffle=True))
-        found = torch.cat(trainer.predict(dataloaders=DataLoader(sets[1], 100)))
+        trainer.fit(classifier := Classifier(len(names), augments), DataLoader(sets[0], 32, shuffle=True))
+        found = torch.cat(trainer.predict(classifier, DataLoader(sets[1], 100)))
         print(f"{'with' if augments else 'without'} augmentation: {(found == labels).float().mean():.3f}")
     figure = Figure(figsize=(10, 5), layout="constrained")
     for panel, image, label, guess in zip(figure.subplots(4, 8).flat, images, labels, found, strict=False):

@@ -42,7 +42,7 @@ EXAMPLES = [
     Example("raw_loop.py", "--epochs 5", "(test_acc: .*)", "sklearn"),
     Example("sweep.py", "--epochs 2", "(best learning rate: .*)", "sklearn"),
     Example("gan.py", "--epochs 4", "(distance: .*)"),
-    Example("gpt.py", "--steps 300", "(val_loss: .*)"),
+    Example("gpt.py", "--steps 400", "(val_loss: .*)"),
     Example("images.py", "--epochs 15", "(with augmentation: .*)", "matplotlib"),
     Example("interruption.py", "", "(losses that differ: .*)"),
     Example("stream.py", "", "(val_acc: .*)", "datasets"),

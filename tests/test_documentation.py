@@ -169,7 +169,9 @@ def run_block(folder: Path) -> None:
 
 def marked(block: Block) -> Any:
     """Compiling kernels takes seconds, and so do new interpreters and large packages."""
-    is_slow = re.search(r"compile=True|MLFlow|Wandb|transformers import|strategy=\"fsdp\"|weights\(2\)", block.text)
+    is_slow = re.search(
+        r"compile=True|MLFlow|Wandb|transformers import|strategy=\"fsdp\"|weights\(2\)|notebook_launcher", block.text
+    )
     return pytest.param(block, id=block.place, marks=pytest.mark.slow if is_slow else ())
 
 

@@ -75,11 +75,11 @@ def test_four_tricks() -> None:
 @pytest.mark.slow
 def test_gpt() -> None:
     Path("mine.txt").write_text("# Not part of it.\n" + "Shall I compare thee to a summer's day?\n" * 120)
-    output = run("gpt", "--text", "mine.txt", "--steps", "120")
+    output = run("gpt", "--text", "mine.txt", "--steps", "150")
     assert float(said(output, "val_loss")) < 0.5
     assert float(said(output, "tokens/s").replace(",", "")) > 0
     assert "#" not in output
-    assert "day?\nShall I compare" in output.rpartition("--- after 120 steps")[2]
+    assert "day?\nShall I compare" in output.rpartition("--- after ")[2]
 
 
 def test_the_bundled_text_is_whole() -> None:
