@@ -69,7 +69,7 @@ class GPT(tw.Module):
 def main():
     parser = argparse.ArgumentParser(description="Train a small GPT on a text.")
     parser.add_argument("--text", default=str(Path(__file__).parent / "data" / "sonnets.txt"), help="a file or a URL")
-    parser.add_argument("--steps", type=int, default=1000)
+    parser.add_argument("--steps", type=int, default=800)
     options = parser.parse_args()
 
     tw.seed_everything(0)
