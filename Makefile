@@ -1,6 +1,8 @@
 # Everything here works in .venv, and installs only what its target needs, at the versions of constraints.txt.
 #
 #   make demo              train and test examples/digits.py; DEVICES=2 for two processes, ARGS="--precision bf16-mixed"
+#   make examples          run every example at a small size; a table of times and results at the end names those that failed. ARGS="gan.py
+#                          imdb/" for some of them
 #   make test              the fast tests; make test-launch those that start real interpreters, make test-slow the slow ones,
 #                          make test-all all of them. WORKERS=0 runs them in one process, ARGS="tests/engine -x" chooses
 #   make test-gpu          the tests of a GPU, on the interpreter that PYTHON names as it is (.venv without it); where there is no
@@ -58,10 +60,13 @@ SHARED_OUT := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 ON_SIMULATED := PYTHONPATH=$(CURDIR)/tests/simulated_device $(BIN)/python -m pytest
 
-.PHONY: demo test test-launch test-slow test-all test-device test-gpu test-versions check format docs bench bench-gpu soak fuzz clean
+.PHONY: demo examples test test-launch test-slow test-all test-device test-gpu test-versions check format docs bench bench-gpu soak fuzz clean
 
 demo: $(VENV)/examples.stamp
 	$(BIN)/python examples/digits.py --devices $(DEVICES) $(ARGS)
+
+examples: $(VENV)/tour.stamp
+	$(BIN)/python examples/tour.py $(ARGS)
 
 test: $(VENV)/test.stamp
 	$(BIN)/python -m pytest -m "not slow and not launch and not gpu and not device" $(SHARED_OUT) $(ARGS)
@@ -125,6 +130,11 @@ $(VENV)/base.stamp: pyproject.toml constraints.txt
 
 $(VENV)/examples.stamp: $(VENV)/base.stamp
 	$(INSTALL) -e ".[examples]"
+	touch $@
+
+$(VENV)/tour.stamp: $(VENV)/examples.stamp
+	# Its engines come as source, which looks for the torch that is there.
+	$(INSTALL) -e ".[examples,stories,deepspeed,fairscale]" datasets peft nbclient ipykernel
 	touch $@
 
 $(VENV)/test.stamp: $(VENV)/base.stamp

@@ -3,7 +3,7 @@
     python examples/raw_loop/base.py
     trainwright launch --devices 2 examples/raw_loop/base.py
 
-Each other script here is this one plus one feature.
+Each other script here is this one plus one feature, apart from plain.py, which is this one without Trainwright.
 """
 
 import torch

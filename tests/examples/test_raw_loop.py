@@ -45,7 +45,7 @@ def lines_of(name: str) -> list[str]:
 
 
 def test_every_example_is_compared() -> None:
-    assert {path.stem for path in FOLDER.glob("*.py")} == {"base", *MOST_CHANGES}
+    assert {path.stem for path in FOLDER.glob("*.py")} == {"plain", "base", *MOST_CHANGES}
 
 
 @pytest.mark.parametrize("name", MOST_CHANGES)
@@ -54,6 +54,13 @@ def test_an_example_is_the_base_and_one_feature(name: str) -> None:
     removed, added = (sum(line[0] == sign for line in changes) for sign in "-+")
     assert removed <= MOST_CHANGES[name][0], "\n".join(changes)
     assert 0 < added <= MOST_CHANGES[name][1], "\n".join(changes)
+
+
+def test_the_base_is_the_plain_loop_with_few_changes() -> None:
+    changes = [line for line in difflib.ndiff(lines_of("plain"), lines_of("base")) if line[0] in "+-"]
+    assert [sum(line[0] == sign for line in changes) for sign in "-+"] == [8, 9], "\n".join(changes)
+    plain = (FOLDER / "plain.py").read_text()
+    assert not re.findall("trainwright|accelerator", plain.partition('"""\n\n')[2])
 
 
 def run(name: str, folder: Path, *arguments: str) -> str:
@@ -69,7 +76,7 @@ def accuracies(output: str) -> list[float]:
 LATER = [pytest.param(name, marks=pytest.mark.launch) for name in ("multi_process_metrics", "local_sgd")]
 
 
-@pytest.mark.parametrize("name", ["base", "profiler", *LATER])
+@pytest.mark.parametrize("name", ["plain", "base", "profiler", *LATER])
 def test_examples_that_train_as_the_base_does(tmp_path: Path, name: str) -> None:
     output = run(name, tmp_path)
     found = accuracies(output)

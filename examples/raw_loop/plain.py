@@ -1,0 +1,60 @@
+"""What base.py begins with: the same loop without Trainwright, for one device.
+
+python examples/raw_loop/plain.py
+"""
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset, random_split
+
+EPOCHS, BATCH_SIZE = 5, 32
+
+
+def make_data():
+    """Return training and validation sets of 900 and 300 points in three spiral arms."""
+    generator = torch.Generator().manual_seed(0)
+    labels = torch.arange(1200) % 3
+    radius = torch.rand(1200, generator=generator)
+    angle = 3.0 * radius + labels * (2 * torch.pi / 3) + 0.15 * torch.randn(1200, generator=generator)
+    points = torch.stack([radius * angle.cos(), radius * angle.sin()], dim=1)
+    return random_split(TensorDataset(points, labels), [900, 300], generator=generator)
+
+
+def make_model():
+    return nn.Sequential(nn.Linear(2, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 3))
+
+
+def main():
+    torch.manual_seed(1)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    train_set, val_set = make_data()
+    train_loader = DataLoader(train_set, batch_size=BATCH_SIZE, shuffle=True)
+    val_loader = DataLoader(val_set, batch_size=BATCH_SIZE)
+    model = make_model().to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    steps = EPOCHS * len(train_loader)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
+
+    for epoch in range(EPOCHS):
+        model.train()
+        for points, labels in train_loader:
+            points, labels = points.to(device), labels.to(device)
+            loss = nn.functional.cross_entropy(model(points), labels)
+            loss.backward()
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+
+        model.eval()
+        correct = total = 0
+        for points, labels in val_loader:
+            points, labels = points.to(device), labels.to(device)
+            with torch.no_grad():
+                predicted = model(points).argmax(dim=1)
+            correct += (predicted == labels).sum().item()
+            total += len(labels)
+        print(f"epoch {epoch}: val_acc {correct / total:.4f}")
+
+
+if __name__ == "__main__":
+    main()

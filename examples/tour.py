@@ -1,0 +1,99 @@
+"""Run the examples at a small size, one after another, and print how long each took and what came out.
+
+    make examples
+    python examples/tour.py                 # what is installed here; the others are skipped
+    python examples/tour.py gan.py imdb/    # those whose names begin so
+
+What each prints is kept in runs/tour/. If one fails, the others still run, and the exit code is 1.
+"""
+
+import argparse
+import importlib.util
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+FOLDER, LOGS = Path(__file__).parent, Path("runs/tour")
+PIP_NAMES = {"sklearn": "scikit-learn"}
+IN_A_KERNEL = """
+import nbclient, nbformat, sys
+for cell in nbclient.execute(nbformat.read(sys.argv[1], 4)).cells:
+    print(*(each.get("text", "") for each in cell.get("outputs", [])))
+"""
+
+
+class Example(NamedTuple):
+    name: str
+    arguments: str
+    result: str  # a pattern: what its group matches last in the output is shown
+    needs: str = ""  # modules that Trainwright does not bring
+
+
+RAW_LOOPS, REVIEWS = sorted(FOLDER.glob("raw_loop/*.py")), sorted(FOLDER.glob("imdb/[0-9]*.py"))
+IMDB = ("--reviews 1200 --epochs 1", "(test accuracy: .*)")
+ENGINES = {"6_deepspeed": "deepspeed", "8_ddp_sharded": "fairscale"}
+LOOP_RESULT = r"(?:epoch \d+: )?(\D*(?:val_acc|distance).*)"
+EXAMPLES = [
+    Example("digits.py", "--epochs 5", "(test_acc: .*)", "sklearn matplotlib"),
+    Example("four_tricks.py", "--epochs 4", "(test accuracy: .*)", "sklearn matplotlib"),
+    Example("raw_loop.py", "--epochs 5", "(test_acc: .*)", "sklearn"),
+    Example("sweep.py", "--epochs 2", "(best learning rate: .*)", "sklearn"),
+    Example("gan.py", "--epochs 4", "(distance: .*)"),
+    Example("gpt.py", "--steps 400", "(val_loss: .*)"),
+    Example("images.py", "--epochs 15", "(with augmentation: .*)", "matplotlib"),
+    Example("interruption.py", "", "(losses that differ: .*)"),
+    Example("stream.py", "", "(val_acc: .*)", "datasets"),
+    Example("lora.py", "", "(with the adapter: .*)", "peft transformers"),
+    *(Example(f"raw_loop/{path.name}", "", LOOP_RESULT) for path in RAW_LOOPS),
+    Example("raw_loop/notebook.ipynb", "", "(test accuracy: .*)", "nbclient nbformat ipykernel matplotlib"),
+    *(Example(f"imdb/{path.name}", *IMDB, f"transformers tokenizers {ENGINES.get(path.stem, '')}") for path in REVIEWS),
+]
+
+
+def run(example: Example, timeout: float) -> tuple[str, str]:
+    """Run an example in this folder, and return how it ended ("ok", "skipped", "failed") and its result."""
+    if missing := [PIP_NAMES.get(each, each) for each in example.needs.split() if not importlib.util.find_spec(each)]:
+        return "skipped", f"pip install {' '.join(missing)}"
+    program = ["-c", IN_A_KERNEL] if example.name.endswith(".ipynb") else []
+    command = [sys.executable, *program, str(FOLDER / example.name), *example.arguments.split()]
+    log = LOGS / f"{example.name.replace('/', '-')}.txt"
+    with log.open("w") as file:
+        try:
+            code = subprocess.run(command, stdout=file, stderr=subprocess.STDOUT, timeout=timeout).returncode
+        except subprocess.TimeoutExpired:
+            return "failed", f"not over after {timeout:g} s; {log}"
+    printed = log.read_text(errors="replace")
+    if code:
+        errors = re.findall(r"^(\w*Error\b.*)$", printed, re.MULTILINE) or [""]
+        return "failed", f"exit code {code}; {errors[-1][:80]}; {log}"
+    results = re.findall(rf"^{example.result}$", printed, re.MULTILINE)
+    return ("ok", results[-1].strip()) if results else ("failed", f"printed no result; {log}")
+
+
+def main():
+    parser = argparse.ArgumentParser(description="Run the examples, and show what came out.")
+    parser.add_argument("names", nargs="*", metavar="NAME", help="the beginning of a name, such as gan.py or imdb/")
+    parser.add_argument("--timeout", type=float, default=600, metavar="SECONDS", help="of one example")
+    options = parser.parse_args()
+    chosen = [each for each in EXAMPLES if each.name.startswith(tuple(options.names) or "")]
+    if unknown := [name for name in options.names if not any(each.name.startswith(name) for each in EXAMPLES)]:
+        parser.error(f"no example begins with {unknown[0]}; there are {', '.join(each.name for each in EXAMPLES)}")
+    LOGS.mkdir(parents=True, exist_ok=True)
+    rows = []
+    for number, example in enumerate(chosen, start=1):
+        print(f"{number} of {len(chosen)}: {example.name}", end="  ", flush=True)
+        start = time.perf_counter()
+        state, result = run(example, options.timeout)
+        print(state, flush=True)
+        rows.append(f"{example.name:<34} {state:<8} {time.perf_counter() - start:>6.1f} s  {result}")
+    print("", *rows, sep="\n")
+    failed = [row.split()[0] for row in rows if row.split()[1] == "failed"]
+    print(f"\nfailed: {', '.join(failed)}" if failed else "\nno example failed")
+    sys.exit(1 if failed else 0)
+
+
+if __name__ == "__main__":
+    main()
