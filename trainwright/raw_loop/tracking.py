@@ -155,6 +155,8 @@ class Trackers:
         """Write a row with each logger; see `Accelerator.log`."""
         if not isinstance(values, Mapping) or isinstance(step, str):
             raise TypeError(f"log({values!r:.80}, step={step!r}): accepted are a dict of numbers, and a whole step.")
+        if (recording := active_recording()) is not None:
+            recording.note_logged(values)
         if self._is_ready("log"):
             options = self._options("log_kwargs", log_kwargs)
             for tracker in self._trackers:
