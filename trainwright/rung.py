@@ -59,6 +59,15 @@ class ActiveRung:
         self.rung = rung
         self.replaced: dict[str, tuple[str, str]] = {}
         """By setting: the script's value and the rung's."""
+        self.has_seeded = False
+        """Whether the script has seeded itself with the rung's seed."""
+
+    def seed_instead_of(self, given: Any) -> Any:
+        """Return the rung's seed, or the one given if it has none."""
+        if self.rung.seed is None:
+            return given
+        self.has_seeded = True
+        return self.replace("seed", given, self.rung.seed)
 
     def replace(self, name: str, given: Any, value: Any) -> Any:
         """Return the rung's value of a setting; if the script's is another, say so, once and on rank 0."""

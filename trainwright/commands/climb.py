@@ -95,10 +95,6 @@ def _why_empty(record: RunRecord | None) -> str:
         return "the script made neither a Trainer nor an Accelerator of trainwright, so no setting of it can be changed"
     if not record.points:
         return f"its {record.owner} made no optimizer step, so there is nothing to compare"
-    if record.resumed:
-        return (
-            f"it did not train from the first step, but from {record.resumed}; let the script begin anew in each run"
-        )
     return ""
 
 

@@ -34,8 +34,8 @@ def seed_everything(seed: int | None = None, workers: bool = False, verbose: boo
     >>> tw.seed_everything(42)
     42
     """
-    if (active := active_rung()) is not None and active.rung.seed is not None:
-        seed = active.replace("seed", seed, active.rung.seed)
+    if (active := active_rung()) is not None:
+        seed = active.seed_instead_of(seed)
     if seed is None:
         seed = _choose_seed(Environment.detect())
     if isinstance(seed, bool) or not isinstance(seed, int):

@@ -35,10 +35,11 @@ class Attempt:
             return
         for stage, word in (("test", "test"), ("validation", "val")):
             evaluated = self.record.metrics.get(stage, {})
-            yield f"trainer, {stage}", {name: evaluated[name] for name in evaluated if word in name.lower()} or evaluated
-            yield f"log, {stage}", {
-                name: value for name, value in self.record.logged.items() if word in name.lower()
-            }
+            yield (
+                f"trainer, {stage}",
+                {name: evaluated[name] for name in evaluated if word in name.lower()} or evaluated,
+            )
+            yield f"log, {stage}", {name: value for name, value in self.record.logged.items() if word in name.lower()}
             yield f"output, {stage}", self.printed.get(stage, {})
         yield "log", self.record.logged
 

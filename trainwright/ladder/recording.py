@@ -103,7 +103,7 @@ class Recording:
         self._steps += 1
 
     def end(self, *, at_latest_step: bool = False) -> None:
-        """End the clock; with `at_latest_step` the training took up to its latest step, else up to now. Waits for the device."""
+        """End the clock now, or with `at_latest_step` at the latest step. It waits for the device."""
         if self._clock is None:
             return
         if not at_latest_step:
@@ -154,6 +154,7 @@ class Recording:
             "metrics": self._metrics,
             "logged": {name: number for name, value in self._logged.items() if (number := _number(value)) is not None},
             "replaced": self.active.replaced,
+            "has_seeded": self.active.has_seeded,
             "resumed": self._resumed,
             "is_cut": self._is_cut,
             "facts": self._facts,

@@ -29,6 +29,8 @@ class RunRecord:
     """What a loop has logged."""
     replaced: dict[str, tuple[str, str]]
     """By setting: the script's value and the rung's."""
+    has_seeded: bool
+    """Whether the script has seeded itself by trainwright, and so with the rung's seed."""
     resumed: str
     """From where the training went on; "" if it began at the first step."""
     is_cut: bool
@@ -44,21 +46,16 @@ class RunRecord:
         if not ranks:
             return None
         first = ranks[0]
-        rates = {
-            name: _sum([each[name] for each in ranks if each["steps"]])
-            for name in ("samples_per_second", "batches_per_second")
-        }
         peaks = [each["peak_bytes"] for each in ranks if each["peak_bytes"] is not None]
-        return cls(
-            points=tuple((int(step), float(second)) for step, second in first["points"]),
-            peak_bytes=max(peaks, default=None),
-            replaced={name: (was, now) for name, (was, now) in first["replaced"].items()},
-            **rates,
-            **{
-                name: first[name]
-                for name in ("owner", "steps", "seconds", "metrics", "logged", "resumed", "is_cut", "facts")
-            },
-        )
+        merged = {
+            **first,
+            "points": tuple((int(step), float(second)) for step, second in first["points"]),
+            "samples_per_second": _sum([each["samples_per_second"] for each in ranks]),
+            "batches_per_second": _sum([each["batches_per_second"] for each in ranks]),
+            "peak_bytes": max(peaks, default=None),
+            "replaced": {name: (was, now) for name, (was, now) in first["replaced"].items()},
+        }
+        return cls(**merged)
 
     def seconds_to(self, step: int) -> float | None:
         """Return the second at which a step had been made; None if it was not."""

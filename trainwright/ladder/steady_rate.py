@@ -21,7 +21,11 @@ def steady_rate(ends: Sequence[float], amounts: Sequence[float], is_steady: Sequ
     """
     first = min(max(FIRST_STEPS, len(ends) // FIRST_PART), len(ends) - 1)
     known = range(1, len(ends))
-    choices = ([at for at in known if at >= first and is_steady[at]], [at for at in known if is_steady[at]], list(known))
+    choices = (
+        [at for at in known if at >= first and is_steady[at]],
+        [at for at in known if is_steady[at]],
+        list(known),
+    )
     chosen = next((each for each in choices if each), [])
     if not chosen:
         return None

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from trainwright.distributed.ranks import Ranks
+from trainwright.ladder.recording import active_recording
 from trainwright.loggers.base import Logger, SilentLogger, to_dict
 from trainwright.loggers.folder import FolderLogger, start_loggers
 from trainwright.loggers.names import available_loggers, logger_class, name_of
