@@ -32,7 +32,6 @@ from trainwright.metric_direction import Direction
 from trainwright.rung import Rung
 
 INTERRUPTED = 130
-NAME_WIDTH = 20
 
 
 def ladder_command(arguments: Sequence[str], _: Any) -> int:
@@ -167,7 +166,8 @@ class Ladder:
         attempts: list[Attempt] = []
         for seed in self.seeds:
             shown = name if seed is None else f"{name}, seed {seed}"
-            print(f"{shown:<{NAME_WIDTH}}", end="", flush=True)
+            width = max(map(len, self.names)) + len(shown) - len(name)
+            print(f"{shown:<{width}}  ", end="", flush=True)
             if reason:
                 attempts.append(Attempt(Rung(name, str(self.climb.folder)), "skipped", reason))
             else:
@@ -196,7 +196,7 @@ class Ladder:
 
     def _give_up(self, first: Result) -> int:
         failed = first.attempts[-1]
-        self._say(f"\nThe script does not run unchanged, so nothing can be compared: {failed.reason.rstrip('.')}.")
+        self._say(f"\nThe ladder ends at its first rung, the unchanged script: {failed.reason.rstrip('.')}.")
         self._say(f"Its output is in {os.path.relpath(failed.log)}.")
         return 1
 

@@ -215,5 +215,5 @@ def _score(figure: Figure | None) -> str:
 
 
 def _shown(figure: Figure, form: str) -> str:
-    spread = "" if figure.spread is None else f" ±{figure.spread:.2g}"
+    spread = "" if figure.spread is None else f" ±{figure.spread:{form if figure.mean >= 100 else '.2g'}}"
     return f"{figure.mean:{form}}{spread}"
