@@ -11,7 +11,7 @@ _PRINTED = re.compile(
     r"\s*(?:[:=]|\bis\b)?\s*(?P<value>[-+]?\d+(?:\.\d*)?(?:e[-+]?\d+)?)\s*(?P<unit>%)?(?![\w.])",
     re.IGNORECASE,
 )
-_RANK_PREFIX = re.compile(r"\[rank [1-9]\d*\]|rank [1-9]\d*:", re.IGNORECASE)
+_RANK_PREFIX = re.compile(r"\[rank ?[1-9]\d*\]")
 
 
 class PrintedMetric(NamedTuple):
