@@ -340,6 +340,10 @@ PACKAGE_LINES = [
         165,
         "a raw loop names optimizers and models that were not prepared, dropped windows, texts in rows and ranks that left",
     ),
+    (
+        1_950,
+        "trainwright ladder: rungs that replace a script's settings, what a Trainer and a loop record under one, the comparison",
+    ),
 ]
 """Lines of the package: what is added to it, or taken off, with the reason. The sum is the limit."""
 

@@ -1,4 +1,4 @@
-"""The rung of a ladder: the settings under which `trainwright ladder` runs a script, in place of the script's own."""
+"""The rung of a ladder: the settings under which `trainwright ladder` runs a script, instead of the script's."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Rung:
 
     @classmethod
     def read(cls, path: str) -> Rung:
-        """Return the rung of a file (ValueError if there is none)."""
+        """Return the rung of a file (ValueError if it holds none)."""
         try:
             values = json.loads(Path(path).read_text(encoding="utf-8"))
             return cls(**{each.name: values[each.name] for each in fields(cls)})
@@ -70,7 +70,7 @@ class ActiveRung:
         return self.replace("seed", given, self.rung.seed)
 
     def replace(self, name: str, given: Any, value: Any) -> Any:
-        """Return the rung's value of a setting; if the script's is another, say so, once and on rank 0."""
+        """Return the rung's value of a setting; if the script's is another, print that, once and on rank 0."""
         was, now = _shown(given), _shown(value)
         if was != now and name not in self.replaced:
             self.replaced[name] = (was, now)

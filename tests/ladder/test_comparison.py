@@ -16,12 +16,12 @@ from trainwright.commands.ladder_files import write_files
 from trainwright.commands.ladder_table import choice_lines, csv_text, markdown_table, notes, terminal_table
 from trainwright.commands.run_output import reason_of
 from trainwright.ladder.attempt import Result
-from trainwright.ladder.comparison import Comparison, Metric, choose_metric
+from trainwright.ladder.comparison import ComparedMetric, Comparison, choose_metric
 from trainwright.ladder.printed_metric import printed_metrics
 from trainwright.ladder.run_record import RunRecord
 from trainwright.metric_direction import direction_of
 
-ACCURACY = Metric("test_acc", "trainer, test", "max")
+ACCURACY = ComparedMetric("test_acc", "trainer, test", "max")
 
 
 def scored(name: str, rate: float, accuracy: float = 0.9, **changes: Any) -> Result:
@@ -67,16 +67,16 @@ def test_printed_metrics() -> None:
 def test_the_metric_is_a_tests() -> None:
     both = {"test": {"test_loss": 0.4, "test_acc": 0.9}, "validation": {"train_loss": 0.3, "val_acc": 0.8}}
     assert choose_metric(attempt("a", metrics=both)) == ACCURACY
-    assert choose_metric(attempt("a", metrics={"validation": both["validation"]})) == Metric(
+    assert choose_metric(attempt("a", metrics={"validation": both["validation"]})) == ComparedMetric(
         "val_acc", "trainer, validation", "max"
     )
     printed = {"test": {"test accuracy (%)": 91.0}}
-    assert choose_metric(attempt("a", metrics={}, logged={"loss": 1.0}, printed=printed)) == Metric(
+    assert choose_metric(attempt("a", metrics={}, logged={"loss": 1.0}, printed=printed)) == ComparedMetric(
         "test accuracy (%)", "output, test", "max"
     )
     assert choose_metric(attempt("a", metrics={}, logged={"loss": 1.0})) is None
-    assert choose_metric(attempt("a", metrics={}, logged={"loss": 1.0}), "loss") == Metric("loss", "log", "min")
-    assert choose_metric(attempt("a", metrics={"test": {"test_x": 1.0}}), direction="min") == Metric(
+    assert choose_metric(attempt("a", metrics={}, logged={"loss": 1.0}), "loss") == ComparedMetric("loss", "log", "min")
+    assert choose_metric(attempt("a", metrics={"test": {"test_x": 1.0}}), direction="min") == ComparedMetric(
         "test_x", "trainer, test", "min"
     )
     with pytest.raises(
@@ -104,7 +104,7 @@ def test_the_choice_is_the_fastest_that_is_not_worse() -> None:
     assert Comparison([first, good, bad], None).choice() is bad
     assert Comparison([first, scored("ddp", 90)], ACCURACY).choice() is first
     assert Comparison([first, scored("ddp", 200, float("nan"))], ACCURACY).choice() is first
-    lower = Metric("test_acc", "trainer, test", "min")
+    lower = ComparedMetric("test_acc", "trainer, test", "min")
     assert Comparison([first, good, bad], lower).choice() is bad
 
 
@@ -175,7 +175,7 @@ def test_the_lines_of_an_accelerator() -> None:
         "    trainwright launch --devices 2 'my train.py' --lr 1",
     ]
     said = " ".join(notes(comparison, ["train.py"], "cuda"))
-    assert "--steps ends a loop of one's own before its test" in said
+    assert "--steps ends a loop with an Accelerator before its test" in said
     assert "No run has a metric" in said
     assert "calls neither tw.seed_everything nor tw.set_seed" in said
     assert "calls neither" not in " ".join(notes(comparison, ["train.py", "{seed}"], "cuda"))

@@ -40,7 +40,7 @@ class Climb:
     timeout_seconds: float | None
 
     def run(self, name: str, settings: Mapping[str, Any], seed: int | None) -> Attempt:
-        """Run the script under a rung, and return what it came to.
+        """Run the script under a rung, and return the attempt.
 
         Raises:
             KeyboardInterrupt: a signal came; the run was ended.

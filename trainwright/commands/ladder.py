@@ -23,7 +23,7 @@ from trainwright.devices.accelerator import resolve_device_type
 from trainwright.devices.inventory import describe_devices
 from trainwright.distributed.environment import Environment, rung_file
 from trainwright.ladder.attempt import Attempt, Result
-from trainwright.ladder.comparison import Comparison, Metric, choose_metric
+from trainwright.ladder.comparison import ComparedMetric, Comparison, choose_metric
 from trainwright.launch.cli import Parser, check_script, split_command
 from trainwright.launch.columns import fill, terminal_width
 from trainwright.launch.config import find_config
@@ -70,7 +70,7 @@ def _parser() -> tuple[Parser, list[argparse.Action]]:
         add("--timeout", metavar="SECONDS", help="end a run after that time, and go to the next rung"),
         add("--out", metavar="DIR", help="a new folder for logs and results (default: ladder/NAME-1 and so on)"),
         add("--metric", metavar="NAME", help="the metric to compare (default: one of the test, else of the validation)"),
-        add("--higher", action="store_true", help="a higher metric is better, if its name does not say so"),
+        add("--higher", action="store_true", help="a higher metric is better, where its name does not show it"),
         add("--lower", action="store_true", help="a lower metric is better"),
         add("--config-file", metavar="PATH", help="the config whose variables are set, as launch does"),
         add("-m", "--module", metavar="MODULE", help="run a module, as python -m does, instead of a script"),
@@ -89,7 +89,7 @@ def _ladder(options: argparse.Namespace, command: list[str]) -> Ladder:
     if (job := Environment.detect(variables)).launched_by != "single" or rung_file() is not None:
         raise ValueError(
             f"this process is rank {job.rank} of a job of {job.world_size} process(es), or runs under a ladder itself, and a "
-            "ladder starts jobs of its own; run it in a shell outside of that."
+            "ladder starts other jobs; run it in a shell outside of that."
         )
     kind = resolve_device_type("cpu" if options.cpu else "auto")
     num_devices = choose_devices(options.devices, kind)
@@ -110,7 +110,7 @@ def _ladder(options: argparse.Namespace, command: list[str]) -> Ladder:
 
 
 class Ladder:
-    """The rungs, one after another, and what they come to."""
+    """The rungs, one after another, and their comparison."""
 
     def __init__(
         self,
@@ -127,7 +127,7 @@ class Ladder:
         self.seeds: Sequence[int | None] = [None] if seeds is None else range(1, seeds + 1)
         self.wanted, self.direction = wanted, direction
         self.results: dict[str, Result] = {}
-        self.metric: Metric | None = None
+        self.metric: ComparedMetric | None = None
 
     def run(self) -> int:
         """Run the rungs, and print and write the comparison; return the exit code."""

@@ -107,11 +107,11 @@ def notes(comparison: Comparison, command: Sequence[str], device_type: str) -> I
                 break
     ran = [run.record for each in comparison.finished for run in each.finished if run.record is not None]
     if device_type == "cpu" and any((each.facts.get("processes") or 1) > 1 for each in ran):
-        yield "Several processes share this machine's cores: their figures say nothing of several GPUs."
+        yield "Several processes have divided this machine's cores: their figures say nothing of several GPUs."
     if not comparison.counts_samples:
-        yield "The samples of the batches cannot be told, so batches are counted, those of all ranks together."
+        yield "The batches do not show their samples, so batches are counted, those of all ranks together."
     if any(each.is_cut for each in ran):
-        yield "--steps ends a loop of one's own before its test, so there is no test metric of it."
+        yield "--steps ends a loop with an Accelerator before its test, so its runs have no test metric."
     yield from _metric_notes(comparison)
     has_seeds = any(each.rung.seed is not None for each in comparison.results)
     if has_seeds and not any(SEED in each for each in command) and not any(each.has_seeded for each in ran):
@@ -129,7 +129,7 @@ def _metric_notes(comparison: Comparison) -> Iterator[str]:
     source, _, stage = metric.source.partition(", ")
     where = {"trainer": "the Trainer's", "log": "what the loop has logged", "output": "what the script has printed"}
     of = f" of the {stage}" if stage else ""
-    last = " There is none of a test." if stage == "validation" else ""
+    last = " The runs have no metric of a test." if stage == "validation" else ""
     yield f"{metric.name} is {where[source]}{of}.{last}"
     if metric.direction is None:
         yield (

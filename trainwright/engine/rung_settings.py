@@ -15,7 +15,7 @@ COMPILER = "inductor"
 def under_rung(
     devices: Any, num_nodes: Any, accelerator: Any, strategy: Any, precision: Any
 ) -> tuple[Any, Any, Any, Any, Any]:
-    """Return the Engine's settings, with those that the rung sets in place of the script's.
+    """Return the Engine's settings, with the rung's instead of the script's where it sets one.
 
     A strategy or a precision of the script stays if it is the rung's with options.
     """

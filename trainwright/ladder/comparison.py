@@ -1,4 +1,4 @@
-"""Comparison: what the rungs of a ladder come to, next to the first of them, which runs the script unchanged."""
+"""Comparison: the rungs of a ladder relative to the first of them, which runs the script unchanged."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ DEVIATIONS = 2
 
 
 @dataclass(frozen=True)
-class Metric:
+class ComparedMetric:
     """The metric by which the rungs are compared."""
 
     name: str
@@ -30,7 +30,9 @@ class Metric:
         return next((values.get(self.name) for source, values in attempt.metrics() if source == self.source), None)
 
 
-def choose_metric(attempt: Attempt, wanted: str | None = None, direction: Direction | None = None) -> Metric | None:
+def choose_metric(
+    attempt: Attempt, wanted: str | None = None, direction: Direction | None = None
+) -> ComparedMetric | None:
     """Return the metric to compare by: the wanted one, else a test's, else a validation's; None if the run has none.
 
     Raises:
@@ -45,7 +47,7 @@ def choose_metric(attempt: Attempt, wanted: str | None = None, direction: Direct
             hint = f" Did you mean {close[0]!r}?" if close else ""
             has = f"it has {', '.join(known)}" if known else "it has no metric"
             raise ValueError(f"--metric {wanted}: the script has no such metric; {has}.{hint}")
-        return Metric(wanted, source, direction or direction_of(wanted))
+        return ComparedMetric(wanted, source, direction or direction_of(wanted))
     found = [each for each in found if each[0] != "log"]  # of the training, unless it is wanted
     if not found:
         return None
@@ -53,7 +55,7 @@ def choose_metric(attempt: Attempt, wanted: str | None = None, direction: Direct
     # An accuracy says more than a loss, which differs by itself from precision to precision.
     order: list[Direction | None] = ["max", "min", None]
     name = min(values, key=lambda each: order.index(direction_of(each)))
-    return Metric(name, source, direction or direction_of(name))
+    return ComparedMetric(name, source, direction or direction_of(name))
 
 
 @dataclass(frozen=True)
@@ -61,7 +63,7 @@ class Comparison:
     """The results of the rungs so far, the unchanged script first."""
 
     results: Sequence[Result]
-    metric: Metric | None
+    metric: ComparedMetric | None
 
     @property
     def first(self) -> Result:

@@ -81,7 +81,7 @@ class Recording:
         self._resumed = source
 
     def note_batch(self, samples: int | None) -> None:
-        """Note a batch that is trained, with its samples if they can be told."""
+        """Note a batch that is trained, with its samples if it shows them."""
         self._lacks_samples = self._lacks_samples or samples is None
         self._samples += samples or 0
         self._batches += 1
@@ -116,7 +116,7 @@ class Recording:
         self._clock, self._rows = None, []
 
     def cut(self) -> None:
-        """End a loop here, on every rank alike: the rung has made its steps."""
+        """End a loop: the rung has made its steps, the same number on every rank."""
         self._is_cut = True
         self.end(at_latest_step=True)
         self.write()

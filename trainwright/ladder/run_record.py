@@ -32,7 +32,7 @@ class RunRecord:
     has_seeded: bool
     """Whether the script has seeded itself by trainwright, and so with the rung's seed."""
     resumed: str
-    """From where the training went on; "" if it began at the first step."""
+    """What the training resumed from; "" if it began at its first step."""
     is_cut: bool
     """Whether the rung has ended the loop."""
     facts: dict[str, Any]

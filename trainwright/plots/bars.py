@@ -20,7 +20,7 @@ class Bar(NamedTuple):
     label: str
     value: float | None
     text: str
-    """What is written beside it."""
+    """What is written at its end."""
     spread: float | None = None
     """The standard deviation of its value."""
     is_marked: bool = False
@@ -64,13 +64,13 @@ def bars_image(bars: Sequence[Bar], axis: str) -> bytes:
     figure = Figure(figsize=(8, 1 + INCHES_A_BAR * len(bars)), dpi=DOTS_AN_INCH, layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
-    places = range(len(bars))
+    heights = range(len(bars))
     colors = [COLORS[1 if each.is_marked else 0] for each in bars]
-    axes.barh(places, [each.value or 0.0 for each in bars], xerr=[each.spread or 0.0 for each in bars], color=colors)
-    for place, each in zip(places, bars, strict=True):
-        axes.annotate(each.text, ((each.value or 0.0) + (each.spread or 0.0), place), (6, 0), textcoords="offset points",
+    axes.barh(heights, [each.value or 0.0 for each in bars], xerr=[each.spread or 0.0 for each in bars], color=colors)
+    for height, each in zip(heights, bars, strict=True):
+        axes.annotate(each.text, ((each.value or 0.0) + (each.spread or 0.0), height), (6, 0), textcoords="offset points",
                       va="center", fontsize=8, parse_math=False)  # fmt: skip
-    axes.set_yticks(places, [each.label for each in bars], fontsize=9, parse_math=False)
+    axes.set_yticks(heights, [each.label for each in bars], fontsize=9, parse_math=False)
     axes.invert_yaxis()
     axes.set_xlim(0.0, 1.35 * _most(bars))
     axes.set_xlabel(axis, fontsize=9)
