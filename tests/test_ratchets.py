@@ -342,7 +342,7 @@ PACKAGE_LINES = [
     ),
     (
         1_950,
-        "trainwright ladder: rungs that replace a script's settings, what a Trainer and a loop record under one, the comparison",
+        "trainwright ladder: rungs that replace a script's settings, what a Trainer and a loop record, the comparison",
     ),
 ]
 """Lines of the package: what is added to it, or taken off, with the reason. The sum is the limit."""
