@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -100,14 +101,14 @@ def _why_empty(record: RunRecord | None) -> str:
 
 def end(process: subprocess.Popen[bytes]) -> None:
     """End a run with all its processes: by SIGTERM, which lets them clean up, then by SIGKILL."""
-    for number, seconds in ((signal.SIGTERM, LEAVE_SECONDS), (signal.SIGKILL, None)):
-        if process.poll() is None:
-            os.killpg(process.pid, number)
-            try:
-                process.wait(seconds)
-            except subprocess.TimeoutExpired:
-                continue
-    try:
-        os.killpg(process.pid, signal.SIGKILL)  # what the run has left, such as loader workers
-    except (ProcessLookupError, PermissionError):
-        return
+    if process.poll() is None:
+        _send(process, signal.SIGTERM)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(LEAVE_SECONDS)
+    _send(process, signal.SIGKILL)  # also to what the run has left, such as loader workers
+    process.wait()
+
+
+def _send(process: subprocess.Popen[bytes], number: int) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):  # the group has ended
+        os.killpg(process.pid, number)

@@ -227,7 +227,7 @@ def _outcome(attempt: Attempt) -> str:
         return f"{attempt.state}: {attempt.reason}" if attempt.state == "skipped" else attempt.state
     record = attempt.record
     rate = record.samples_per_second
-    fast = "" if rate is None else f", {rate:,.3g} samples/s"
+    fast = "" if rate is None else f", {rate:{',.0f' if rate >= 100 else '.3g'}} samples/s"
     return f"{record.steps:,} steps in {record.seconds:.3g} s{fast}"
 
 
