@@ -36,7 +36,7 @@ def bars_of(bars: Sequence[Bar], axis: str) -> Iterator[str]:
     def at(value: float) -> float:
         return round(LEFT + width * value / most, 2)
 
-    yield f'<svg viewBox="0 0 {WIDTH} {height}" role="img" aria-label="{escaped(axis)}">'
+    yield f'<svg viewBox="0 0 {WIDTH} {height}" role="img" aria-label="{escaped(axis)}" style="max-width: {WIDTH}px">'
     for value in ticks(0.0, most, 5):
         yield f'<line class="grid" x1="{at(value)}" x2="{at(value)}" y1="0" y2="{bottom}"/>'
         yield f'<text x="{at(value)}" y="{bottom + 16}" text-anchor="middle">{value:.5g}</text>'
