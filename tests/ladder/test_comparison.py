@@ -181,6 +181,14 @@ def test_the_lines_of_an_accelerator() -> None:
     assert "calls neither" not in " ".join(notes(comparison, ["train.py", "{seed}"], "cuda"))
 
 
+def test_a_choice_that_pays_off_in_longer_runs() -> None:
+    late = tuple((step, 30 + 0.05 * step) for step in range(1, 21))
+    comparison = Comparison([scored("unchanged", 100), scored("compile", 150, points=late, compile=True)], None)
+    said = " ".join(choice_lines(comparison, ["train.py"]))
+    assert "Its first 20 steps took 31 s, unchanged 2.5 s: what comes before the steady steps" in said
+    assert "pays off" not in " ".join(choice_lines(compared(), ["train.py"]))
+
+
 def test_keeping_the_script() -> None:
     slow = Comparison([scored("unchanged", 100), scored("ddp", 80)], ACCURACY)
     assert list(choice_lines(slow, ["a.py"])) == ["Keep the script unchanged: no other rung is faster."]

@@ -154,6 +154,12 @@ def choice_lines(comparison: Comparison, command: Sequence[str]) -> Iterator[str
     devices = chosen.rung.devices or 1
     if record.owner == "Accelerator" and devices > 1:
         yield f"    trainwright launch --devices {devices} {shlex.join(command)}"
+    own, before = comparison.seconds_to_common(chosen), comparison.seconds_to_common(first)
+    if own is not None and before is not None and own.mean > before.mean:
+        yield (
+            f"Its first {comparison.common_steps} steps took {_seconds(own)}, unchanged {_seconds(before)}: what comes before "
+            "the steady steps, such as compiling, pays off in longer runs only."
+        )
     of_rung = ("devices", "strategy", "precision", "compile", "dynamo_backend")
     replaced = [f"{name}={was}" for name, (was, _) in record.replaced.items() if name in of_rung]
     yield f"The script had {', '.join(replaced)}."
