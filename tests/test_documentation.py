@@ -28,6 +28,7 @@ from torch.distributed.run import get_args_parser
 import trainwright as tw
 from trainwright import __main__ as command_line
 from trainwright.cli import TrainwrightCLI
+from trainwright.commands.ladder import Ladder
 from trainwright.commands.trials import Trials
 from trainwright.launch import cli
 from trainwright.launch.config import KEYS, find_config
@@ -163,7 +164,7 @@ LAUNCHES = [rest for name, *rest in after("trainwright") if name == "launch" and
 OTHERS = [
     words
     for words in after("trainwright")
-    if words[0] in ("config", "test", "estimate", "env", "runs", "plot") and words[1:]
+    if words[0] in ("config", "test", "ladder", "estimate", "env", "runs", "plot") and words[1:]
 ]
 CONFIGS = [block for block in BLOCKS if block.kind == "yaml"]
 CHECKPOINTS = [rest for name, *rest in after("trainwright") if name == "checkpoint" and rest and "|" not in rest[0]]
@@ -242,6 +243,10 @@ def test_the_other_commands_do_what_is_shown(
     Path("mine.yaml").write_text("devices: 2")
     monkeypatch.setattr("builtins.input", lambda _: "yes" if _.endswith("[no] ") else "")
     monkeypatch.setattr(Trials, "run", lambda self, strategies: print(strategies) or 0)
+    monkeypatch.setattr(Ladder, "run", lambda self: print(self.names) or 0)
+    for script in (word for word in words if word.endswith(".py")):
+        Path(script).parent.mkdir(parents=True, exist_ok=True)
+        Path(script).touch()
     monkeypatch.setattr("sys.argv", ["trainwright", *words])
     assert command_line.main() == 0
     assert capsys.readouterr().out

@@ -25,6 +25,10 @@ def check_names(strategy: str | None, precision: str | None, num_processes: int)
 COMMANDS = {
     "config": ("trainwright.commands.config:config_command", "ask what launch should use, and write it; config show"),
     "test": ("trainwright.commands.trials:trials_command", "train under every strategy here, and compare"),
+    "ladder": (
+        "trainwright.commands.ladder:ladder_command",
+        "run a script under each precision and strategy, and compare",
+    ),
     "estimate": ("trainwright.commands.estimate:estimate_command", "the memory that training a model takes"),
     "env": ("trainwright.commands.environment_report:env_command", "versions, devices and settings, for a bug report"),
     "runs": ("trainwright.commands.runs:runs_command", "list runs: state, best values, newest checkpoint"),

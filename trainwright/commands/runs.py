@@ -28,18 +28,13 @@ from trainwright.launch.variables import printable
 from trainwright.loggers.position import CHECKPOINTS
 from trainwright.loggers.run_files import find_runs, read_history
 from trainwright.loggers.run_record import RunRecord, RunState, find_record, read_record
+from trainwright.metric_direction import direction_of
 from trainwright.paths import absolute
 from trainwright.plots import History
 
 NO_VALUE = "-"
 HEADS = ("run", "state", "epoch", "step", "best", "newest checkpoint", "written")
 MOST_DETAIL = 3
-_LEAST = re.compile(
-    r"(?:^|[^a-z]|[a-z](?=loss))"
-    r"(?:loss|error|err|mse|rmse|mae|mape|smape|nll|kl|perplexity|ppl|bpb|bpc|wer|cer|eer|ece|brier|fid|lpips)"
-    r"(?:$|[^a-z])",
-    re.IGNORECASE,
-)
 _KNOWN = re.compile(r"(?:loss|acc|accuracy)(?:_epoch)?$", re.IGNORECASE)
 """The metrics whose best values are shown if no ModelCheckpoint says which to watch."""
 
@@ -90,7 +85,7 @@ class ListedRun:
     def best_of(self, metric: str) -> Best | None:
         """Return the best value of a metric; None if the run has none."""
         modes = {**self.monitors, **self.modes}
-        mode = modes.get(metric) or ("min" if _LEAST.search(metric) else "max")
+        mode = modes.get(metric) or direction_of(metric) or "max"
         # A logger's prefix comes before the name that the callback knows.
         names = [
             name for name in self.history.series if name == metric or (metric in modes and name.endswith(f"-{metric}"))
@@ -284,7 +279,7 @@ def _sorting(runs: list[ListedRun], given: str) -> tuple[str, str]:
         raise ValueError(f"--sort {given}: no run has this metric; choose from {', '.join(known) or 'none'}.{hint}")
     # That of a ModelCheckpoint of any run, or else of the name.
     modes = [run.monitors[metric] for run in runs if metric in run.monitors]
-    return metric, mode or (modes[0] if modes else "min" if _LEAST.search(metric) else "max")
+    return metric, mode or (modes[0] if modes else direction_of(metric) or "max")
 
 
 def _sorted(runs: list[ListedRun], metric: str, mode: str) -> list[ListedRun]:

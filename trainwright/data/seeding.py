@@ -16,6 +16,7 @@ import torch
 from trainwright.devices import cuda
 from trainwright.devices.generators import device_state, set_device_state, state_in
 from trainwright.distributed.environment import Environment
+from trainwright.rung import active_rung
 
 _chosen = itertools.count()
 
@@ -33,6 +34,8 @@ def seed_everything(seed: int | None = None, workers: bool = False, verbose: boo
     >>> tw.seed_everything(42)
     42
     """
+    if (active := active_rung()) is not None:
+        seed = active.seed_instead_of(seed)
     if seed is None:
         seed = _choose_seed(Environment.detect())
     if isinstance(seed, bool) or not isinstance(seed, int):

@@ -91,6 +91,18 @@ def has_streams(device_type: str) -> bool:
     return True
 
 
+@_asked_once
+def times_events(device_type: str) -> bool:
+    """Return whether a device's events measure the time that passes between them."""
+    if device_type == "cpu":
+        return False
+    first, second = (torch.Event(torch.device(device_type), enable_timing=True) for _ in range(2))
+    first.record()
+    second.record()
+    second.synchronize()
+    return first.elapsed_time(second) >= 0
+
+
 def copies_aside(device_type: str) -> bool:
     """Return whether a device can copy a batch on one stream while it computes on another."""
     return has_pinned_memory(device_type) and has_streams(device_type)

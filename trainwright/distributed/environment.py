@@ -22,6 +22,8 @@ from trainwright.distributed.network import LOOPBACK, interface_towards, loopbac
 
 JOB_VARIABLE = "TRAINWRIGHT_JOB"
 """One JSON object: what our launcher passes to its workers."""
+RUNG_VARIABLE = "TRAINWRIGHT_RUNG"
+"""The file of the rung under which `trainwright ladder` runs a script."""
 
 
 @dataclass(frozen=True)
@@ -106,6 +108,11 @@ def argument_variables(owner: str) -> dict[str, str]:
     """Return the variables TRAINWRIGHT_<OWNER>_<ARGUMENT> that are set, by the argument's name."""
     prefix = f"TRAINWRIGHT_{owner.upper()}_"
     return {name.removeprefix(prefix).lower(): value for name, value in os.environ.items() if name.startswith(prefix)}
+
+
+def rung_file() -> str | None:
+    """Return the file of the rung under which this process runs; None if no ladder has started it."""
+    return os.environ.get(RUNG_VARIABLE) or None
 
 
 def prepare_deterministic() -> None:

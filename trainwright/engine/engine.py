@@ -45,6 +45,7 @@ from trainwright.engine.optimizer_state import check_optimizers, describe_optimi
 from trainwright.engine.replaced import ReplacedParameters
 from trainwright.engine.replicas import refuse_unlike_models, refuse_unlike_optimizers
 from trainwright.engine.restored import Restored, restored
+from trainwright.engine.rung_settings import under_rung
 from trainwright.engine.worker_calls import start_job
 from trainwright.precision import Precision, resolve_precision
 from trainwright.precision.base import Closure, Sender
@@ -108,6 +109,9 @@ class Engine:
         can_call_workers: bool = False,
     ) -> None:
         environment = Environment.detect()
+        devices, num_nodes, accelerator, strategy, precision = under_rung(
+            devices, num_nodes, accelerator, strategy, precision
+        )
         accelerator, strategy, precision = fill_open(environment, accelerator, strategy, precision)
         check_nodes(num_nodes, environment)
         device_type = resolve_device_type(accelerator)

@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterable
 from typing import Any, ParamSpec
 
 from trainwright.distributed.environment import argument_variables
+from trainwright.ladder.recorder import trainer_arguments
+from trainwright.ladder.recording import active_recording
 from trainwright.rank_zero import rank_zero_only
 
 P = ParamSpec("P")
@@ -18,6 +20,8 @@ P = ParamSpec("P")
 
 def filled_by_environment(owner: str) -> Callable[[Callable[P, None]], Callable[P, None]]:
     """Let TRAINWRIGHT_<OWNER>_<ARGUMENT> set an argument of a constructor that the script leaves out, and print that once.
+
+    Under the rung of a ladder, its settings replace those of either.
 
     The text is read as a Python literal (true, false and none in any case), else taken as it is, as that of a path always is.
     """
@@ -37,9 +41,14 @@ def filled_by_environment(owner: str) -> Callable[[Callable[P, None]], Callable[
                     said.append(
                         f"TRAINWRIGHT_{owner.upper()}_{name.upper()}={text} sets {owner}({name}={given[name]!r})."
                     )
+            recording = active_recording()
+            if recording is not None:
+                given.update(trainer_arguments(recording.active, given))
             try:
                 construct(*args, **given)
             finally:  # not before, since a process that becomes the launcher would say it too
+                if recording is not None:
+                    recording.note_made(owner)
                 for each in said:
                     _say(each)
 

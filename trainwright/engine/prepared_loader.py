@@ -9,6 +9,7 @@ from trainwright.data.loaders import with_last
 from trainwright.data.source_state import SPACING
 from trainwright.data.transfer import to_device
 from trainwright.engine.engine import Engine
+from trainwright.ladder.loop_recorder import LoopRecorder
 
 
 class PreparedLoader:
@@ -70,7 +71,7 @@ class PreparedLoader:
                 self._batch += 1
                 if self._batch <= skipped:
                     continue
-                self._iterations.note_batch(iteration)
+                self._iterations.note_batch(iteration, batch)
                 yield to_device(batch, device) if moves else batch
             self._end_epoch()
             self._is_begun = self.is_at_end = is_left = False
@@ -152,7 +153,8 @@ class Iteration:
 class Iterations:
     """The passes that are under way, as a loop may read several loaders, and which of them the loop is over."""
 
-    def __init__(self) -> None:
+    def __init__(self, recorder: LoopRecorder | None = None) -> None:
+        self._recorder = recorder
         self._open: list[Iteration] = []
         self._moment = self._trainings = 0
         self._looked = 0
@@ -165,16 +167,22 @@ class Iterations:
         for each in [each for each in self._open if each.loader is loader]:
             self.end(each, is_left=True)
         self._moment += 1
+        if self._recorder is not None:
+            self._recorder.note_pass()
         self._open.append(Iteration(loader, self._moment, self._trainings))
         return self._open[-1]
 
-    def note_batch(self, iteration: Iteration) -> None:
+    def note_batch(self, iteration: Iteration, batch: Any) -> None:
         self._moment += 1
         iteration.latest = self._moment
+        if self._recorder is not None:
+            self._recorder.note_batch(batch)
 
     def note_training(self) -> None:
         """Note a backward or a step."""
         self._trainings += 1
+        if self._recorder is not None:
+            self._recorder.note_training()
 
     def end(self, iteration: Iteration, is_left: bool) -> bool:
         """End a pass; return whether it was under way."""

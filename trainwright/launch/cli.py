@@ -64,7 +64,7 @@ def main(arguments: Sequence[str], check_names: NameCheck, others: Mapping[str, 
 
 def launch_command(arguments: Sequence[str], check_names: NameCheck) -> int:
     parser, actions = _launch_parser()
-    own, command = _split(parser, actions, arguments)
+    own, command = split_command(parser, actions, arguments)
     options = parser.parse_args(own)
     try:
         config = find_config(options.config_file, os.environ)
@@ -72,14 +72,7 @@ def launch_command(arguments: Sequence[str], check_names: NameCheck) -> int:
         os.environ.update(new)  # before torch looks for GPUs
         sources = Sources(options, os.environ, config)
         settings = sources.check_names(check_names, resolve(sources))
-        if not command:
-            raise ValueError("no script was given; pass one, or -m and a module, after the options.")
-        # Python runs a folder by its __main__.py.
-        inside = os.path.join(command[0], "__main__.py") if os.path.isdir(command[0]) else command[0]
-        if command[0] != "-m" and not os.path.exists(inside):
-            raise ValueError(
-                f"file {inside!r} does not exist; pass the path of a script, or -m and the name of a module."
-            )
+        check_script(command)
         nodes = _nodes(settings)
         if (logs := settings["logs"].value) is not None and not options.dry_run:
             os.makedirs(logs, exist_ok=True)
@@ -103,6 +96,16 @@ def launch_command(arguments: Sequence[str], check_names: NameCheck) -> int:
         print(describe_job(job, passed_on, new))
         return 0
     return supervise(job, passed_on)
+
+
+def check_script(command: Sequence[str]) -> None:
+    """Refuse a command without a script or a module, or whose script does not exist (ValueError)."""
+    if not command:
+        raise ValueError("no script was given; pass one, or -m and a module, after the options.")
+    # Python runs a folder by its __main__.py.
+    inside = os.path.join(command[0], "__main__.py") if os.path.isdir(command[0]) else command[0]
+    if command[0] != "-m" and not os.path.exists(inside):
+        raise ValueError(f"file {inside!r} does not exist; pass the path of a script, or -m and the name of a module.")
 
 
 COMMANDS: dict[str, Command] = {
@@ -146,7 +149,9 @@ def _launch_parser() -> tuple[Parser, list[argparse.Action]]:
     return parser, [*actions, *(each for each in parser._actions if each.dest == "help")]
 
 
-def _split(parser: Parser, actions: Sequence[argparse.Action], arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+def split_command(
+    parser: Parser, actions: Sequence[argparse.Action], arguments: Sequence[str]
+) -> tuple[list[str], list[str]]:
     """Return our options, and the script or module with its arguments, which may look like our options."""
     flags = {flag: action for action in actions for flag in action.option_strings}
     index = 0
@@ -163,10 +168,8 @@ def _split(parser: Parser, actions: Sequence[argparse.Action], arguments: Sequen
             return list(arguments[:index]), list(arguments[index:])
         if flag not in flags:
             ours = FLAGS.get(OTHER_WORDS.get(flag.lstrip("-").replace("-", "_"), ""))
-            hint = f" It is Accelerate's; ours is {ours!r}." if ours else nearest(flag, flags)
-            parser.error(
-                f"{flag!r} is not an option of trainwright launch.{hint} Put options of the script after its name."
-            )
+            hint = f" It is Accelerate's; ours is {ours!r}." if ours in flags else nearest(flag, flags)
+            parser.error(f"{flag!r} is not an option of {parser.prog}.{hint} Put options of the script after its name.")
         index += 1 if is_joined or flags[flag].nargs == 0 else 2
     return list(arguments), []
 

@@ -48,13 +48,16 @@ class Report:
         lines = [
             f'<p><span class="state {escaped(self.state)}">{escaped(self.state)}</span> {escaped(self.summary)}</p>'
         ]
-        for each in self.first:
-            lines += _section(each)
+        lines += sections_of(self.first)
         lines += [f"<p>{escaped(each)}</p>" for each in self.notes]
         lines += curves_of(self.panels, axis) if self.panels else ()
-        for each in self.others:
-            lines += _section(each)
-        return document(self.title, lines)
+        return document(self.title, [*lines, *sections_of(self.others)])
+
+
+def sections_of(sections: Sequence[Section]) -> Iterator[str]:
+    """Yield the lines of some sections."""
+    for each in sections:
+        yield from _section(each)
 
 
 def _section(section: Section) -> Iterator[str]:

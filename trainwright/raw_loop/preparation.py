@@ -20,6 +20,7 @@ from trainwright.engine.prepared import (
 )
 from trainwright.engine.prepared_loader import Iterations, PreparedLoader
 from trainwright.engine.window import AccumulationWindows
+from trainwright.ladder.loop_recorder import loop_recorder
 from trainwright.rank_zero import rank_zero_warn
 from trainwright.raw_loop.loaders import LoaderOptions, SkippedBatches
 from trainwright.raw_loop.plugins import GradientAccumulationPlugin
@@ -56,7 +57,9 @@ class Preparation(Preparations):
         super().__init__()
         self.step_count = 0
         """Number of optimizer steps, summed over the optimizers; skipped steps count."""
-        self.iterations = Iterations()
+        self._recorder = loop_recorder()
+        """What the rung of a ladder records of the loop; None without a rung."""
+        self.iterations = Iterations(self._recorder)
         self.windows = AccumulationWindows(
             engine,
             optimization.accumulate,
@@ -77,6 +80,8 @@ class Preparation(Preparations):
             raise ValueError(
                 f"device_placement={placement!r} is not a list of {len(objects)} items; give one for each object."
             )
+        if self._recorder is not None:
+            self._recorder.begin(self._engine.device, self._facts)
         new: dict[str, list[Any]] = {"module": [], "optimizer": [], "loader": [], "scheduler": []}
         for each in objects:
             if each is None:
@@ -194,6 +199,8 @@ class Preparation(Preparations):
     def resume_at(self, step_count: int) -> None:
         """Continue with a number of optimizer steps made, at the start of a window."""
         self.step_count = step_count
+        if self._recorder is not None:
+            self._recorder.note_resumed(step_count)
         self.windows.reset()
 
     def _add_optimizers(self, optimizers: list[Optimizer]) -> None:
@@ -226,6 +233,13 @@ class Preparation(Preparations):
 
     def _count_step(self, result: StepResult) -> None:
         self.step_count += 1
+        if self._recorder is not None:
+            self._recorder.note_step(self.step_count)
+
+    def _facts(self) -> dict[str, Any]:
+        engine = self._engine
+        names = {"strategy": engine.strategy.name, "precision": engine.precision.name, "device": engine.device.type}
+        return {**names, "processes": engine.world_size}
 
     def _drop_gradients(self, models: tuple[nn.Module, ...]) -> bool:
         """Clear the gradients of these models, of all if none is given; return whether there were any."""

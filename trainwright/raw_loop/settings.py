@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from trainwright.devices.accelerator import resolve_device_type
+from trainwright.engine.rung_settings import rung_compiler
 from trainwright.precision import MIXED, Precision, resolve_precision
 from trainwright.raw_loop.options import (
     AutocastKwargs,
@@ -82,7 +83,7 @@ class LoopSettings:
         group: InitProcessGroupKwargs | None = find(InitProcessGroupKwargs)
         timeout = group.timeout if group is not None else None
         self.timeout_seconds = None if timeout is None else timeout.total_seconds()
-        self.compiler = _compiler(self.dynamo_backend)
+        self.compiler = rung_compiler(_compiler(self.dynamo_backend))
         """The backend that compiles prepared models; None if they run eagerly."""
 
     @property

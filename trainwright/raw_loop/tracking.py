@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from trainwright.distributed.ranks import Ranks
+from trainwright.ladder.recording import active_recording
 from trainwright.loggers.base import Logger, SilentLogger, to_dict
 from trainwright.loggers.folder import FolderLogger, start_loggers
 from trainwright.loggers.names import available_loggers, logger_class, name_of
@@ -155,6 +156,8 @@ class Trackers:
         """Write a row with each logger; see `Accelerator.log`."""
         if not isinstance(values, Mapping) or isinstance(step, str):
             raise TypeError(f"log({values!r:.80}, step={step!r}): accepted are a dict of numbers, and a whole step.")
+        if (recording := active_recording()) is not None:
+            recording.note_logged(values)
         if self._is_ready("log"):
             options = self._options("log_kwargs", log_kwargs)
             for tracker in self._trackers:

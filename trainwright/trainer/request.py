@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from trainwright.checkpoint.reader import Verify
 from trainwright.data.datamodule import DataModule
 from trainwright.module import Module
+from trainwright.rung import active_rung
 from trainwright.trainer.checkpoint_choice import CheckpointSearch, Choice
 from trainwright.trainer.inputs import check_module
 from trainwright.trainer.run import Parts, Run
@@ -31,6 +32,8 @@ def read_fit(
 ) -> Request:
     """Return the request of a fit; refuse a module or data that cannot be trained (TypeError, ValueError)."""
     check_module(model, ["training_step", "configure_optimizers"], "fit")
+    if ckpt_path == "auto" and (active := active_rung()) is not None:
+        ckpt_path = active.replace("ckpt_path", ckpt_path, None)  # an earlier rung has trained into the same folder
     loaders, datamodule = read_datamodule(train_loaders, datamodule, "train_dataloaders", "fit")
     source = find_source("train", loaders, datamodule, model, "train_dataloaders", "fit")
     if not source.is_defined:

@@ -22,6 +22,7 @@ from trainwright.loggers.base import Logger
 from trainwright.module import Module, hook_of
 from trainwright.precision import Precision
 from trainwright.profilers import Profiler, resolve_profiler
+from trainwright.rung import aside
 from trainwright.strategies import Strategy
 from trainwright.trainer.checkpoint_choice import Choice
 from trainwright.trainer.evaluate import Evaluation, evaluate
@@ -265,7 +266,8 @@ class Trainer(Status):
             changes: arguments that differ, such as callbacks= and max_steps=.
         """
         settings = trial_arguments({**self._arguments, **self._fresh}, bool(self.loggers))
-        return Trainer(**{**settings, **changes})
+        with aside():
+            return Trainer(**{**settings, **changes})
 
     def validate(
         self,

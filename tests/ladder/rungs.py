@@ -1,0 +1,50 @@
+"""Rungs for tests: one set for this process, and attempts whose figures are made up."""
+
+from __future__ import annotations
+
+import atexit
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trainwright.distributed.environment import RUNG_VARIABLE
+from trainwright.ladder.attempt import Attempt, Result
+from trainwright.ladder.run_record import RunRecord
+from trainwright.rung import ActiveRung, Rung, active_rung
+
+
+def set_rung(monkeypatch: pytest.MonkeyPatch, folder: Path, **settings: Any) -> ActiveRung:
+    """Run the rest of a test under a rung."""
+    folder.mkdir(exist_ok=True)
+    path = folder / "rung.json"
+    Rung("tried", str(folder), **settings).write(path)
+    monkeypatch.setenv(RUNG_VARIABLE, str(path))
+    monkeypatch.setattr(atexit, "register", lambda *_: None)  # the folder may be gone when pytest ends
+    active = active_rung()
+    assert active is not None
+    return active
+
+
+def record(**changes: Any) -> RunRecord:
+    points = tuple((step, 0.5 + 0.1 * step) for step in range(1, 21))
+    values: dict[str, Any] = {
+        "owner": "Trainer", "steps": 20, "seconds": 3.0, "points": points, "samples_per_second": 160.0,
+        "batches_per_second": 10.0, "peak_bytes": 3 << 20, "metrics": {"test": {"test_loss": 0.4, "test_acc": 0.9}},
+        "logged": {}, "replaced": {}, "has_seeded": False, "resumed": "", "is_cut": False,
+        "facts": {"processes": 1, "device": "cpu"},
+    }  # fmt: skip
+    return RunRecord(**{**values, **changes})
+
+
+def attempt(name: str, state: Any = "finished", reason: str = "", **changes: Any) -> Attempt:
+    of_rung = {
+        key: changes.pop(key) for key in ("devices", "strategy", "precision", "compile", "seed") if key in changes
+    }
+    printed = changes.pop("printed", {})
+    made = record(**changes) if state == "finished" else None
+    return Attempt(Rung(name, "folder", **of_rung), state, reason, made, printed, f"ladder/{name}/output.log", 5.0)
+
+
+def result(*args: Any, **changes: Any) -> Result:
+    return Result((attempt(*args, **changes),))

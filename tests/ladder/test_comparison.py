@@ -1,0 +1,260 @@
+"""What the rungs come to: the metric, the figures next to the unchanged script, the choice, and the lines that say it."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from html_page import LOADING, Page
+from rungs import attempt, record, result
+
+from trainwright.commands.ladder_files import write_files
+from trainwright.commands.ladder_table import choice_lines, csv_text, markdown_table, notes, terminal_table
+from trainwright.commands.run_output import reason_of
+from trainwright.ladder.attempt import Result
+from trainwright.ladder.comparison import ComparedMetric, Comparison, choose_metric
+from trainwright.ladder.printed_metric import printed_metrics
+from trainwright.ladder.run_record import RunRecord
+from trainwright.metric_direction import direction_of
+
+ACCURACY = ComparedMetric("test_acc", "trainer, test", "max")
+
+
+def scored(name: str, rate: float, accuracy: float = 0.9, **changes: Any) -> Result:
+    return result(name, samples_per_second=rate, metrics={"test": {"test_acc": accuracy}}, **changes)
+
+
+def test_direction_of_a_name() -> None:
+    for name in (
+        "val_acc",
+        "MulticlassAccuracy",
+        "test/f1",
+        "top5_accuracy",
+        "test_auroc",
+        "mIoU",
+        "R2",
+        "test accuracy (%)",
+    ):
+        assert direction_of(name) == "max", name
+    for name in ("val_loss", "NLLLoss", "rmse", "word error", "perplexity"):
+        assert direction_of(name) == "min", name
+    for name in ("test_value", "accident", "beloved", "landmap"):
+        assert direction_of(name) is None, name
+
+
+def test_printed_metrics() -> None:
+    lines = [
+        "epoch 0: val_acc 0.8833, loss 0.4",
+        "test accuracy: 91.42 %",
+        "[rank1] test accuracy: 10 %",
+        "test_acc=0.91 test_loss = 1e-3",
+        "Test set took 5.2.1",
+        "latest score 3",
+    ]
+    found = [(each.stage, each.name, each.value) for each in printed_metrics(lines)]
+    assert found == [
+        ("validation", "val_acc", 0.8833),
+        ("test", "test accuracy (%)", 91.42),
+        ("test", "test_acc", 0.91),
+        ("test", "test_loss", 0.001),
+    ]
+
+
+def test_the_metric_is_a_tests() -> None:
+    both = {"test": {"test_loss": 0.4, "test_acc": 0.9}, "validation": {"train_loss": 0.3, "val_acc": 0.8}}
+    assert choose_metric(attempt("a", metrics=both)) == ACCURACY
+    assert choose_metric(attempt("a", metrics={"validation": both["validation"]})) == ComparedMetric(
+        "val_acc", "trainer, validation", "max"
+    )
+    printed = {"test": {"test accuracy (%)": 91.0}}
+    assert choose_metric(attempt("a", metrics={}, logged={"loss": 1.0}, printed=printed)) == ComparedMetric(
+        "test accuracy (%)", "output, test", "max"
+    )
+    assert choose_metric(attempt("a", metrics={}, logged={"loss": 1.0})) is None
+    assert choose_metric(attempt("a", metrics={}, logged={"loss": 1.0}), "loss") == ComparedMetric("loss", "log", "min")
+    assert choose_metric(attempt("a", metrics={"test": {"test_x": 1.0}}), direction="min") == ComparedMetric(
+        "test_x", "trainer, test", "min"
+    )
+    with pytest.raises(
+        ValueError, match=r"--metric test_ac: the script has no such metric; it has .* Did you mean 'test_acc'"
+    ):
+        choose_metric(attempt("a", metrics=both), "test_ac")
+
+
+def test_figures_next_to_the_unchanged_script() -> None:
+    quick = tuple((step, 0.05 * step) for step in range(1, 11))
+    comparison = Comparison([scored("unchanged", 100.0), scored("ddp", 250.0, points=quick, steps=10)], ACCURACY)
+    assert comparison.common_steps == 10
+    assert [comparison.speed_up(each) for each in comparison.results] == [1.0, 2.5]
+    seconds = [comparison.seconds_to_common(each) for each in comparison.results]
+    assert [each and each.mean for each in seconds] == [pytest.approx(1.5), pytest.approx(0.5)]
+    unknown = Comparison([scored("unchanged", 100.0), result("ddp", samples_per_second=None)], None)
+    assert not unknown.counts_samples
+    assert unknown.speed_up(unknown.results[1]) == 1.0  # of batches
+
+
+def test_the_choice_is_the_fastest_that_is_not_worse() -> None:
+    first, good, bad = scored("unchanged", 100), scored("ddp", 150, 0.885), scored("fsdp", 200, 0.881)
+    failed = result("deepspeed_stage_2", "failed", "exit code 1: ValueError: no")
+    assert Comparison([first, good, bad, failed], ACCURACY).choice() is good
+    assert Comparison([first, good, bad], None).choice() is bad
+    assert Comparison([first, scored("ddp", 90)], ACCURACY).choice() is first
+    assert Comparison([first, scored("ddp", 200, float("nan"))], ACCURACY).choice() is first
+    lower = ComparedMetric("test_acc", "trainer, test", "min")
+    assert Comparison([first, good, bad], lower).choice() is bad
+
+
+def test_the_noise_is_that_of_the_seeds() -> None:
+    def seeded(name: str, rate: float, *scores: float) -> Result:
+        return Result(
+            tuple(
+                attempt(name, seed=seed, samples_per_second=rate, metrics={"test": {"test_acc": score}})
+                for seed, score in enumerate(scores, 1)
+            )
+        )
+
+    first = seeded("unchanged", 100, 0.90, 0.92)  # a standard deviation of 0.0141
+    comparison = Comparison([first, seeded("ddp", 150, 0.88, 0.89), seeded("fsdp", 200, 0.87, 0.88)], ACCURACY)
+    assert comparison.tolerance == pytest.approx(2 * 0.014142, rel=1e-3)
+    assert comparison.choice().rung.name == "ddp"
+    assert "noise: 2 standard deviations of its seeds, 0.028" in next(choice_lines(comparison, ["train.py"]))
+    assert "0.91 ±0.014" in terminal_table(comparison, None)[1]
+    rows = list(csv.DictReader(io.StringIO(csv_text(comparison))))
+    assert [(each["rung"], each["seed"]) for each in rows][:3] == [("unchanged", "1"), ("unchanged", "2"), ("ddp", "1")]
+
+
+def compared() -> Comparison:
+    faster = {"devices": 2, "strategy": "ddp", "precision": "bf16-mixed", "compile": True}
+    replaced = {"devices": ("1", "2"), "max_steps": ("-1", "20")}
+    return Comparison(
+        [
+            scored("unchanged", 100),
+            scored("ddp", 185, 0.91, facts={"processes": 2}, replaced=replaced, **faster),
+            result("fsdp", "failed", "exit code 1: ValueError: it does not fit.", devices=2, strategy="fsdp"),
+            result("ddp_sharded", "skipped", "fairscale is missing: pip install fairscale"),
+        ],
+        ACCURACY,
+    )
+
+
+def test_the_lines_of_a_trainer() -> None:
+    comparison = compared()
+    first, *others = choice_lines(comparison, ["train.py"])
+    assert first == (
+        "Choose ddp, 1.85 times as fast as the unchanged script; test_acc is 0.91, unchanged 0.9 (a difference up to 2% counts "
+        "as noise; --seeds 3 measures it)."
+    )
+    assert others == [
+        '    tw.Trainer(devices=2, strategy="ddp", precision="bf16-mixed", compile=True)',
+        "The script had devices=1.",
+    ]
+    said = list(notes(comparison, ["train.py"], "cpu"))
+    assert said[0] == (
+        "fsdp failed: exit code 1: ValueError: it does not fit. Its output is in ladder/fsdp/output.log."
+    )
+    assert said[1].startswith("ddp_sharded was left out: fairscale is missing: pip install fairscale.")
+    assert "their figures say nothing of several GPUs" in said[2]
+    assert said[3] == "test_acc is the Trainer's of the test."
+
+
+def test_the_lines_of_an_accelerator() -> None:
+    faster = {"devices": 2, "strategy": "fsdp", "precision": "bf16-mixed", "compile": True, "owner": "Accelerator"}
+    comparison = Comparison(
+        [
+            result("unchanged", is_cut=True, seed=1),
+            result("fsdp", samples_per_second=200.0, is_cut=True, seed=1, **faster),
+        ],
+        None,
+    )
+    assert list(choice_lines(comparison, ["my train.py", "--lr", "1"]))[1:3] == [
+        '    tw.Accelerator(devices=2, strategy="fsdp", mixed_precision="bf16", dynamo_backend="inductor")',
+        "    trainwright launch --devices 2 'my train.py' --lr 1",
+    ]
+    said = " ".join(notes(comparison, ["train.py"], "cuda"))
+    assert "--steps ends a loop with an Accelerator before its test" in said
+    assert "No run has a metric" in said
+    assert "calls neither tw.seed_everything nor tw.set_seed" in said
+    assert "calls neither" not in " ".join(notes(comparison, ["train.py", "{seed}"], "cuda"))
+
+
+def test_a_choice_that_pays_off_in_longer_runs() -> None:
+    late = tuple((step, 30 + 0.05 * step) for step in range(1, 21))
+    comparison = Comparison([scored("unchanged", 100), scored("compile", 150, points=late, compile=True)], None)
+    said = " ".join(choice_lines(comparison, ["train.py"]))
+    assert "Its first 20 steps took 31 s, unchanged 2.5 s: what comes before the steady steps" in said
+    assert "pays off" not in " ".join(choice_lines(compared(), ["train.py"]))
+
+
+def test_keeping_the_script() -> None:
+    slow = Comparison([scored("unchanged", 100), scored("ddp", 80)], ACCURACY)
+    assert list(choice_lines(slow, ["a.py"])) == ["Keep the script unchanged: no other rung is faster."]
+    worse = Comparison([scored("unchanged", 100), scored("ddp", 180, 0.5)], ACCURACY)
+    assert list(choice_lines(worse, ["a.py"])) == ["Keep the script unchanged: the faster rungs have a worse metric."]
+
+
+def test_the_table_fits_the_terminal() -> None:
+    whole, narrow = terminal_table(compared(), None), terminal_table(compared(), 80)
+    assert whole[0].split() == (
+        ["rung", "with", "steps", "to", "step", "20", "to", "the", "end", "samples/s", "speed-up", "memory", "test_acc"]
+    )
+    assert "bf16-mixed, compile, 2 devices" in whole[2]
+    assert whole[3].split() == ["fsdp", "2", "devices", "-", "-", "-", "failed", "-", "-", "-"]
+    assert all(len(line) <= 80 for line in narrow)
+    assert "speed-up" in narrow[0]
+    assert "test_acc" in narrow[0]
+
+
+def test_the_files(tmp_path: Path) -> None:
+    comparison = compared()
+    sentences = [*choice_lines(comparison, ["train.py"]), *notes(comparison, ["train.py"], "cpu")]
+    paths = write_files(tmp_path, "The ladder of train.py", comparison, sentences)
+    assert [path.name for path in paths][:3] == ["ladder.csv", "ladder.md", "ladder.html"]
+    rows = list(csv.DictReader((tmp_path / "ladder.csv").read_text().splitlines()))
+    assert [each["state"] for each in rows] == ["finished", "finished", "failed", "skipped"]
+    assert float(rows[1]["samples_per_second"]) == 185
+    assert rows[2]["reason"] == "exit code 1: ValueError: it does not fit."
+    written = (tmp_path / "ladder.md").read_text()
+    assert markdown_table(comparison)[1] in written
+    assert "```python\ntw.Trainer(devices=2" in written
+    page = Page((tmp_path / "ladder.html").read_text())
+    assert not page.open
+    assert not page.attributes & LOADING
+    assert "185 (1.85x)" in page.text
+    assert [row[0] for row in page.cells] == ["rung", "unchanged", "ddp", "fsdp", "ddp_sharded"]
+    if len(paths) == 4:
+        assert paths[3].read_bytes().startswith(b"\x89PNG")
+
+
+HEAD = "Traceback (most recent call last):\n  File"
+FAILED_FIRST = "trainwright: rank 1 of 2 failed first ({}); the job was ended.\n"
+OUTPUTS = {
+    f"{HEAD}\n    f()\n    ~^^\nmy.errors.Broken: no weights\nsee the log\n": (1, "my.errors.Broken: no weights"),
+    f"[rank1] {HEAD}\n[rank1] KeyError: 'x'\n{FAILED_FIRST.format('OSError: y')}": (1, "OSError: y"),
+    f"{HEAD}\nMemoryError\n{FAILED_FIRST.format('exit code 1')}": (1, "MemoryError"),
+    "  File\n    x y\nSyntaxError: invalid syntax\n": (1, "SyntaxError: invalid syntax"),
+    "usage: a.py\na.py: error: unrecognized arguments: --lr\n": (2, "a.py: error: unrecognized arguments: --lr"),
+    "epoch 1\repoch 2\r": (-9, "killed by SIGKILL, on Linux often by the out-of-memory killer"),
+    "": (3, "it printed nothing"),
+}
+
+
+@pytest.mark.parametrize("output", OUTPUTS)
+def test_why_a_run_failed(output: str) -> None:
+    code, reason = OUTPUTS[output]
+    assert reason_of(output, code) == reason
+
+
+def test_ranks_are_read_together(tmp_path: Path) -> None:
+    plain: dict[str, Any] = {**vars(record()), "points": [[1, 0.5], [4, 2.0]]}
+    for rank, (rate, peak) in enumerate([(100.0, 5), (80.0, 7)]):
+        ranks = {**plain, "samples_per_second": rate, "peak_bytes": peak}
+        (tmp_path / f"rank{rank}.json").write_text(json.dumps(ranks))
+    read = RunRecord.read(tmp_path)
+    assert read is not None
+    assert (read.samples_per_second, read.batches_per_second, read.peak_bytes) == (180.0, 20.0, 7)
+    assert read.seconds_to(2) == pytest.approx(1.0)
+    assert read.seconds_to(20) == read.seconds

@@ -1,0 +1,199 @@
+"""What a process records under its rung: steps, rates, memory and metrics, of a Trainer and of a loop."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rungs import set_rung
+from small import ACCELERATOR, DEVICE, QUIET, Classifier, loss_of, make_loader, make_net
+from torch.utils.data import DataLoader
+
+import trainwright as tw
+from trainwright.ladder.batch_samples import batch_samples
+from trainwright.ladder.recording import active_recording, peak_bytes
+from trainwright.ladder.run_record import RunRecord
+from trainwright.ladder.steady_rate import steady_rate
+from trainwright.ladder.step_clock import MOST_UNREAD, StepClock
+
+
+def test_steady_rate() -> None:
+    # A step takes 1 s; the first three take longer, one compiles again, and an evaluation comes before another.
+    took = [9.0, 5.0, 4.0, 1.0, 1.0, 30.0, 1.0, 4.0, 1.0]
+    ends = [sum(took[: at + 1]) for at in range(len(took))]
+    steady = [True] * 7 + [False, True]
+    assert steady_rate(ends, [8] * 9, steady) == pytest.approx(8.0)
+    assert steady_rate(ends[:2], [8, 8], [True, True]) == pytest.approx(8 / 5)
+    assert steady_rate(ends[:2], [8, 8], [False, False]) == pytest.approx(8 / 5)  # there is nothing else
+    assert steady_rate(ends[:1], [8], [True]) is None
+    assert steady_rate([], [], []) is None
+
+
+def test_samples_of_a_batch() -> None:
+    images, labels = torch.zeros(4, 3), torch.zeros(4)
+    assert batch_samples((images, labels)) == batch_samples({"ids": images, "more": [labels]}) == 4
+    assert batch_samples([{"name": ["a"], "x": images.numpy()}]) == 4
+    assert batch_samples([torch.tensor(1.0), images]) == 4
+    assert batch_samples(iter([images])) is None
+    assert batch_samples(["a text"]) is None
+
+
+def test_a_clock_reads_all_marks() -> None:
+    clock = StepClock(torch.device("cpu"))
+    for _ in range(MOST_UNREAD + 5):
+        clock.mark()
+    seconds = clock.read()
+    assert len(seconds) == MOST_UNREAD + 6
+    assert seconds[0] == 0.0
+    assert seconds == sorted(seconds)
+    assert clock.read() == seconds
+
+
+def test_a_trainer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    set_rung(monkeypatch, tmp_path / "rung", steps=15)
+    trainer = tw.Trainer(max_epochs=9, accumulate_grad_batches=2, **QUIET)
+    made = RunRecord.read(tmp_path / "rung")
+    assert made is not None
+    assert (made.owner, made.steps, made.points) == ("Trainer", 0, ())
+    trainer.fit(Classifier(), make_loader(), make_loader(8))
+    trainer.test(dataloaders=make_loader(8), verbose=False)
+    record = RunRecord.read(tmp_path / "rung")
+    assert record is not None
+    assert record.steps == len(record.points) == trainer.global_step == 15
+    assert [step for step, _ in record.points] == list(range(1, 16))
+    assert record.seconds >= record.points[-1][1]
+    assert record.samples_per_second is not None
+    assert record.batches_per_second is not None
+    # 5 windows of 8 samples and one of 4, so about 4 samples a batch
+    assert record.samples_per_second / record.batches_per_second == pytest.approx(4, rel=0.01)
+    assert record.metrics["test"].keys() == {"val_loss", "count"}
+    assert record.metrics["validation"]["count"] == 8
+    assert record.facts == {
+        "strategy": "single_device",
+        "precision": "32-true",
+        "processes": 1,
+        "device": DEVICE.type,
+    }
+    middle = record.seconds_to(7)
+    assert middle is not None
+    assert record.points[5][1] < middle <= record.points[6][1]
+    assert record.seconds_to(16) is None
+
+
+def test_several_fits_follow_each_other(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    set_rung(monkeypatch, tmp_path / "rung")
+    for _ in range(2):
+        tw.Trainer(max_epochs=1, **QUIET).fit(Classifier(), make_loader(16))
+    record = RunRecord.read(tmp_path / "rung")
+    assert record is not None
+    assert [step for step, _ in record.points] == list(range(1, 9))
+    assert [second for _, second in record.points] == sorted(second for _, second in record.points)
+
+
+class Loop:
+    """A loop with two optimizers, a test within each epoch, and a log."""
+
+    def __init__(self, folder: Path, **options: Any) -> None:
+        self.accelerator = tw.Accelerator(accelerator=ACCELERATOR, log_with="csv", project_dir=folder, **options)
+        self.net, self.other = make_net(), make_net()
+        self.optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (self.net, self.other)]
+
+    def run(self, loader: DataLoader[Any]) -> None:
+        accelerator = self.accelerator
+        accelerator.init_trackers("loop")
+        net, other, first, second, loader, test = accelerator.prepare(
+            self.net, self.other, *self.optimizers, loader, make_loader(8)
+        )
+        for batch in loader:
+            for model, optimizer in ((net, first), (other, second)):
+                optimizer.zero_grad()
+                accelerator.backward(loss_of(model, batch))
+                optimizer.step()
+        with torch.no_grad():
+            correct = sum(int((net(inputs).argmax(1) == targets).sum()) for inputs, targets in test)
+        accelerator.log({"test_acc": torch.tensor(correct / 8)})
+        accelerator.end_training()
+
+
+def test_a_loop(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    active = set_rung(monkeypatch, tmp_path / "rung")
+    Loop(tmp_path).run(make_loader(40))
+    recording = active_recording()
+    assert recording is not None
+    assert recording.active is active
+    recording.write()  # as at the end of the process
+    record = RunRecord.read(tmp_path / "rung")
+    assert record is not None
+    assert (record.owner, record.steps) == ("Accelerator", 20)
+    assert [step for step, _ in record.points] == [
+        1,
+        3,
+        5,
+        7,
+        9,
+        11,
+        13,
+        15,
+        17,
+        19,
+    ]  # the second steps have no new batch
+    assert record.samples_per_second is not None
+    assert record.batches_per_second is not None
+    assert record.samples_per_second == pytest.approx(4 * record.batches_per_second)
+    assert record.logged.keys() == {"test_acc"}
+    assert not record.is_cut
+
+
+def test_a_loop_is_ended_after_its_steps(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    set_rung(monkeypatch, tmp_path / "rung", steps=6)
+    with pytest.raises(SystemExit) as caught:
+        Loop(tmp_path).run(make_loader(40))
+    assert caught.value.code == 0
+    assert "the rung ends this loop after 6 steps" in capsys.readouterr().err
+    record = RunRecord.read(tmp_path / "rung")
+    assert record is not None
+    assert record.is_cut
+    assert record.steps == 6
+    assert record.logged == {}
+
+
+def test_a_loop_without_prepared_loaders(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    set_rung(monkeypatch, tmp_path / "rung", steps=4)
+    accelerator = tw.Accelerator(accelerator=ACCELERATOR)
+    net = make_net()
+    net, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
+
+    def loop() -> None:
+        for inputs, targets in make_loader():
+            accelerator.backward(loss_of(net, (inputs.to(DEVICE), targets.to(DEVICE))))
+            optimizer.step()
+
+    with pytest.raises(SystemExit):
+        loop()
+    record = RunRecord.read(tmp_path / "rung")
+    assert record is not None
+    assert record.samples_per_second is None
+    assert record.batches_per_second is not None
+
+
+def test_a_resumed_training_is_noted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    trainer = tw.Trainer(max_epochs=1, **QUIET)
+    trainer.fit(Classifier(), make_loader())
+    trainer.save_checkpoint(tmp_path / "saved.ckpt")
+    set_rung(monkeypatch, tmp_path / "rung")
+    tw.Trainer(max_epochs=2, **QUIET).fit(Classifier(), make_loader(), ckpt_path=tmp_path / "saved.ckpt")
+    record = RunRecord.read(tmp_path / "rung")
+    assert record is not None
+    assert record.resumed.endswith("saved.ckpt")
+    assert record.steps == 11
+
+
+def test_memory_and_folders(tmp_path: Path) -> None:
+    peak = peak_bytes(torch.device("cpu"))
+    assert peak is not None
+    assert 1 << 20 < peak < 1 << 40
+    assert RunRecord.read(tmp_path) is None

@@ -1,0 +1,121 @@
+"""A rung's settings replace those of the script's Trainer, Accelerator and seeds; without a rung nothing is touched."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rungs import set_rung
+from small import QUIET, Classifier, make_loader
+
+import trainwright as tw
+from trainwright.engine.rung_settings import rung_compiler, under_rung
+from trainwright.ladder.recorder import RungRecorder
+from trainwright.rung import Rung, active_rung
+from trainwright.strategies.ddp import DDPStrategy
+
+GIVEN: tuple[Any, ...] = (4, 2, "auto", "auto", None)
+
+
+def test_without_a_rung_nothing_changes() -> None:
+    assert active_rung() is None
+    assert under_rung(*GIVEN) == GIVEN
+    assert rung_compiler("eager") == "eager"
+    assert not any(isinstance(each, RungRecorder) for each in tw.Trainer(**QUIET).callbacks)
+
+
+def test_a_file_that_is_no_rung(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    path = tmp_path / "rung.json"
+    Rung("ddp", "there", devices=2, strategy="ddp").write(path)
+    assert Rung.read(str(path)) == Rung("ddp", "there", devices=2, strategy="ddp")
+    path.write_text('{"name": "ddp"}')
+    monkeypatch.setenv("TRAINWRIGHT_RUNG", str(path))
+    with pytest.raises(
+        ValueError, match=r"TRAINWRIGHT_RUNG=.*is not the file of a rung \(KeyError: 'folder'\).*unset it"
+    ):
+        tw.Trainer(**QUIET)
+
+
+def test_settings_of_the_engine(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    active = set_rung(monkeypatch, tmp_path, devices=3, strategy="ddp", precision="bf16-mixed", accelerator="cpu")
+    assert under_rung(*GIVEN) == (3, 1, "cpu", "ddp", "bf16-mixed")
+    said = capsys.readouterr().err.splitlines()
+    assert said[0] == "trainwright: this rung of the ladder sets devices=3; the script has 4."
+    assert len(said) == len(active.replaced) == 5
+    under_rung(*GIVEN)
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    ("given", "name", "stays"),
+    [
+        (DDPStrategy(find_unused_parameters=True), "ddp", True),
+        ("ddp_find_unused_parameters_true", "ddp", True),
+        ("ddp", "ddp_find_unused_parameters_true", False),
+        ("deepspeed", "deepspeed_stage_2", False),
+        ("auto", "ddp", False),
+        (DDPStrategy(), "fsdp", False),
+    ],
+)
+def test_a_strategy_with_options_of_its_own_stays(
+    given: Any, name: str, stays: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    set_rung(monkeypatch, tmp_path, strategy=name)
+    assert under_rung(1, 1, "auto", given, None)[3] == (given if stays else name)
+
+
+@pytest.mark.parametrize(("given", "stays"), [("bf16", True), ("bf16-mixed", True), (16, False), (None, False)])
+def test_a_precision_of_another_spelling_stays(
+    given: Any, stays: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    set_rung(monkeypatch, tmp_path, precision="bf16-mixed")
+    assert under_rung(1, 1, "auto", "auto", given)[4] == (given if stays else "bf16-mixed")
+
+
+def test_arguments_of_a_trainer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    set_rung(monkeypatch, tmp_path, precision="bf16-mixed", compile=True, steps=5)
+    timer = tw.Timer()
+    trainer = tw.Trainer(max_steps=50, min_steps=10, callbacks=timer, plugins=None, precision="32-true", **QUIET)
+    assert (trainer.max_steps, trainer.min_steps) == (5, None)
+    assert trainer.precision == "bf16-mixed"
+    assert [type(each) for each in trainer.callbacks] == [tw.Timer, RungRecorder]
+    assert tw.Trainer(max_steps=3, **QUIET).max_steps == 3
+    assert not any(isinstance(each, RungRecorder) for each in trainer.trial(max_steps=9).callbacks)
+    assert trainer.trial(max_steps=9).max_steps == 9
+
+
+def test_a_compiled_script_under_a_rung_that_does_not_compile(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    active = set_rung(monkeypatch, tmp_path, compile=False)
+    tw.Trainer(compile={"mode": "default"}, **QUIET)
+    assert active.replaced["compile"] == ("dict(...)", "False")
+    assert rung_compiler("eager") is None
+    compiling = set_rung(monkeypatch, tmp_path / "compiled", compile=True)
+    tw.Trainer(compile={"mode": "default"}, **QUIET)  # its options stay
+    assert not compiling.replaced
+    assert rung_compiler(None) == "inductor"
+
+
+def test_seeds(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    active = set_rung(monkeypatch, tmp_path)
+    assert tw.seed_everything(7, verbose=False) == 7
+    assert not active.has_seeded
+    active = set_rung(monkeypatch, tmp_path / "seeded", seed=11)
+    assert tw.seed_everything(7, verbose=False) == 11
+    tw.set_seed(8)
+    assert torch.initial_seed() == 11
+    assert active.has_seeded
+    assert active.replaced["seed"] == ("7", "11")
+
+
+def test_a_rung_does_not_resume_what_an_earlier_one_has_left(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    made = {"max_epochs": 1, **QUIET, "enable_checkpointing": True, "default_root_dir": str(tmp_path / "root")}
+    tw.Trainer(**made).fit(Classifier(), make_loader(), ckpt_path="auto")
+    active = set_rung(monkeypatch, tmp_path / "rung")
+    trainer = tw.Trainer(**made)
+    trainer.fit(Classifier(), make_loader(), ckpt_path="auto")
+    assert active.replaced["ckpt_path"] == ("'auto'", "None")
+    assert trainer.state.total_batches == 11

@@ -1,0 +1,114 @@
+"""Climb: runs a script under one rung after another, each in new processes, so that a rung that fails leaves the others."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from trainwright.commands.run_output import lines_of, reason_of
+from trainwright.distributed.environment import RUNG_VARIABLE
+from trainwright.ladder.attempt import Attempt
+from trainwright.ladder.printed_metric import printed_metrics
+from trainwright.ladder.run_record import RunRecord
+from trainwright.launch.processes import GRACE_VARIABLE, launcher_command
+from trainwright.rung import Rung
+
+LEAVE_SECONDS = 10
+"""How long a run that is ended has to leave by itself, before it is killed."""
+SEED = "{seed}"
+"""What is replaced by the rung's seed in the script's arguments."""
+LOG_NAME, RUNG_NAME = "output.log", "rung.json"
+
+
+@dataclass(frozen=True)
+class Climb:
+    """What all runs of a ladder have in common."""
+
+    command: Sequence[str]
+    """The script, or -m and a module, and its arguments."""
+    folder: Path
+    variables: Mapping[str, str]
+    steps: int | None
+    accelerator: str | None
+    timeout_seconds: float | None
+
+    def run(self, name: str, settings: Mapping[str, Any], seed: int | None) -> Attempt:
+        """Run the script under a rung, and return the attempt.
+
+        Raises:
+            KeyboardInterrupt: a signal came; the run was ended.
+        """
+        folder = self.folder / (name if seed is None else f"{name}-seed{seed}")
+        folder.mkdir(parents=True)
+        rung = Rung(name, str(folder), **settings, accelerator=self.accelerator, steps=self.steps, seed=seed)
+        rung.write(folder / RUNG_NAME)
+        variables = {GRACE_VARIABLE: str(LEAVE_SECONDS), "PYTHONUNBUFFERED": "1", **self.variables}
+        variables[RUNG_VARIABLE] = str(folder / RUNG_NAME)
+        log, start, has_time = folder / LOG_NAME, time.monotonic(), True
+        with log.open("wb") as output:
+            process = subprocess.Popen(
+                self._command_of(rung),
+                env=variables,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,  # a Ctrl-C reaches the ladder alone, which ends the run
+            )
+            try:
+                process.wait(self.timeout_seconds)
+            except subprocess.TimeoutExpired:
+                has_time = False
+            finally:
+                end(process)
+        seconds = time.monotonic() - start
+        text = log.read_text(encoding="utf-8", errors="replace")
+        if not has_time:
+            reason = f"it had not ended after {self.timeout_seconds:g} s"
+            return Attempt(rung, "timed out", reason, log=str(log), seconds=seconds)
+        if process.returncode != 0:
+            reason = f"exit code {process.returncode}: {reason_of(text, process.returncode)}"
+            return Attempt(rung, "failed", reason, log=str(log), seconds=seconds)
+        record = RunRecord.read(folder)
+        printed: dict[str, dict[str, float]] = {}
+        for each in printed_metrics(lines_of(text)):
+            printed.setdefault(each.stage, {}).pop(each.name, None)
+            printed[each.stage] = {each.name: each.value, **printed[each.stage]}  # the latest first
+        reason = _why_empty(record)
+        return Attempt(rung, "failed" if reason else "finished", reason, record, printed, str(log), seconds)
+
+    def _command_of(self, rung: Rung) -> list[str]:
+        arguments = [each if rung.seed is None else each.replace(SEED, str(rung.seed)) for each in self.command]
+        command = [sys.executable, *arguments]
+        return launcher_command(rung.devices, command) if rung.devices is not None and rung.devices > 1 else command
+
+
+def _why_empty(record: RunRecord | None) -> str:
+    """Return why the figures of a run that ended well say nothing; "" if they do."""
+    if record is None:
+        return "the script made neither a Trainer nor an Accelerator of trainwright, so no setting of it can be changed"
+    if not record.points:
+        return f"its {record.owner} made no optimizer step, so there is nothing to compare"
+    return ""
+
+
+def end(process: subprocess.Popen[bytes]) -> None:
+    """End a run with all its processes: by SIGTERM, which lets them clean up, then by SIGKILL."""
+    if process.poll() is None:
+        _send(process, signal.SIGTERM)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(LEAVE_SECONDS)
+    _send(process, signal.SIGKILL)  # also to what the run has left, such as loader workers
+    process.wait()
+
+
+def _send(process: subprocess.Popen[bytes], number: int) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):  # the group has ended
+        os.killpg(process.pid, number)

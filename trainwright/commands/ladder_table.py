@@ -1,0 +1,225 @@
+"""The table of a ladder, for a terminal, as Markdown and as CSV, and the sentences below it."""
+
+from __future__ import annotations
+
+import csv
+import io
+import shlex
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from trainwright.commands.climb import SEED
+from trainwright.engine.memory import size_text
+from trainwright.engine.rung_settings import COMPILER
+from trainwright.ladder.attempt import Attempt, Figure, Result
+from trainwright.ladder.comparison import DEVIATIONS, NOISE, Comparison
+from trainwright.launch.columns import lay_out
+from trainwright.precision import MIXED
+
+NO_VALUE = "-"
+CSV_HEADS = (
+    *("rung", "seed", "state", "reason", "made", "strategy", "precision", "compile", "processes", "steps"),
+    *("common_steps", "seconds_to_common_steps", "seconds", "samples_per_second", "batches_per_second", "peak_bytes"),
+    *("metric", "value", "process_seconds", "log"),
+)
+
+
+def terminal_table(comparison: Comparison, width: int | None) -> list[str]:
+    """Return the lines of the table, without the columns that do not fit."""
+    rows = [heads(comparison), *(cells(comparison, each) for each in comparison.results)]
+    return lay_out(rows, width, indent=2, right=range(2, len(rows[0])), dropped=(2, 1, 7, 3))
+
+
+def heads(comparison: Comparison) -> list[str]:
+    steps = comparison.common_steps
+    unit = "samples/s" if comparison.counts_samples else "batches/s"
+    names = ["rung", "with", "steps", f"to step {steps}" if steps else "to a step", "to the end", unit, "speed-up"]
+    return [*names, "memory", *([comparison.metric.name] if comparison.metric is not None else [])]
+
+
+def cells(comparison: Comparison, result: Result) -> list[str]:
+    """Return the row of a rung; the means of its seeds, with their standard deviations."""
+    end = [NO_VALUE] if comparison.metric is not None else []
+    if result.state != "finished":
+        return [result.rung.name, _with(result), NO_VALUE, NO_VALUE, NO_VALUE, result.state, NO_VALUE, NO_VALUE, *end]
+    speed_up, peak = comparison.speed_up(result), result.figure(lambda record: record.peak_bytes)
+    steps, score = result.figure(lambda record: record.steps), comparison.score(result)
+    return [
+        result.rung.name,
+        _with(result),
+        NO_VALUE if steps is None else f"{steps.mean:,.0f}",
+        _seconds(comparison.seconds_to_common(result)),
+        _seconds(result.figure(lambda record: record.seconds)),
+        _number(comparison.rate(result)),
+        NO_VALUE if speed_up is None else f"{speed_up:.2f}x",
+        NO_VALUE if peak is None else size_text(int(peak.mean)),
+        *([_score(score)] if end else []),
+    ]
+
+
+def markdown_table(comparison: Comparison) -> list[str]:
+    """Return the whole table as Markdown."""
+    first = heads(comparison)
+    rows = [
+        first,
+        ["---", "---", *["---:"] * (len(first) - 2)],
+        *(cells(comparison, each) for each in comparison.results),
+    ]
+    return [f"| {' | '.join(each.replace('|', chr(92) + '|') for each in row)} |" for row in rows]
+
+
+def csv_text(comparison: Comparison) -> str:
+    """Return a row for each run, as numbers."""
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(CSV_HEADS)
+    for result in comparison.results:
+        for attempt in result.attempts:
+            writer.writerow([_plain(each) for each in _csv_row(comparison, attempt)])
+    return text.getvalue()
+
+
+def _csv_row(comparison: Comparison, attempt: Attempt) -> Iterator[Any]:
+    rung, record, metric = attempt.rung, attempt.record, comparison.metric
+    facts = {} if record is None else record.facts
+    yield from (rung.name, rung.seed, attempt.state, attempt.reason, None if record is None else record.owner)
+    yield from (facts.get("strategy", rung.strategy), facts.get("precision", rung.precision), rung.compile)
+    yield facts.get("processes", rung.devices)
+    steps = comparison.common_steps
+    yield from (None if record is None else record.steps, steps)
+    if record is None:
+        yield from [None] * 5
+    else:
+        yield from (None if steps is None else record.seconds_to(steps), record.seconds)
+        yield from (record.samples_per_second, record.batches_per_second, record.peak_bytes)
+    yield from (None, None) if metric is None else (metric.name, metric.of(attempt))
+    yield from (attempt.seconds, attempt.log)
+
+
+def notes(comparison: Comparison, command: Sequence[str], device_type: str) -> Iterator[str]:
+    """Yield the sentences that a reader of the table needs."""
+    for result in comparison.results:
+        for each in result.attempts:
+            if each.state != "finished":
+                seed = "" if each.rung.seed is None else f" with seed {each.rung.seed}"
+                log = f" Its output is in {each.log}." if each.log else ""
+                yield f"{each.rung.name}{seed} {_verb(each)}: {each.reason.rstrip('.')}.{log}"
+                break
+    ran = [run.record for each in comparison.finished for run in each.finished if run.record is not None]
+    if device_type == "cpu" and any((each.facts.get("processes") or 1) > 1 for each in ran):
+        yield "Several processes have divided this machine's cores: their figures say nothing of several GPUs."
+    if not comparison.counts_samples:
+        yield "The batches do not show their samples, so batches are counted, those of all ranks together."
+    if any(each.is_cut for each in ran):
+        yield "--steps ends a loop with an Accelerator before its test, so its runs have no test metric."
+    yield from _metric_notes(comparison)
+    has_seeds = any(each.rung.seed is not None for each in comparison.results)
+    if has_seeds and not any(SEED in each for each in command) and not any(each.has_seeded for each in ran):
+        yield (
+            f"The script calls neither tw.seed_everything nor tw.set_seed, and has no {SEED} in its arguments: its runs have "
+            "the seeds that it sets itself."
+        )
+
+
+def _metric_notes(comparison: Comparison) -> Iterator[str]:
+    metric = comparison.metric
+    if metric is None:
+        yield "No run has a metric of a test or a validation, so speed alone is compared."
+        return
+    source, _, stage = metric.source.partition(", ")
+    where = {"trainer": "the Trainer's", "log": "what the loop has logged", "output": "what the script has printed"}
+    of = f" of the {stage}" if stage else ""
+    last = " The runs have no metric of a test." if stage == "validation" else ""
+    yield f"{metric.name} is {where[source]}{of}.{last}"
+    if metric.direction is None:
+        yield (
+            f"The name {metric.name} does not say whether lower or higher is better: pass --lower or --higher. Until then "
+            "speed alone is compared."
+        )
+
+
+def choice_lines(comparison: Comparison, command: Sequence[str]) -> Iterator[str]:
+    """Yield which rung to choose and why, then the code to copy, which is indented."""
+    chosen, first = comparison.choice(), comparison.first
+    speed_up = comparison.speed_up(chosen)
+    if chosen is first or speed_up is None or speed_up <= 1.0:
+        slower = any(comparison.is_worse(each) and comparison.is_faster(each, first) for each in comparison.finished)
+        reason = "the faster rungs have a worse metric" if slower else "no other rung is faster"
+        yield f"Keep the script unchanged: {reason}."
+        return
+    yield f"Choose {chosen.rung.name}, {speed_up:.2f} times as fast as the unchanged script{_about(comparison, chosen)}."
+    record = chosen.finished[0].record
+    assert record is not None, "a run that has finished has a record"
+    yield f"    {_code(chosen, record.owner)}"
+    devices = chosen.rung.devices or 1
+    if record.owner == "Accelerator" and devices > 1:
+        yield f"    trainwright launch --devices {devices} {shlex.join(command)}"
+    own, before = comparison.seconds_to_common(chosen), comparison.seconds_to_common(first)
+    if own is not None and before is not None and own.mean > before.mean:
+        yield (
+            f"Its first {comparison.common_steps} steps took {_seconds(own)}, unchanged {_seconds(before)}: what comes before "
+            "the steady steps, such as compiling, pays off in longer runs only."
+        )
+    of_rung = ("devices", "strategy", "precision", "compile", "dynamo_backend")
+    replaced = [f"{name}={was}" for name, (was, _) in record.replaced.items() if name in of_rung]
+    yield f"The script had {', '.join(replaced)}."
+
+
+def _about(comparison: Comparison, chosen: Result) -> str:
+    metric, own, first = comparison.metric, comparison.score(chosen), comparison.score(comparison.first)
+    if metric is None or own is None or first is None:
+        return ""
+    text = f"; {metric.name} is {_score(own)}, unchanged {_score(first)}"
+    if comparison.tolerance is None:
+        return text
+    if first.spread is None:
+        return f"{text} (a difference up to {NOISE:.0%} counts as noise; --seeds 3 measures it)"
+    return f"{text} (noise: {DEVIATIONS} standard deviations of its seeds, {comparison.tolerance:.2g})"
+
+
+def _code(result: Result, owner: str) -> str:
+    rung = result.rung
+    arguments: dict[str, Any] = {"devices": rung.devices, "strategy": rung.strategy}
+    if owner == "Accelerator":
+        word = next((word for word, name in MIXED.items() if name == rung.precision), None)
+        arguments |= {"mixed_precision": word} if word is not None else {"precision": rung.precision}
+        arguments["dynamo_backend"] = COMPILER if rung.compile else None
+    else:
+        arguments |= {"precision": rung.precision, "compile": rung.compile or None}
+    shown = [f"{name}={_literal(value)}" for name, value in arguments.items() if value is not None]
+    return f"tw.{owner}({', '.join(shown)})"
+
+
+def _literal(value: Any) -> str:
+    return f'"{value}"' if isinstance(value, str) else repr(value)
+
+
+def _with(result: Result) -> str:
+    rung = result.rung
+    parts = [rung.precision or "", "compile" if rung.compile else "", f"{rung.devices} devices" if rung.devices else ""]
+    return ", ".join(part for part in parts if part and part != rung.name)
+
+
+def _verb(attempt: Attempt) -> str:
+    return {"skipped": "was left out", "interrupted": "was interrupted"}.get(attempt.state, attempt.state)
+
+
+def _plain(value: Any) -> Any:
+    return "" if value is None else f"{value:.6g}" if isinstance(value, float) else value
+
+
+def _seconds(figure: Figure | None) -> str:
+    return NO_VALUE if figure is None else f"{_shown(figure, '.3g' if figure.mean < 100 else ',.0f')} s"
+
+
+def _number(figure: Figure | None) -> str:
+    return NO_VALUE if figure is None else _shown(figure, ".3g" if figure.mean < 100 else ",.0f")
+
+
+def _score(figure: Figure | None) -> str:
+    return NO_VALUE if figure is None else _shown(figure, ".4g")
+
+
+def _shown(figure: Figure, form: str) -> str:
+    spread = "" if figure.spread is None else f" ±{figure.spread:{form if figure.mean >= 100 else '.2g'}}"
+    return f"{figure.mean:{form}}{spread}"

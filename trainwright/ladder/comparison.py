@@ -1,0 +1,132 @@
+"""Comparison: the rungs of a ladder relative to the first of them, which runs the script unchanged."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from trainwright.ladder.attempt import Attempt, Figure, Result, figure_of
+from trainwright.metric_direction import Direction, direction_of
+
+NOISE = 0.02
+"""By how much of its value a metric may be worse without counting as worse, if there is one seed."""
+DEVIATIONS = 2
+"""The same in standard deviations of the unchanged script's seeds, if there are several."""
+
+
+@dataclass(frozen=True)
+class ComparedMetric:
+    """The metric by which the rungs are compared."""
+
+    name: str
+    source: str
+    """Where the runs have it from."""
+    direction: Direction | None
+    """Whether lower or higher is better; None if that is unknown."""
+
+    def of(self, attempt: Attempt) -> float | None:
+        """Return its value in a run."""
+        return next((values.get(self.name) for source, values in attempt.metrics() if source == self.source), None)
+
+
+def choose_metric(
+    attempt: Attempt, wanted: str | None = None, direction: Direction | None = None
+) -> ComparedMetric | None:
+    """Return the metric to compare by: the wanted one, else a test's, else a validation's; None if the run has none.
+
+    Raises:
+        ValueError: the run does not have the wanted metric.
+    """
+    found = [(source, values) for source, values in attempt.metrics() if values]
+    if wanted is not None:
+        source = next((source for source, values in found if wanted in values), None)
+        if source is None:
+            known = list(dict.fromkeys(name for _, values in found for name in values))
+            close = difflib.get_close_matches(wanted, known, n=1)
+            hint = f" Did you mean {close[0]!r}?" if close else ""
+            has = f"it has {', '.join(known)}" if known else "it has no metric"
+            raise ValueError(f"--metric {wanted}: the script has no such metric; {has}.{hint}")
+        return ComparedMetric(wanted, source, direction or direction_of(wanted))
+    found = [each for each in found if each[0] != "log"]  # of the training, unless it is wanted
+    if not found:
+        return None
+    source, values = found[0]
+    # An accuracy says more than a loss, which differs by itself from precision to precision.
+    order: list[Direction | None] = ["max", "min", None]
+    name = min(values, key=lambda each: order.index(direction_of(each)))
+    return ComparedMetric(name, source, direction or direction_of(name))
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The results of the rungs so far, the unchanged script first."""
+
+    results: Sequence[Result]
+    metric: ComparedMetric | None
+
+    @property
+    def first(self) -> Result:
+        return self.results[0]
+
+    @property
+    def finished(self) -> list[Result]:
+        """The rungs all of whose runs have finished."""
+        return [each for each in self.results if each.state == "finished"]
+
+    @property
+    def counts_samples(self) -> bool:
+        """Whether the samples of each batch are known; otherwise batches are counted."""
+        return all(each.figure(lambda record: record.samples_per_second) is not None for each in self.finished)
+
+    @property
+    def common_steps(self) -> int | None:
+        """The steps that each run of a finished rung has made."""
+        made = [run.record.points[-1][0] for each in self.finished for run in each.finished if run.record is not None]
+        return min(made, default=None)
+
+    def rate(self, result: Result) -> Figure | None:
+        """Return the samples, or batches, a second."""
+        if self.counts_samples:
+            return result.figure(lambda record: record.samples_per_second)
+        return result.figure(lambda record: record.batches_per_second)
+
+    def seconds_to_common(self, result: Result) -> Figure | None:
+        steps = self.common_steps
+        return None if steps is None else result.figure(lambda record: record.seconds_to(steps))
+
+    def speed_up(self, result: Result) -> float | None:
+        """Return how many times as fast as the unchanged script a rung is."""
+        own, first = self.rate(result), self.rate(self.first)
+        return None if own is None or first is None or not first.mean else own.mean / first.mean
+
+    def score(self, result: Result) -> Figure | None:
+        """Return the metric."""
+        metric = self.metric
+        return None if metric is None else figure_of([metric.of(each) for each in result.finished])
+
+    @property
+    def tolerance(self) -> float | None:
+        """By how much the metric may be worse than that of the unchanged script; None if it cannot be compared."""
+        first = self.score(self.first)
+        if first is None or self.metric is None or self.metric.direction is None:
+            return None
+        return NOISE * abs(first.mean) if first.spread is None else DEVIATIONS * first.spread
+
+    def is_worse(self, result: Result) -> bool | None:
+        """Return whether a rung's metric is worse by more than noise; None if that is unknown."""
+        first, own, tolerance = self.score(self.first), self.score(result), self.tolerance
+        if first is None or own is None or tolerance is None or self.metric is None:
+            return None
+        lost = own.mean - first.mean if self.metric.direction == "min" else first.mean - own.mean
+        return not lost <= tolerance  # also if it is NaN
+
+    def choice(self) -> Result:
+        """Return the fastest rung whose metric is not worse; the unchanged script if no other is faster."""
+        candidates = [each for each in self.finished if not self.is_worse(each)]
+        return max(candidates, key=lambda each: self.speed_up(each) or 0.0, default=self.first)
+
+    def is_faster(self, result: Result, other: Result) -> bool:
+        """Return whether a rung has finished and is faster than another."""
+        own, than = self.rate(result), self.rate(other)
+        return result.state == "finished" and own is not None and than is not None and own.mean > than.mean

@@ -1,0 +1,64 @@
+"""LoopRecorder: how a rung records a loop that is written with an Accelerator, and ends it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from trainwright.ladder.batch_samples import batch_samples
+from trainwright.ladder.recording import Recording, active_recording
+
+
+def loop_recorder() -> LoopRecorder | None:
+    """Return what records the loop of a new Accelerator; None if no ladder runs this process."""
+    recording = active_recording()
+    return None if recording is None else LoopRecorder(recording)
+
+
+class LoopRecorder:
+    """Notes the steps of a loop, and which of its batches were trained: those that a backward has followed."""
+
+    def __init__(self, recording: Recording) -> None:
+        self._recording = recording
+        self._samples: int | None = None
+        """Of the latest batch."""
+        self._is_waiting = self._has_trained = self._has_batches = self._has_begun = False
+        """Whether the latest batch was not trained yet; whether one was since the latest step, or ever; the clock runs."""
+        recording.note_made("Accelerator")
+
+    def begin(self, device: torch.device, facts: Callable[[], Mapping[str, Any]]) -> None:
+        """Begin the clock, when the loop's first objects are prepared."""
+        if not self._has_begun:
+            self._has_begun = True
+            self._recording.begin("Accelerator", device, facts())
+
+    def note_pass(self) -> None:
+        """Note that a pass over a loader begins: an evaluation, or the next epoch."""
+        self._recording.note_pause()
+
+    def note_batch(self, batch: Any) -> None:
+        self._samples, self._is_waiting = batch_samples(batch), True
+
+    def note_training(self) -> None:
+        """Note a backward, the first of which trains the latest batch."""
+        if self._is_waiting:
+            self._is_waiting, self._has_trained, self._has_batches = False, True, True
+            self._recording.note_batch(self._samples)
+
+    def note_step(self, count: int) -> None:
+        """Note the step of an optimizer; SystemExit once there are as many as the rung makes."""
+        if self._has_trained or not self._has_batches:
+            if not self._has_trained:  # the loop reads no prepared loader
+                self._recording.note_batch(None)
+            self._has_trained = False
+            self._recording.note_steps(1)
+        else:
+            self._recording.count_step()
+        limit = self._recording.rung.steps
+        if limit is not None and count >= limit:
+            self._recording.cut()
+
+    def note_resumed(self, count: int) -> None:
+        self._recording.note_resumed(f"step {count}")

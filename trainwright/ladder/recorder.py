@@ -1,0 +1,95 @@
+"""RungRecorder: the callback by which a rung records a Trainer's fits and evaluations, and the arguments that the rung sets."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from trainwright.callbacks.base import Callback
+from trainwright.ladder.batch_samples import batch_samples
+from trainwright.ladder.recording import Recording, active_recording
+from trainwright.rung import ActiveRung, is_aside
+
+if TYPE_CHECKING:
+    from trainwright.module import Module
+    from trainwright.trainer.trainer import Trainer
+
+
+class RungRecorder(Callback):
+    """Notes the steps, samples and metrics of a Trainer. It has no state, so a copy in another process records there."""
+
+    reads_outputs = False
+
+    def __init__(self) -> None:
+        self._steps = 0
+        """The run's steps at its latest batch."""
+
+    @property
+    def _recording(self) -> Recording:
+        found = active_recording()
+        assert found is not None, "a Trainer has a RungRecorder under a rung only"
+        return found
+
+    def setup(self, trainer: Trainer, module: Module, stage: str) -> None:
+        if stage == "fit":
+            strategy = trainer.strategy
+            facts = {
+                "strategy": strategy.name,
+                "precision": strategy.precision.name,
+                "processes": trainer.world_size,
+                "device": strategy.root_device.type,
+            }
+            self._recording.begin("Trainer", strategy.root_device, facts)
+
+    def on_train_start(self, trainer: Trainer, module: Module) -> None:
+        self._steps = trainer.global_step
+        if trainer.resume_source:
+            self._recording.note_resumed(trainer.resume_source)
+
+    def on_train_epoch_start(self, trainer: Trainer, module: Module) -> None:
+        self._recording.note_pause()
+
+    def on_train_batch_end(self, trainer: Trainer, module: Module, outputs: Any, batch: Any, batch_idx: int) -> None:
+        recording, made = self._recording, trainer.global_step - self._steps
+        if not trainer.is_dummy_batch:
+            recording.note_batch(batch_samples(batch))
+        if made:
+            recording.note_steps(made)
+        self._steps += made
+
+    def on_validation_start(self, trainer: Trainer, module: Module) -> None:
+        self._recording.note_pause()
+
+    def on_validation_end(self, trainer: Trainer, module: Module) -> None:
+        if not trainer.sanity_checking:
+            self._recording.note_metrics("validation", trainer.callback_metrics)
+
+    def on_test_end(self, trainer: Trainer, module: Module) -> None:
+        self._recording.note_metrics("test", trainer.callback_metrics)
+
+    def on_fit_end(self, trainer: Trainer, module: Module) -> None:
+        self._recording.end()
+
+    def teardown(self, trainer: Trainer, module: Module, stage: str) -> None:
+        self._recording.write()
+
+
+def trainer_arguments(active: ActiveRung, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a Trainer that differ under a rung; its strategy, devices and precision are set in the Engine."""
+    if is_aside():
+        return {}
+    rung, changed = active.rung, dict[str, Any]()
+    if rung.steps is not None and not given.get("fast_dev_run"):
+        most = given.get("max_steps", -1)
+        is_less = isinstance(most, int) and -1 < most < rung.steps
+        changed["max_steps"] = active.replace("max_steps", most, most if is_less else rung.steps)
+        least = given.get("min_steps")
+        if isinstance(least, int) and least > changed["max_steps"]:
+            changed["min_steps"] = active.replace("min_steps", least, None)
+    if rung.compile is not None:
+        options = given.get("compile", False)
+        changed["compile"] = active.replace("compile", options, (options or True) if rung.compile else False)
+    own: Any = given.get("callbacks")
+    several = isinstance(own, Iterable) and not isinstance(own, str)
+    changed["callbacks"] = [*(own if several else [] if own is None else [own]), RungRecorder()]
+    return changed

@@ -1,0 +1,195 @@
+"""Recording: what a process does under the rung of a ladder. It writes rank0.json and so on into the rung's folder."""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import json
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trainwright.distributed.environment import Environment
+from trainwright.ladder.steady_rate import steady_rate
+from trainwright.ladder.step_clock import StepClock
+from trainwright.rung import ActiveRung, active_rung
+
+MOST_POINTS = 5_000
+"""Steps whose times are written; of more, every second, third or so on."""
+
+
+def active_recording() -> Recording | None:
+    """Return this process's recording; None if no ladder has started it."""
+    active = active_rung()
+    return None if active is None else _recording(active)
+
+
+@functools.cache
+def _recording(active: ActiveRung) -> Recording:
+    return Recording(active)
+
+
+class Recording:
+    """The steps, samples, times, memory and metrics of this process. Times count from the start of a fit, or of a loop.
+
+    Several fits of a script follow each other without what is between them.
+    """
+
+    def __init__(self, active: ActiveRung) -> None:
+        self.active, self.rung = active, active.rung
+        self._owner = ""
+        self._facts: dict[str, Any] = {}
+        self._device = torch.device("cpu")
+        self._clock: StepClock | None = None
+        self._rows: list[tuple[int, float, int, bool]] = []
+        """Of each step in the present fit: its number, its samples, its batches, and whether only training led to it."""
+        self._steps = 0
+        self._samples, self._batches = 0.0, 0
+        """Since the latest step."""
+        self._is_steady = True
+        self._lacks_samples = False
+        self._points: list[tuple[int, float, float, int, bool]] = []
+        """The rows of earlier fits, with the second at which each ended after its number."""
+        self._total = 0.0
+        self._metrics: dict[str, dict[str, float]] = {}
+        self._logged: dict[str, Any] = {}
+        self._resumed = ""
+        self._is_cut = False
+
+    def note_made(self, owner: str) -> None:
+        """Note that a Trainer or an Accelerator was made; the first one writes a record without steps."""
+        self._owner = self._owner or owner
+        if not self._path.exists():
+            self.write()
+
+    def begin(self, owner: str, device: torch.device, facts: Mapping[str, Any]) -> None:
+        """Begin the clock of a fit, or of a loop that ends with the process."""
+        if self._clock is not None:
+            self.end(at_latest_step=True)
+        elif not self._points:
+            atexit.register(self.write)  # a loop does not say when it ends
+        self._owner, self._device, self._facts = owner, device, dict(facts)
+        self._clock, self._is_steady = StepClock(device), False
+        self._samples, self._batches = 0.0, 0
+
+    def note_resumed(self, source: str) -> None:
+        """Note that the training did not begin at its first step."""
+        self._resumed = source
+
+    def note_batch(self, samples: int | None) -> None:
+        """Note a batch that is trained, with its samples if it shows them."""
+        self._lacks_samples = self._lacks_samples or samples is None
+        self._samples += samples or 0
+        self._batches += 1
+
+    def note_pause(self) -> None:
+        """Note that the time up to the next step is not that of training alone."""
+        self._is_steady = False
+
+    def note_steps(self, count: int) -> None:
+        """Note that optimizers have stepped so many times since the latest batch."""
+        self._steps += count
+        if self._clock is not None:
+            self._clock.mark()
+            self._rows.append((self._steps, self._samples, self._batches, self._is_steady))
+        self._samples, self._batches, self._is_steady = 0.0, 0, True
+
+    def count_step(self) -> None:
+        """Note a further step of another optimizer, on the same batch."""
+        self._steps += 1
+
+    def end(self, *, at_latest_step: bool = False) -> None:
+        """End the clock now, or with `at_latest_step` at the latest step. It waits for the device."""
+        if self._clock is None:
+            return
+        if not at_latest_step:
+            self._clock.wait()
+            self._clock.mark()
+        seconds = self._clock.read()
+        for row, end in zip(self._rows, seconds[1:], strict=False):
+            self._points.append((row[0], self._total + end, *row[1:]))
+        self._total += seconds[-1]
+        self._clock, self._rows = None, []
+
+    def cut(self) -> None:
+        """End a loop: the rung has made its steps, the same number on every rank."""
+        self._is_cut = True
+        self.end(at_latest_step=True)
+        self.write()
+        if Environment.detect().rank == 0:
+            print(f"trainwright: the rung ends this loop after {self.rung.steps} steps.", file=sys.stderr, flush=True)
+        raise SystemExit(0)
+
+    def note_metrics(self, stage: str, values: Mapping[str, Any]) -> None:
+        """Note the metrics of an evaluation: the latest of each stage."""
+        self._metrics[stage] = {name: float(value) for name, value in values.items()}
+
+    def note_logged(self, values: Mapping[str, Any]) -> None:
+        """Note what a loop has logged: the latest value of each name."""
+        for name, value in values.items():
+            # Read at the end only, since reading a tensor waits for its device.
+            self._logged[name] = value.detach().clone() if isinstance(value, torch.Tensor) else value
+
+    def write(self) -> None:
+        """Write the record, as a whole."""
+        self.end(at_latest_step=True)
+        ends = [row[1] for row in self._points]
+        steady = [row[4] for row in self._points]
+        spacing = -(-len(self._points) // MOST_POINTS) or 1
+        kept = self._points[spacing - 1 :: spacing]
+        record = {
+            "owner": self._owner,
+            "steps": self._steps,
+            "seconds": self._total,
+            "points": [[row[0], round(row[1], 6)] for row in kept],
+            "samples_per_second": None
+            if self._lacks_samples
+            else steady_rate(ends, [row[2] for row in self._points], steady),
+            "batches_per_second": steady_rate(ends, [row[3] for row in self._points], steady),
+            "peak_bytes": peak_bytes(self._device),
+            "metrics": self._metrics,
+            "logged": {name: number for name, value in self._logged.items() if (number := _number(value)) is not None},
+            "replaced": self.active.replaced,
+            "has_seeded": self.active.has_seeded,
+            "resumed": self._resumed,
+            "is_cut": self._is_cut,
+            "facts": self._facts,
+        }
+        temporary = self._path.with_suffix(f".{os.getpid()}.tmp")
+        temporary.write_text(json.dumps(record), encoding="utf-8")
+        temporary.replace(self._path)
+
+    @property
+    def _path(self) -> Path:
+        return Path(self.rung.folder) / f"rank{Environment.detect().rank}.json"
+
+
+def _number(value: Any) -> float | None:
+    try:
+        return float(value)
+    except (TypeError, ValueError, RuntimeError):
+        return None
+
+
+def peak_bytes(device: torch.device) -> int | None:
+    """Return the most memory that this process has had: allocated on its accelerator, or else resident in the host's."""
+    if device.type != "cpu":
+        module: Any = torch.get_device_module(device)
+        try:
+            return int(module.max_memory_allocated(device))
+        except (AttributeError, RuntimeError, NotImplementedError, TypeError):
+            return None
+    status = Path("/proc/self/status")
+    if status.exists():
+        # Not getrusage, whose peak a process takes over from the one that started it.
+        found = [line.split()[1] for line in status.read_text().splitlines() if line.startswith("VmHWM:")]
+        if found:
+            return int(found[0]) * 1024
+    import resource
+
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
