@@ -119,3 +119,20 @@ def test_a_rung_does_not_resume_what_an_earlier_one_has_left(monkeypatch: pytest
     trainer.fit(Classifier(), make_loader(), ckpt_path="auto")
     assert active.replaced["ckpt_path"] == ("'auto'", "None")
     assert trainer.state.total_batches == 11
+
+
+@pytest.mark.filterwarnings("ignore:ModelCheckpoint monitors 'val_loss', which was not logged yet")
+def test_a_training_that_a_rung_cuts_short_is_tested_without_a_best_checkpoint(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    active = set_rung(monkeypatch, tmp_path / "rung", steps=2)
+    best = tw.ModelCheckpoint(monitor="val_loss")
+    settings = {**QUIET, "enable_checkpointing": True, "default_root_dir": str(tmp_path / "root")}
+    trainer = tw.Trainer(max_epochs=1, callbacks=[best], num_sanity_val_steps=0, **settings)
+    module = Classifier()
+    trainer.fit(module, make_loader(), make_loader())
+    assert trainer.global_step == 2
+    assert not best.best_model_path
+    for given in ("best", best.best_model_path):
+        trainer.test(module, make_loader(), ckpt_path=given)
+    assert active.replaced["ckpt_path"] == ("'best'", "None")

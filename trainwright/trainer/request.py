@@ -52,6 +52,9 @@ def read_evaluation(
     if model is None and ckpt_path is None and best:
         ckpt_path = "best"
         latest.trainer.print(f"trainer.{call} was given no module: it takes the best checkpoint, {best}")
+    active = active_rung() if ckpt_path in ("", "best") and not best else None
+    if active is not None and active.rung.steps is not None:
+        ckpt_path = active.replace("ckpt_path", ckpt_path, None)  # ended within its first epoch, the run has no best one
     module: Any = model if model is not None else latest.module
     check_module(module, [] if stage == "predict" else [f"{stage}_step"], call)
     loaders, given_datamodule = read_datamodule(loaders, datamodule, "dataloaders", call)
