@@ -59,6 +59,7 @@ def test_runs_that_do_not_finish(fake: Path, capsys: pytest.CaptureFixture[str])
     assert "bf16-mixed failed: exit code 3: ValueError: it broke. Its output is in" in said
     assert "compile timed out: it had not ended after 1 s." in said
     assert "fsdp was left out: Run: pip install it." in said
+    assert "The ladder was interrupted; this is what it has." in said
     assert "Keep the script unchanged: no other rung is faster." in said
     assert (folder / "bf16-mixed/output.log").read_text().startswith("first line\n")
     assert (folder / "unchanged/arguments").read_text() == "train.py --lr 1\n"
@@ -82,7 +83,7 @@ def test_seeds(fake: Path, capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_run_that_resumes_an_earlier_one(fake: Path, capsys: pytest.CaptureFixture[str]) -> None:
     resumed = json.dumps({**vars(record(resumed="last.ckpt"))})
     interpreter = fake / "interpreter"
-    interpreter.write_text(f"{FAKE}echo '{resumed}' > $RECORD\n")  # the next one
+    interpreter.write_text(f"{FAKE}echo '{resumed}' > $RECORD\n")  # that of the next run
     assert ladder_command(["--rungs", "16-mixed", "--out", "out", "train.py"], None) == 0
     assert "16-mixed failed: it resumed from last.ckpt, where an earlier run has left it" in capsys.readouterr().out
 

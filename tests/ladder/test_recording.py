@@ -113,6 +113,7 @@ class Loop:
                 optimizer.step()
         with torch.no_grad():
             correct = sum(int((net(inputs).argmax(1) == targets).sum()) for inputs, targets in test)
+        accelerator.load_state(accelerator.save_state())  # as of the best weights, which is no resume
         accelerator.log({"test_acc": torch.tensor(correct / 8)})
         accelerator.end_training()
 
@@ -143,6 +144,7 @@ def test_a_loop(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert record.batches_per_second is not None
     assert record.samples_per_second == pytest.approx(4 * record.batches_per_second)
     assert record.logged.keys() == {"test_acc"}
+    assert not record.resumed
     assert not record.is_cut
 
 

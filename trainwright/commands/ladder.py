@@ -151,7 +151,6 @@ class Ladder:
                         self._say(f"trainwright ladder: {error}")
                         return 2
         except KeyboardInterrupt:
-            self._say("\nThe ladder was interrupted; this is what it has.")
             code = INTERRUPTED
         if UNCHANGED in self.results and self.results[UNCHANGED].state == "finished":
             self._report(f"The ladder of {script}")
@@ -185,9 +184,9 @@ class Ladder:
 
     def _checked(self, attempt: Attempt) -> Attempt:
         """Return the run, as a failed one if it has resumed a training that the unchanged script did not resume."""
-        record, first = attempt.record, self.results.get(UNCHANGED)
-        before = "" if first is None or first.attempts[0].record is None else first.attempts[0].record.resumed
-        if attempt.state != "finished" or record is None or record.resumed == before:
+        first = self.results[UNCHANGED].attempts[0] if UNCHANGED in self.results else attempt
+        record, before = attempt.record, first.record
+        if attempt.state != "finished" or record is None or before is None or record.resumed == before.resumed:
             return attempt
         reason = (
             f"it resumed from {record.resumed}, where an earlier run has left it; let each run begin at its first step"
@@ -204,10 +203,13 @@ class Ladder:
         comparison = Comparison(list(self.results.values()), self.metric)
         choice = list(choice_lines(comparison, self.climb.command))
         sentences = list(notes(comparison, self.climb.command, self.device_type))
+        # First, since what has interrupted the ladder may be the end of its terminal.
+        paths = write_files(self.climb.folder, title, comparison, [*choice, *sentences])
+        if any(each.state == "interrupted" for each in comparison.results):
+            self._say("\nThe ladder was interrupted; this is what it has.")
         print("\n".join(["", *terminal_table(comparison, terminal_width(sys.stdout)), ""]))
         for each in [*sentences, "", *choice]:
             print(each) if each.startswith("    ") else self._say(each)
-        paths = write_files(self.climb.folder, title, comparison, [*choice, *sentences])
         self._say(f"\nWritten: {', '.join(os.path.relpath(path) for path in paths)}")
 
     def _say(self, text: str) -> None:

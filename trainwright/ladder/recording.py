@@ -77,8 +77,9 @@ class Recording:
         self._samples, self._batches = 0.0, 0
 
     def note_resumed(self, source: str) -> None:
-        """Note that the training did not begin at its first step."""
-        self._resumed = source
+        """Note that the training does not begin at its first step; a load after a step, as of the best weights, is none."""
+        if not self._steps:
+            self._resumed = source
 
     def note_batch(self, samples: int | None) -> None:
         """Note a batch that is trained, with its samples if it shows them."""
