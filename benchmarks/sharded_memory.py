@@ -1,0 +1,139 @@
+"""The memory of each rank under every strategy, measured, and the largest network in a fixed budget.
+
+Four families of networks (benchmarks/memory_models.py) train for two steps of Adam in float32 on real gloo ranks. Each rank
+counts the bytes of its parameters, gradients, optimizer state and saved activations; the rank that holds most is shown, beside
+the package's estimate of the first three. The peak is that of the process, which also has buffers of the communication that
+no tensor shows. Then the widest network of the family is searched whose bytes, activations included, fit in the budget.
+
+    python benchmarks/sharded_memory.py [--ranks 2,4] [--families text,speech] [--strategies ddp,fsdp] [--budget 256]
+    python benchmarks/sharded_memory.py --small --ranks 2          # narrow networks, to try it
+
+The table, the records and a picture are written to benchmarks/out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from memory_models import FAMILIES
+from memory_picture import PARTS, Record, draw, of_ddp, total
+
+STRATEGIES = ("ddp", "ddp_sharded", "deepspeed_stage_1", "deepspeed_stage_2", "fsdp", "deepspeed_stage_3")
+PACKAGES = {"ddp_sharded": "fairscale", "deepspeed": "deepspeed"}
+"""What a strategy needs, by the beginning of its name."""
+BUDGET = 256
+"""MiB of a rank."""
+SMALL_WIDTH, SMALL_BUDGET = 64, 16
+GIVES_BACK = {"MALLOC_MMAP_THRESHOLD_": str(2**16)}
+"""What makes glibc give back each larger piece of memory as soon as it is freed, at a cost of time."""
+PATIENCE_SECONDS = 3600.0
+MIB = 2**20
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def run_job(family: str, ranks: int, options: argparse.Namespace, out: Path) -> None:
+    """Measure one family on a number of ranks; its records are added to the file."""
+    settings = {"family": family, "strategies": ",".join(options.strategies), "ranks": ranks, "out": out}
+    settings |= {"width": SMALL_WIDTH if options.small else 0, "budget": options.budget}
+    command = [sys.executable, "-m", "trainwright.launch.processes", "--num-processes", str(ranks), "--"]
+    command += [sys.executable, str(Path(__file__).with_name("memory_job.py"))]
+    command += [part for key, value in settings.items() for part in (f"--{key}", str(value))]
+    variables = {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", **GIVES_BACK}
+    variables["PYTHONPATH"] = f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
+    done = subprocess.run(
+        command, env={**os.environ, **variables}, capture_output=True, text=True, timeout=PATIENCE_SECONDS, check=False
+    )
+    if done.returncode != 0:
+        sys.exit(f"{family} on {ranks} ranks ended with {done.returncode}:\n{(done.stdout + done.stderr)[-6000:]}")
+
+
+def tables(records: list[Record]) -> Iterator[str]:
+    """Yield the lines of both tables, in Markdown."""
+    yield "| network | ranks | strategy | parameters | gathered | gradients | optimizer | these | estimate | activations | peak |"
+    yield "|---|---|---|---|---|---|---|---|---|---|---|"
+    for each in (record for record in records if record["kind"] == "table"):
+        title = f"{FAMILIES[each['family']].title}, {each['count'] / 1e6:.1f} M"
+        without = total(each) - each["activations"]
+        sizes = [*(each[part] for part in PARTS[:4]), without, each["estimate"], each["activations"], each["peak"]]
+        cells = " | ".join(f"{size / MIB:.1f}" for size in sizes)
+        yield f"| {title} | {each['ranks']} | `{each['strategy']}` | {cells} |"
+    largest = [record for record in records if record["kind"] == "largest"]
+    if largest:
+        yield ""
+        yield f"| network in {largest[0]['budget'] // MIB} MiB a rank | ranks | strategy | width | parameters | of ddp's | MiB a rank | peak |"
+        yield "|---|---|---|---|---|---|---|---|"
+    for each in largest:
+        base = of_ddp(each, largest)
+        times = "" if base is None else f"{each['count'] / base:.2f}"
+        yield (
+            f"| {FAMILIES[each['family']].title} | {each['ranks']} | `{each['strategy']}` | {each['width']} | "
+            f"{each['count'] / 1e6:.1f} M | {times} | {total(each) / MIB:.1f} | {each['peak'] / MIB:.1f} |"
+        )
+
+
+def choose(given: str, known: Iterable[str], flag: str, parser: argparse.ArgumentParser) -> list[str]:
+    chosen = given.split(",") if given else list(known)
+    if unknown := [each for each in chosen if each not in known]:
+        parser.error(f"{flag} {unknown[0]!r} is unknown; choose from {', '.join(known)}")
+    return chosen
+
+
+def parse_options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", default="2,4", help="numbers of processes, comma-separated")
+    parser.add_argument("--families", default="", help=f"of {', '.join(FAMILIES)}, comma-separated")
+    parser.add_argument("--strategies", default="", help=f"of {', '.join(STRATEGIES)}, comma-separated")
+    parser.add_argument("--budget", type=int, help="MiB of a rank for the largest network; 0 leaves that out")
+    parser.add_argument("--small", action="store_true", help="narrow networks, to try it")
+    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "out", help="the folder for what it writes")
+    options = parser.parse_args()
+    options.families = choose(options.families, FAMILIES, "--families", parser)
+    options.strategies = choose(options.strategies, STRATEGIES, "--strategies", parser)
+    if not all(each.isdigit() and int(each) > 1 for each in options.ranks.split(",")):
+        parser.error(f"--ranks {options.ranks}: numbers of processes from 2 on, such as 2,4")
+    options.ranks = [int(each) for each in options.ranks.split(",")]
+    if options.budget is None:
+        options.budget = SMALL_BUDGET if options.small else BUDGET
+    if options.budget < 0:
+        parser.error(f"--budget {options.budget}: MiB, or 0")
+    missing = {
+        package: [name for name in options.strategies if name.startswith(beginning)]
+        for beginning, package in PACKAGES.items()
+        if importlib.util.find_spec(package) is None
+    }
+    for package, names in missing.items():
+        if names:
+            print(f"left out, because {package} is not installed: {', '.join(names)}", file=sys.stderr)
+            options.strategies = [name for name in options.strategies if name not in names]
+    return options
+
+
+def main() -> None:
+    options = parse_options()
+    options.out.mkdir(parents=True, exist_ok=True)
+    out = options.out / "sharded_memory.jsonl"
+    out.write_text("")
+    for ranks in options.ranks:
+        for family in options.families:
+            start = time.perf_counter()
+            run_job(family, ranks, options, out)
+            print(f"{family} on {ranks} ranks: {time.perf_counter() - start:.0f} s", file=sys.stderr, flush=True)
+    records = [json.loads(line) for line in out.read_text().splitlines()]
+    text = "\n".join(tables(records))
+    out.with_suffix(".md").write_text(text + "\n")
+    print(text)
+    if importlib.util.find_spec("matplotlib") is not None:
+        draw(out.with_suffix(".png"), records)
+        print(f"\npicture: {out.with_suffix('.png')}")
+
+
+if __name__ == "__main__":
+    main()
