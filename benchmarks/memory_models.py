@@ -1,10 +1,11 @@
-"""The models of benchmarks/sharded_memory.py: four families that differ in what fills the memory, each with one size, its width.
+"""The networks of benchmarks/sharded_memory.py: four families that differ in what fills the memory.
 
-A network's forward takes a batch and returns the loss.
+The size of a network is its width. Its forward takes a batch and returns the loss.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -149,7 +150,7 @@ class SwavResNet(nn.Module):
         sizes = [width, width, 2 * width, 4 * width, 8 * width]
         blocks = [
             (ResidualBlock(before, after, 1 + (before != after)), ResidualBlock(after, after, 1))
-            for before, after in zip(sizes, sizes[1:], strict=False)
+            for before, after in itertools.pairwise(sizes)
         ]
         self.stages = nn.Sequential(*(block for pair in blocks for block in pair))
         self.head = nn.Sequential(nn.Linear(8 * width, 512), nn.BatchNorm1d(512), nn.ReLU(), nn.Linear(512, 128))

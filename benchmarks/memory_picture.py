@@ -1,4 +1,4 @@
-"""The picture of benchmarks/sharded_memory.py: what fills a rank under each strategy, and the largest networks in the budget."""
+"""The picture of benchmarks/sharded_memory.py: what fills a rank under each strategy, and the largest networks in a budget."""
 
 from __future__ import annotations
 

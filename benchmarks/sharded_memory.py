@@ -36,6 +36,10 @@ GIVES_BACK = {"MALLOC_MMAP_THRESHOLD_": str(2**16)}
 """What makes glibc give back each larger piece of memory as soon as it is freed, at a cost of time."""
 PATIENCE_SECONDS = 3600.0
 MIB = 2**20
+HEAD = (
+    "network | ranks | strategy | parameters | gathered | gradients | optimizer | these | estimate | activations | peak"
+)
+LARGEST_HEAD = "network | ranks | strategy | width | parameters | of ddp's | MiB | peak"
 ROOT = Path(__file__).resolve().parents[1]
 
 
@@ -56,27 +60,29 @@ def run_job(family: str, ranks: int, options: argparse.Namespace, out: Path) -> 
 
 
 def tables(records: list[Record]) -> Iterator[str]:
-    """Yield the lines of both tables, in Markdown."""
-    yield "| network | ranks | strategy | parameters | gathered | gradients | optimizer | these | estimate | activations | peak |"
-    yield "|---|---|---|---|---|---|---|---|---|---|---|"
+    """Yield the lines of both tables, in Markdown; sizes are MiB a rank."""
+    yield from head(HEAD)
     for each in (record for record in records if record["kind"] == "table"):
-        title = f"{FAMILIES[each['family']].title}, {each['count'] / 1e6:.1f} M"
         without = total(each) - each["activations"]
         sizes = [*(each[part] for part in PARTS[:4]), without, each["estimate"], each["activations"], each["peak"]]
-        cells = " | ".join(f"{size / MIB:.1f}" for size in sizes)
-        yield f"| {title} | {each['ranks']} | `{each['strategy']}` | {cells} |"
-    largest = [record for record in records if record["kind"] == "largest"]
-    if largest:
-        yield ""
-        yield f"| network in {largest[0]['budget'] // MIB} MiB a rank | ranks | strategy | width | parameters | of ddp's | MiB a rank | peak |"
-        yield "|---|---|---|---|---|---|---|---|"
+        title = f"{FAMILIES[each['family']].title}, {each['count'] / 1e6:.1f} M"
+        yield row(title, each["ranks"], f"`{each['strategy']}`", *(f"{size / MIB:.1f}" for size in sizes))
+    if largest := [record for record in records if record["kind"] == "largest"]:
+        yield f"\nThe largest in {largest[0]['budget'] // MIB} MiB:\n"
+        yield from head(LARGEST_HEAD)
     for each in largest:
         base = of_ddp(each, largest)
-        times = "" if base is None else f"{each['count'] / base:.2f}"
-        yield (
-            f"| {FAMILIES[each['family']].title} | {each['ranks']} | `{each['strategy']}` | {each['width']} | "
-            f"{each['count'] / 1e6:.1f} M | {times} | {total(each) / MIB:.1f} | {each['peak'] / MIB:.1f} |"
-        )
+        cells = [each["width"], f"{each['count'] / 1e6:.1f} M", "" if base is None else f"{each['count'] / base:.2f}"]
+        cells += [f"{size / MIB:.1f}" for size in (total(each), each["peak"])]
+        yield row(FAMILIES[each["family"]].title, each["ranks"], f"`{each['strategy']}`", *cells)
+
+
+def head(names: str) -> list[str]:
+    return [row(names), f"|{'---|' * (names.count('|') + 1)}"]
+
+
+def row(*cells: object) -> str:
+    return f"| {' | '.join(map(str, cells))} |"
 
 
 def choose(given: str, known: Iterable[str], flag: str, parser: argparse.ArgumentParser) -> list[str]:

@@ -3,7 +3,7 @@
     python examples/sharded_bert.py
     python examples/sharded_bert.py --strategies fsdp --pretrained bert-base-uncased --batch-size 8
 
-The film reviews are those of examples/imdb: made, or the published ones (--data). The BERT is small and made from its config, or
+The film reviews are those of examples/imdb: made, or the published ones (--data). The BERT is small and made from a config, or
 a pretrained one. Under each strategy the same Module trains in two processes; its best checkpoint is then loaded as a plain
 module and tested under ddp. The metrics, the checkpoints and a picture are written to runs/sharded_bert.
 """
@@ -21,8 +21,8 @@ from transformers.models.bert.modeling_bert import BertLayer
 import trainwright as tw
 
 sys.path.append(str(Path(__file__).parent / "imdb"))
-import archive  # noqa: E402
-import reviews  # noqa: E402
+import archive
+import reviews
 
 STRATEGIES = ("ddp", "ddp_sharded", "deepspeed_stage_1", "deepspeed_stage_2", "fsdp", "deepspeed_stage_3")
 
@@ -37,7 +37,7 @@ def make_strategy(name):
 
 
 class ReviewClassifier(tw.Module):
-    def __init__(self, vocabulary=1000, width=128, layers=2, learning_rate=1e-3, pretrained=None):
+    def __init__(self, vocabulary=1000, width=64, layers=2, learning_rate=1e-3, pretrained=None):
         super().__init__()
         self.save_hyperparameters()
         if pretrained:
@@ -138,7 +138,7 @@ def main():
     parser.add_argument("--devices", type=int, default=2)
     parser.add_argument("--epochs", type=int, default=2)
     parser.add_argument("--batch-size", type=int, default=12, help="reviews in a batch of each process")
-    parser.add_argument("--learning-rate", type=float, default=5e-4)
+    parser.add_argument("--learning-rate", type=float, default=1e-3)
     parser.add_argument("--pretrained", metavar="NAME", help="weights from the Hub, such as bert-base-uncased")
     parser.add_argument(
         "--data", default="made", help="made, hub, or the path or URL of aclImdb_v1.tar.gz or its folder"
