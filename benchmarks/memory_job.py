@@ -15,6 +15,7 @@ import math
 import os
 import warnings
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,6 +29,20 @@ from torch.utils.data import DataLoader
 
 import trainwright as tw
 
+BUCKET = 2**18
+"""The elements of a small bucket."""
+SMALL_BUFFERS: dict[str, dict[str, Any]] = {
+    "deepspeed_stage_2 small": {"reduce_bucket_size": BUCKET},
+    "deepspeed_stage_3 small": {
+        "reduce_bucket_size": BUCKET,
+        "stage3_prefetch_bucket_size": BUCKET,
+        "stage3_max_live_parameters": BUCKET,
+        "stage3_max_reuse_distance": BUCKET,
+        "stage3_param_persistence_threshold": 1000,
+        "memory_efficient_linear": True,  # for the whole process from then on, so this strategy comes last
+    },
+}
+"""DeepSpeed's own buffers are made for larger networks: by default they are as large as one of these."""
 STEPS = 2
 """The first makes the optimizer's state, the second has all at once."""
 
@@ -112,21 +127,22 @@ class Count(tw.Callback):
         self.most_parameters, self.most_gradients = 0, 0
         self.whole: dict[int, Tensor] = {}
         """fsdp's gathered parameters, which have the gradients within a backward."""
+        self._handles: list[Any] = []
 
     def on_train_start(self, trainer: Any, module: Any) -> None:
         self.trainer, self.module = trainer, module
         module.parameters_seen.note(self.shards())
-        for each in module.network.modules():
-            each.register_forward_pre_hook(self._before_call)
-        for each in module.parameters():
-            each.register_post_accumulate_grad_hook(self._look)
-        for each in trainer.optimizers:
-            getattr(each, "own", each).register_step_pre_hook(self._look)
+        stepped = [getattr(each, "own", each) for each in trainer.optimizers]
+        self._handles = [
+            *(each.register_forward_pre_hook(self._before_call) for each in module.network.modules()),
+            *(each.register_post_accumulate_grad_hook(self._look) for each in module.parameters()),
+            *(each.register_step_pre_hook(self._look) for each in stepped),
+        ]
         for zero in self._zero_optimizers():
             if hasattr(
                 zero, "_release_ipg_buffers"
             ):  # stages 1 and 2: the bucket and this rank's averages are both there
-                zero._release_ipg_buffers = self._looking(zero._release_ipg_buffers)
+                zero._release_ipg_buffers = partial(self._look_and_call, zero._release_ipg_buffers)
 
     def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
         self._look()
@@ -142,13 +158,20 @@ class Count(tw.Callback):
         parts = (parameters, self.most_parameters - parameters, gradients, optimizer.alive(), module.activations, peak)
         by_rank = trainer.strategy.all_gather(torch.tensor(parts)).reshape(-1, len(parts)).tolist()
         self.held = max((Held(*map(int, each)) for each in by_rank), key=lambda held: held.total)
+        for each in self._handles:  # a tensor's hooks would keep all of this alive
+            each.remove()
+        for zero in self._zero_optimizers():
+            vars(zero).pop("_release_ipg_buffers", None)
+        self._handles.clear()
+        self.whole.clear()
+        del self.trainer, self.module
 
     def _before_call(self, module: nn.Module, inputs: Any) -> None:
         for each in module.parameters():
             if not isinstance(each, DTensor) and each.numel() > 0:
                 self.module.parameters_seen.note([each.data])
                 if id(each) not in self.whole and each.is_leaf:
-                    each.register_post_accumulate_grad_hook(self._look)
+                    self._handles.append(each.register_post_accumulate_grad_hook(self._look))
                     self.whole[id(each)] = each
         self._look()
 
@@ -157,12 +180,9 @@ class Count(tw.Callback):
         self.most_gradients = max(self.most_gradients, self.gradients_seen.alive())
         self.most_parameters = max(self.most_parameters, self.module.parameters_seen.alive())
 
-    def _looking(self, release: Callable[[], None]) -> Callable[[], None]:
-        def look_and_release() -> None:
-            self._look()
-            release()
-
-        return look_and_release
+    def _look_and_call(self, function: Callable[[], None]) -> None:
+        self._look()
+        function()
 
     def shards(self) -> Iterator[Tensor]:
         """Yield this rank's parts of the parameters, as they are kept between steps."""
@@ -212,6 +232,14 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+def make_strategy(name: str, family: Family) -> Any:
+    if name == "fsdp":
+        return tw.FSDPStrategy(auto_wrap_policy={family.block})  # a small network's too
+    if name in SMALL_BUFFERS:
+        return tw.DeepSpeedStrategy(stage=int(name[len("deepspeed_stage_")]), **SMALL_BUFFERS[name])
+    return name
+
+
 def measure(family: Family, width: int, strategy: str) -> Held:
     """Train a network for two steps, and return what the rank that holds most has. Collective: call on every rank."""
     gc.collect()
@@ -220,11 +248,8 @@ def measure(family: Family, width: int, strategy: str) -> Held:
     torch.manual_seed(0)
     module = Measured(family.make(width))
     generator = torch.Generator().manual_seed(0)
-    settings: dict[str, Any] = {"strategy": strategy}
-    if strategy == "fsdp":
-        settings["strategy"] = tw.FSDPStrategy(auto_wrap_policy={family.block})  # a small network's too
     trainer = tw.Trainer(
-        **settings,
+        strategy=make_strategy(strategy, family),
         accelerator="cpu",
         devices=int(os.environ["WORLD_SIZE"]),
         max_steps=STEPS,
@@ -267,7 +292,9 @@ def report(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     for strategy in options.strategies.split(","):
         width = options.width or family.width
         measure(family, family.step, strategy)  # what is imported and allocated once
-        estimate = tw.estimate_memory(family.make(width), torch.optim.Adam, options.ranks).per_device[strategy]
+        estimate = tw.estimate_memory(family.make(width), torch.optim.Adam, options.ranks).per_device[
+            strategy.split()[0]
+        ]
         held = measure(family, width, strategy)
         shared = {"family": options.family, "ranks": options.ranks, "strategy": strategy}
         size = {"width": width, "count": count_parameters(family, width)}

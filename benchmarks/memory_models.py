@@ -209,8 +209,8 @@ class Family:
 
 
 FAMILIES = {
-    "text": Family("text transformer", TextTransformer, texts, Block, width=384, step=16),
-    "image": Family("image GPT", ImageGPT, pixels, Block, width=320, step=16),
-    "speech": Family("speech network", SpeechNetwork, recordings, RecurrentLayer, width=512, step=16),
-    "swav": Family("ResNet, SwAV head", SwavResNet, views, ResidualBlock, width=56, step=2),
+    "text": Family("text transformer", TextTransformer, texts, Block, width=256, step=16),
+    "image": Family("image GPT", ImageGPT, pixels, Block, width=240, step=16),
+    "speech": Family("speech network", SpeechNetwork, recordings, RecurrentLayer, width=352, step=16),
+    "swav": Family("ResNet, SwAV head", SwavResNet, views, ResidualBlock, width=40, step=2),
 }

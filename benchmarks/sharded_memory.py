@@ -5,7 +5,7 @@ counts the bytes of its parameters, gradients, optimizer state and saved activat
 the package's estimate of the first three. The peak is that of the process, which also has buffers of the communication that
 no tensor shows. Then the widest network of the family is searched whose bytes, activations included, fit in the budget.
 
-    python benchmarks/sharded_memory.py [--ranks 2,4] [--families text,speech] [--strategies ddp,fsdp] [--budget 256]
+    python benchmarks/sharded_memory.py [--ranks 2,4] [--families text,speech] [--strategies ddp,fsdp] [--budget 128]
     python benchmarks/sharded_memory.py --small --ranks 2          # narrow networks, to try it
 
 The table, the records and a picture are written to benchmarks/out.
@@ -26,10 +26,20 @@ from pathlib import Path
 from memory_models import FAMILIES
 from memory_picture import PARTS, Record, draw, of_ddp, total
 
-STRATEGIES = ("ddp", "ddp_sharded", "deepspeed_stage_1", "deepspeed_stage_2", "fsdp", "deepspeed_stage_3")
+STRATEGIES = (
+    "ddp",
+    "ddp_sharded",
+    "deepspeed_stage_1",
+    "deepspeed_stage_2",
+    "deepspeed_stage_2 small",
+    "fsdp",
+    "deepspeed_stage_3",
+    "deepspeed_stage_3 small",
+)
+"""Names of strategies; `small` is with small buffers (memory_job.py has their sizes)."""
 PACKAGES = {"ddp_sharded": "fairscale", "deepspeed": "deepspeed"}
 """What a strategy needs, by the beginning of its name."""
-BUDGET = 256
+BUDGET = 128
 """MiB of a rank."""
 SMALL_WIDTH, SMALL_BUDGET = 64, 16
 GIVES_BACK = {"MALLOC_MMAP_THRESHOLD_": str(2**16)}
