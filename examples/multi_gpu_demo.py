@@ -117,7 +117,7 @@ def draw(path, rows):
 def main():
     parser = argparse.ArgumentParser(description="Train one model on several processes, under ddp and DeepSpeed.")
     parser.add_argument("--devices", type=int, default=2)
-    parser.add_argument("--epochs", type=int, default=12)
+    parser.add_argument("--epochs", type=int, default=8)
     parser.add_argument("--folder", type=Path, default=Path("runs/multi_gpu_demo"), help="for the picture")
     options = parser.parse_args()
     train_set, val_set = load_splits()
