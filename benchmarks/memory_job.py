@@ -267,22 +267,27 @@ def count_parameters(family: Family, width: int) -> int:
         return sum(each.numel() for each in family.make(width).parameters())
 
 
-def widest(held_by: Callable[[int], Held], budget: int, start: int, step: int) -> tuple[int, Held] | None:
+def widest(held_by: Callable[[int], Held], budget: int, known: tuple[int, Held], step: int) -> tuple[int, Held] | None:
     """Return the widest network whose bytes fit in the budget, and these; None if the narrowest does not.
 
-    Bytes grow with a power of the width between one and two, so the next width to try is that of two, between those known to
-    fit and not to fit.
+    Bytes grow with a power of the width, which the latest two networks show. So the next one to try is the one that would
+    just fit, but between the widest that is known to fit and the narrowest that is known not to.
     """
     fits: tuple[int, Held] | None = None
-    low, high, width = 0, 0, max(step, start // step * step)
+    low, high, power = 0, 0, 2.0
+    width, held = known
     while high == 0 or high - low > step:
+        before, held_before = width, held
+        wanted = int(before * (budget / held_before.total) ** (1 / power)) // step * step
+        width = max(low + step, min(wanted, high - step if high else 4 * max(before, step)))
         held = held_by(width)
         if held.total <= budget:
             low, fits = width, (width, held)
         else:
             high = width
-        wanted = int(width * math.sqrt(budget / held.total)) // step * step
-        width = max(low + step, min(wanted, high - step if high else 4 * width))
+        if width != before and held.total != held_before.total:
+            power = math.log(held.total / held_before.total) / math.log(width / before)
+            power = min(max(power, 1.0), 2.5)
     return fits
 
 
@@ -301,8 +306,7 @@ def report(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
         yield {**shared, **size, "kind": "table", **held._asdict(), "estimate": estimate}
         if options.budget:
             budget = options.budget * 2**20
-            first = int(width * math.sqrt(budget / held.total))
-            found = widest(lambda width, name=strategy: measure(family, width, name), budget, first, family.step)  # type: ignore[misc]
+            found = widest(partial(measure, family, strategy=strategy), budget, (width, held), family.step)
             if found is not None:
                 width, held = found
                 size = {"width": width, "count": count_parameters(family, width)}

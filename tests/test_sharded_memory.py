@@ -52,7 +52,7 @@ def test_two_ranks_hold_what_the_strategies_promise(tmp_path: Path) -> None:
     assert 0 < fsdp["gathered"] < whole
     assert 0 < ddp["activations"] == zero["activations"] == fsdp["activations"]
     assert min(row["peak"] for row in rows.values()) > 0
-    assert ddp["estimate"] == 5 * whole
+    assert ddp["estimate"] == pytest.approx(5 * whole, rel=0.001)
     table = (tmp_path / "sharded_memory.md").read_text()
     assert table in done.stdout
     assert f"| text transformer, 0.5 M | 2 | `ddp` | {whole / 2**20:.1f} | 0.0 |" in table
@@ -67,10 +67,12 @@ def test_the_search_ends_at_the_widest_that_fits(job: ModuleType, start: int) ->
         tried.append(width)
         return job.Held(width * width, 0, 0, 0, 100 * width, 0)
 
-    width, held = job.widest(held_by, 40_000, start, 16)
+    known = start, held_by(start)
+    tried.clear()
+    width, held = job.widest(held_by, 40_000, known, 16)
     assert (width, held.total) == (144, 144 * 144 + 14_400)
-    assert len(tried) == len(set(tried)) < 9
-    assert job.widest(held_by, 100, start, 16) is None
+    assert len(tried) == len(set(tried)) < 6
+    assert job.widest(held_by, 100, known, 16) is None
 
 
 @pytest.mark.parametrize(

@@ -107,8 +107,7 @@ def test_the_notebook_is_kept_with_its_outputs() -> None:
     nbformat.validate(notebook)
     said = "\n".join(outputs(notebook))
     assert re.search(r"^one process +\S+ %\nddp +\S+ %\nDeepSpeed, stage 2 +\S+ %$", said, re.MULTILINE)
-    assert "RuntimeError: the ranks have met in different calls: rank 0 in a save of" in said
-    assert "callbacks[0].file" in said
+    assert "callbacks[0].lock (lock) cannot be copied" in said
     assert "image/png" in said
     assert str(Path.home()) not in said
     assert "Traceback" not in said
