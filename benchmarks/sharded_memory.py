@@ -46,11 +46,11 @@ GIVES_BACK = {"MALLOC_MMAP_THRESHOLD_": str(2**16)}
 """What makes glibc give back each larger piece of memory as soon as it is freed, at a cost of time."""
 PATIENCE_SECONDS = 3600.0
 MIB = 2**20
+ROOT = Path(__file__).resolve().parents[1]
 HEAD = (
     "network | ranks | strategy | parameters | gathered | gradients | optimizer | these | estimate | activations | peak"
 )
-LARGEST_HEAD = "network | ranks | strategy | width | parameters | of ddp's | MiB | peak"
-ROOT = Path(__file__).resolve().parents[1]
+LARGEST_ROOT = Path(__file__).resolve().parents[1]
 
 
 def run_job(family: str, ranks: int, options: argparse.Namespace, out: Path) -> None:
@@ -70,29 +70,54 @@ def run_job(family: str, ranks: int, options: argparse.Namespace, out: Path) -> 
 
 
 def tables(records: list[Record]) -> Iterator[str]:
-    """Yield the lines of both tables, in Markdown; sizes are MiB a rank."""
-    yield from head(HEAD)
-    for each in (record for record in records if record["kind"] == "table"):
-        without = total(each) - each["activations"]
-        sizes = [*(each[part] for part in PARTS[:4]), without, each["estimate"], each["activations"], each["peak"]]
-        title = f"{FAMILIES[each['family']].title}, {each['count'] / 1e6:.1f} M"
-        yield row(title, each["ranks"], f"`{each['strategy']}`", *(f"{size / MIB:.1f}" for size in sizes))
-    if largest := [record for record in records if record["kind"] == "largest"]:
-        yield f"\nThe largest in {largest[0]['budget'] // MIB} MiB:\n"
-        yield from head(LARGEST_HEAD)
-    for each in largest:
-        base = of_ddp(each, largest)
-        cells = [each["width"], f"{each['count'] / 1e6:.1f} M", "" if base is None else f"{each['count'] / base:.2f}"]
-        cells += [f"{size / MIB:.1f}" for size in (total(each), each["peak"])]
-        yield row(FAMILIES[each["family"]].title, each["ranks"], f"`{each['strategy']}`", *cells)
+    """Yield the lines of both tables, in Markdown; sizes are MiB of the rank that holds most."""
+    ranks = list(dict.fromkeys(each["ranks"] for each in records))
+    families = list(dict.fromkeys(each["family"] for each in records))
+    strategies = list(dict.fromkeys(each["strategy"] for each in records))
+    found = {(each["kind"], each["family"], each["strategy"], each["ranks"]): each for each in records}
+    parts = "parameters + gathered + gradients + optimizer"
+    yield from head(
+        "network", "strategy", *(f"{each} ranks: {parts} | estimate | activations | peak" for each in ranks)
+    )
+    for family in families:
+        for strategy in strategies:
+            chosen = [found["table", family, strategy, each] for each in ranks]
+            title = f"{FAMILIES[family].title}, {chosen[0]['count'] / 1e6:.1f} M"
+            yield row(title, f"`{strategy}`", *map(held_text, chosen))
+    if largest := [each for each in records if each["kind"] == "largest"]:
+        budget = largest[0]["budget"] // MIB
+        yield f"\nThe largest networks in {budget} MiB: million parameters, and how many times those of `ddp`.\n"
+        columns = [(family, number) for family in families for number in ranks]
+        yield from head("strategy", *(f"{FAMILIES[family].title}, {number} ranks" for family, number in columns))
+        for strategy in strategies:
+            chosen = [found.get(("largest", family, strategy, number)) for family, number in columns]
+            yield row(f"`{strategy}`", *(largest_text(each, largest) for each in chosen))
 
 
-def head(names: str) -> list[str]:
-    return [row(names), f"|{'---|' * (names.count('|') + 1)}"]
+def held_text(record: Record) -> str:
+    without = total(record) - record["activations"]
+    parts = " + ".join(f"{record[part] / MIB:.1f}" for part in PARTS[:4])
+    # The estimate is that of the buffers' own sizes.
+    estimate = "" if record["strategy"].endswith("small") else f"{record['estimate'] / MIB:.1f}"
+    return (
+        f"{parts} = {without / MIB:.1f} | {estimate} | {record['activations'] / MIB:.1f} | {record['peak'] / MIB:.1f}"
+    )
 
 
-def row(*cells: object) -> str:
-    return f"| {' | '.join(map(str, cells))} |"
+def largest_text(record: Record | None, largest: list[Record]) -> str:
+    if record is None:
+        return "none"
+    base = of_ddp(record, largest)
+    return f"{record['count'] / 1e6:.1f}" + ("" if base is None else f" ({record['count'] / base:.2f})")
+
+
+def head(*names: str) -> list[str]:
+    line = row(*names)
+    return [line, f"|{'---|' * (line.count('|') - 1)}"]
+
+
+def row(*cells: str) -> str:
+    return f"| {' | '.join(cells)} |"
 
 
 def choose(given: str, known: Iterable[str], flag: str, parser: argparse.ArgumentParser) -> list[str]:
