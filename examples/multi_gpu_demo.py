@@ -147,8 +147,8 @@ def main():
     )
     uses = trainer.strategy.reduce(module.uses, reduce_op="sum")
     trainer.print(
-        f"samplers: each image was used {int(uses.min())} to {int(uses.max())} times in {options.epochs} epochs, without a "
-        "DistributedSampler"
+        f"samplers: in {options.epochs} epochs the image used least was used {int(uses.min())} times, the one used most "
+        f"{int(uses.max())} times, without a DistributedSampler"
     )
     trainer.print(f"a save on rank 0 alone: {refusal(options, Digits(), SaveOnRankZero())}")
     trainer.print(f"a layer that no loss uses: {refusal(options, Digits(has_spare_layer=True))}")

@@ -137,7 +137,7 @@ def main():
     parser.add_argument("--strategies", default=",".join(STRATEGIES), help="comma-separated")
     parser.add_argument("--devices", type=int, default=2)
     parser.add_argument("--epochs", type=int, default=2)
-    parser.add_argument("--batch-size", type=int, default=12, help="reviews in a batch of each process")
+    parser.add_argument("--batch-size", type=int, default=16, help="reviews in a batch of each process")
     parser.add_argument("--learning-rate", type=float, default=1e-3)
     parser.add_argument("--pretrained", metavar="NAME", help="weights from the Hub, such as bert-base-uncased")
     parser.add_argument(

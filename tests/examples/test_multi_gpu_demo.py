@@ -47,7 +47,7 @@ def test_two_strategies_and_what_people_stumble_over(tmp_path: Path) -> None:
         r"^sync_dist: val_acc is (\S+) without it, (\S+) with it, and (\S+) over", output, re.MULTILINE
     )
     assert len(set(said)) == 1
-    assert "samplers: each image was used 3 to 3 times in 3 epochs" in output
+    assert "in 3 epochs the image used least was used 3 times, the one used most 3 times" in output
     assert "a save on rank 0 alone: RuntimeError: the ranks have met in different calls: rank 0 in a save of" in output
     assert re.search(r"a layer that no loss uses: RuntimeError: .*\(spare_layer\.weight, spare_layer\.bias\)", output)
     assert (tmp_path / "strategies.png").read_bytes().startswith(b"\x89PNG")
