@@ -46,6 +46,8 @@ EXAMPLES = [
     Example("images.py", "--epochs 15", "(with augmentation: .*)", "matplotlib"),
     Example("interruption.py", "", "(losses that differ: .*)"),
     Example("stream.py", "", "(val_acc: .*)", "datasets"),
+    Example("multi_gpu_demo.py", "", "(.*deepspeed.*)", "deepspeed"),
+    Example("sharded_bert.py", "", "(.*fsdp.*)", "transformers"),
     Example("lora.py", "", "(with the adapter: .*)", "peft transformers"),
     *(Example(f"raw_loop/{path.name}", "", LOOP_RESULT) for path in RAW_LOOPS),
     Example("raw_loop/notebook.ipynb", "", "(test accuracy: .*)", "nbclient nbformat ipykernel matplotlib"),

@@ -88,6 +88,15 @@ def test_links_work_in_the_repository_and_on_the_site() -> None:
     assert list(pages.targets("docs/data.md", text)) == ["README.md"]
 
 
+@pytest.mark.slow
+def test_a_notebook_is_shown_with_its_outputs() -> None:
+    text = module_of("pages").source_page("examples/multi_gpu_demo.ipynb")
+    assert "\n## Several processes from a notebook\n" in text
+    assert "\n````python\nclass Digits(tw.Module):\n" in text
+    assert re.search(r"^````text\n +seconds +accuracy\none process +[\d.]+ +9\d\.\d\d %$", text, re.MULTILINE)
+    assert text.count("](data:image/png;base64,iVBOR") == 1
+
+
 # -- the site --------------------------------------------------------------------------------------------------------
 
 

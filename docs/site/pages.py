@@ -1,15 +1,16 @@
-"""What the site adds to the pages in docs/: those that lie elsewhere in the repository, and a page for each source file that a
-page links to. Links are written as they work in the repository, and are turned here into the site's own.
+"""What the site adds to the pages in docs/: those that lie elsewhere in the repository, and a page for each source file or
+notebook that a page links to. Links are written as they work in the repository, and are turned here into the site's own.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import posixpath
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from mkdocs.structure.files import File, Files
 
@@ -31,7 +32,7 @@ ALONE = ("index.md", "migrating.md", "changelog.md")
 LATER = ("migrating.md", "contributing.md", "changelog.md", "results.md")
 """Pages that a search shows after the others."""
 LINK = re.compile(r"(?<=\]\()(?!https?:|#)([^)#\s]+)(#[^)\s]*)?(?=\))")
-LANGUAGES = {".py": "python", ".toml": "toml", ".yaml": "yaml", ".yml": "yaml", ".ipynb": "json"}
+LANGUAGES = {".py": "python", ".toml": "toml", ".yaml": "yaml", ".yml": "yaml"}
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
@@ -99,10 +100,29 @@ def outside_of_blocks(text: str, change: Callable[[str], str]) -> str:
 
 
 def source_page(path: str) -> str:
-    """Return a page that shows a file, or that lists the files of a folder; searches leave it out."""
+    """Return a page that shows a file or a notebook, or that lists the files of a folder; searches leave it out."""
     there = ROOT / path
     head = f"---\nsearch:\n  exclude: true\nhide:\n  - toc\n---\n\n# {path}\n\n"
     if there.is_dir():
         names = sorted(each.name for each in there.glob("*.py"))
         return head + "".join(f"- [{name}]({os.path.basename(path)}/{name}.md)\n" for name in names)
+    if there.suffix == ".ipynb":
+        return head + "\n".join(map(cell_text, json.loads(there.read_text())["cells"]))
     return f"{head}````{LANGUAGES.get(there.suffix, 'text')}\n{there.read_text()}\n````\n"
+
+
+def cell_text(cell: dict[str, Any]) -> str:
+    """Return a cell of a notebook with its outputs, in Markdown; headings are below the page's own."""
+    source = "".join(cell["source"])
+    if cell["cell_type"] == "markdown":
+        return re.sub(r"^#", "##", source, flags=re.MULTILINE) + "\n"
+    parts = [f"````python\n{source}\n````\n"]
+    for output in cell["outputs"]:
+        data = output.get("data", {})
+        if "image/png" in data:
+            image = "".join(data["image/png"].split())
+            parts.append(f"![The cell's output](data:image/png;base64,{image})\n")
+        else:
+            text = "".join(output.get("text", data.get("text/plain", ""))).rstrip()
+            parts.append(f"````text\n{text}\n````\n")
+    return "\n".join(parts)
