@@ -257,6 +257,23 @@ def test_rows_that_had_arrived_are_left_out(new: bool) -> None:
     assert steps(service, "p-a") == [1, 2, 3, 4, 5, 4]
 
 
+def test_a_fit_from_an_older_checkpoint_of_a_given_run_is_refused(tmp_path: Path) -> None:
+    fit(Service(run_id="mine"), tmp_path, dies_at=13)
+    older, newest = (f"{tmp_path}/step={step}.ckpt" for step in (5, 10))
+    again = Service(run_id="mine")
+    with pytest.raises(
+        ValueError, match=r"given the run 'mine', in which .*step=5\.ckpt was saved, .* Leave out the id"
+    ):
+        fit(again, tmp_path, ckpt_path=older)
+    assert (again.rows, again.ends) == ([], [])
+    others = Service(run_id="another"), Service(new_id="own")
+    for service in others:
+        fit(service, tmp_path / service.new_id, ckpt_path=older)
+        assert steps(service) == list(range(5, 22))
+    fit(again, tmp_path, ckpt_path=newest)
+    assert steps(again) == list(range(10, 22))
+
+
 def test_only_what_came_after_the_checkpoint_comes_again() -> None:
     service = began(Service())
     log_steps(service, 1, 2)

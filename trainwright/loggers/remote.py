@@ -145,6 +145,11 @@ class RemoteLogger(Logger):
         """Return the run's id; None before the run is open if none was given."""
         return self._id
 
+    @property
+    def given_id(self) -> str | None:
+        """Return the id of the run that this logger was made for, if it was given one."""
+        return self._given_id
+
     # -- Logger ------------------------------------------------------------------------------------------------------------
 
     def start(self, agreed: Callable[[str], str], *, is_writer: bool) -> None:

@@ -23,7 +23,7 @@ from trainwright.engine.engine import Engine
 from trainwright.engine.optimizers import SchedulerConfig
 from trainwright.engine.prepared import PreparedOptimizer
 from trainwright.hyperparameters import logged_hyper_parameters
-from trainwright.loggers import Logger, match_states, resume_loggers, start_loggers, withdraw_loggers
+from trainwright.loggers import Logger, match_states, refuse_branch, resume_loggers, start_loggers, withdraw_loggers
 from trainwright.loggers.base import RunResult
 from trainwright.module import Module, hook_of, is_overridden, trainer_of
 from trainwright.profilers import Profiler
@@ -333,10 +333,12 @@ class Run:
         self.root = ranks.broadcast(self.root, START_OF_LOGGERS)
         saving = self.checkpoint_callbacks if self.call == "fit" and not self.settings.fast_dev_run else []
         locks.take(each.given_dirpath for each in saving)
+        path = choice.path or ""
         if choice.continues:
-            path = choice.path or ""
             matches = ranks.decide(lambda: match_states(self.loggers, choice.loggers, path), START_OF_LOGGERS)
             resume_loggers(self.loggers, choice.loggers, path, matches)
+        elif choice.loggers:
+            ranks.decide(lambda: refuse_branch(self.loggers, choice.loggers, path), START_OF_LOGGERS)
         # Default folders are in the loggers' run folders, which are known from here on.
         agreed = partial(ranks.broadcast, call=START_OF_LOGGERS)
         start_loggers(self.loggers, agreed, is_writer=self.engine.rank == 0, call=self.call)
