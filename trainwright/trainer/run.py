@@ -352,16 +352,20 @@ class Run:
         assert module is not None
         log_dir = next((logger.log_dir for logger in self.loggers if logger.log_dir), None)
         self.profiler.setup(self.call, engine.local_rank, log_dir)
-        for owner, base in ((datamodule, DataModule), (module, Module)):
+        timed = self.profiler.timed
+        for owner, base, word in ((datamodule, DataModule, "datamodule"), (module, Module, "module")):
             if owner is not None and is_overridden("prepare_data", owner, base):
                 if engine.local_rank == 0 if owner.prepare_data_per_node else engine.rank == 0:
-                    owner.prepare_data()
+                    timed(owner.prepare_data, f"[{word}] prepare_data")()
                 engine.ranks.wait("prepare_data")
-        if datamodule is not None:
-            hook_of(datamodule, "setup", DataModule)(self.call)
+        if datamodule is not None and is_overridden("setup", datamodule, DataModule):
+            timed(datamodule.setup, "[datamodule] setup")(self.call)
         self.hooks.call("setup", self.call)
+        configure_model = hook_of(module, "configure_model", Module)
+        if is_overridden("configure_model", module, Module):
+            configure_model = timed(configure_model, "[module] configure_model")
         with engine.precision.init_context():
-            hook_of(module, "configure_model", Module)()
+            configure_model()
         self.profiler.attach(module)
         if self.call == "fit" and engine.rank == 0 and self.loggers:
             self._log_hyper_parameters(module, datamodule)
