@@ -348,6 +348,10 @@ PACKAGE_LINES = [
         1_950,
         "trainwright ladder: rungs that replace a script's settings, what a Trainer and a loop record, the comparison",
     ),
+    (
+        212,
+        "what scripts for Lightning reach: a bar's tqdm, CSVLogger's experiment, a W&B run after its fit, times of each hook",
+    ),
 ]
 """Lines of the package: what is added to it, or taken off, with the reason. The sum is the limit."""
 

@@ -144,6 +144,80 @@ def test_bars_of_a_subclass(capsys: pytest.CaptureFixture[str], monkeypatch: pyt
     assert "4/4" in shown.out
 
 
+class Reached(tw.TQDMProgressBar):
+    """Reaches its bars from hooks, and notes what each is."""
+
+    def __init__(self) -> None:
+        super().__init__(refresh_seconds=0.0)
+        self.found: list[tuple[str, bool, int]] = []
+
+    def note(self, bar: Any) -> None:
+        self.found.append((bar.desc, bool(bar.disable), bar.n))
+
+    def on_validation_start(self, trainer: Any, module: Any) -> None:
+        super().on_validation_start(trainer, module)
+        self.val_progress_bar.set_description("Valid")
+        self.note(self.val_progress_bar)
+        if trainer.sanity_checking:
+            self.train_progress_bar.set_description("not yet")
+
+    def on_train_start(self, trainer: Any, module: Any) -> None:
+        super().on_train_start(trainer, module)
+        self.note(self.train_progress_bar)
+        self.train_progress_bar.unit = "batch"
+
+    def on_train_epoch_start(self, trainer: Any, module: Any) -> None:
+        super().on_train_epoch_start(trainer, module)
+        self.train_progress_bar.set_description(f"E{trainer.current_epoch}")
+
+    def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
+        super().on_train_epoch_end(trainer, module)
+        self.note(self.train_progress_bar)
+        self.train_progress_bar.set_postfix(extra=1)
+
+    def on_test_batch_end(self, trainer: Any, module: Any, *args: Any) -> None:
+        super().on_test_batch_end(trainer, module, *args)
+        self.test_progress_bar.set_postfix_str(f"seen {args[2]}")
+
+    def on_predict_end(self, trainer: Any, module: Any) -> None:
+        self.note(self.predict_progress_bar)
+        super().on_predict_end(trainer, module)
+
+
+@pytest.mark.parametrize("is_live", [True, False])
+def test_the_bars_that_hooks_of_a_subclass_reach(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, is_live: bool
+) -> None:
+    if is_live:
+        terminal(monkeypatch)
+    bar = Reached()
+    trainer = tw.Trainer(max_epochs=1, callbacks=[bar], **SETTINGS)
+    with pytest.raises(
+        TypeError, match=r"Reached\.val_progress_bar was read before it exists; read it in .* on_validation_st"
+    ):
+        print(bar.val_progress_bar)
+    trainer.fit(Predictor(), make_loader(), make_loader(8))
+    with pytest.raises(TypeError, match=r"Reached\.test_progress_bar was read before"):
+        print(bar.test_progress_bar)
+    trainer.test(Predictor(), make_loader(8))
+    trainer.predict(Predictor(), make_loader(8))
+    fitted, predicted = (11, 2) if is_live else (0, 0)
+    assert [(name.removesuffix(": "), is_hidden, n) for name, is_hidden, n in bar.found] == [
+        ("Valid", not is_live, 0),
+        ("Epoch 0", not is_live, 0),
+        ("Valid", not is_live, 0),
+        ("E0", not is_live, fitted),
+        ("Predict", not is_live, predicted),
+    ]
+    copied = copy.deepcopy(bar)
+    with pytest.raises(TypeError, match="train_progress_bar was read before"):
+        print(copied.train_progress_bar)
+    shown = capsys.readouterr().err
+    for text in ("E0: 100%", "batch/s", "extra=1", "seen 1", "Valid: "):
+        assert (text in shown) is is_live
+    assert ("epoch 0: 11/11 batches" in shown) is not is_live
+
+
 def test_a_subclass_that_returns_no_bar(monkeypatch: pytest.MonkeyPatch) -> None:
     class Without(tw.TQDMProgressBar):
         def init_train_tqdm(self) -> Any:

@@ -72,6 +72,22 @@ def test_an_experiment_before_a_run(tmp_path: Path) -> None:
     assert events.Tags()["graph"]
 
 
+def test_the_experiment_of_a_table(tmp_path: Path) -> None:
+    logger = tw.CSVLogger(tmp_path, name="hand")
+    experiment = logger.experiment
+    assert (experiment.log_dir, os.listdir(tmp_path)) == (f"{tmp_path}/hand/version_0", [])
+    experiment.log_metrics({"a": torch.tensor(1.0)}, step=2)
+    experiment.log_hparams({"lr": 0.1})
+    experiment.save()
+    assert Path(experiment.metrics_file_path).read_text() == "step,a\n2,1.0\n"
+    assert yaml.safe_load((tmp_path / "hand" / "version_0" / "hparams.yaml").read_text()) == {"lr": 0.1}
+    tw.Trainer(**{**QUIET, "logger": logger}, max_epochs=1, log_every_n_steps=1).fit(Classifier(), make_loader(8))
+    experiment.log_metrics({"a": 3.0}, step=9)
+    experiment.save()
+    lines = Path(experiment.metrics_file_path).read_text().splitlines()
+    assert (lines[0][:6], lines[-1][:5], len(lines)) == ("step,a", "9,3.0", 6)
+
+
 def two_ranks(folder: Path) -> Any:
     found = []
     for kind in (tw.CSVLogger, tw.TensorBoardLogger):
@@ -79,7 +95,7 @@ def two_ranks(folder: Path) -> Any:
         logger.log_hyperparams({"by": "hand"})
         logger.log_metrics({"before": 1.0}, step=0)
         logger.save()
-        experiment = logger.experiment if kind is tw.TensorBoardLogger else None
+        experiment = logger.experiment
         trainer = tw.Trainer(**{**QUIET, "logger": logger, "devices": "auto"}, max_epochs=1, log_every_n_steps=1)
         trainer.fit(Classifier(), make_loader())
         found.append((logger.log_dir, logger.version, type(experiment).__name__))
@@ -90,7 +106,8 @@ def test_two_ranks(tmp_path: Path) -> None:
     first, second = run_job(two_ranks, 2, tmp_path)
     for own, other in zip(first, second, strict=True):
         assert own[:2] == other[:2]
-    assert (first[1][2], second[1][2]) == ("SummaryWriter", "SilentExperiment")
+    assert [each[2] for each in first] == ["CSVExperiment", "SummaryWriter"]
+    assert [each[2] for each in second] == ["SilentExperiment", "SilentExperiment"]
     assert os.listdir(tmp_path / "CSVLogger") == os.listdir(tmp_path / "TensorBoardLogger") == ["version_0"]
     text = (tmp_path / "CSVLogger" / "version_0" / "metrics.csv").read_text()
     assert text.splitlines()[0].split(",")[:2] == ["step", "before"]

@@ -162,8 +162,8 @@ def test_what_user_code_logs(tmp_path: Path) -> None:
     assert rows(logger)[1]["p-b"] == "3"
     with pytest.raises(TypeError, match=r"metric 'p-x' was given to a logger as a Tensor; accepted are numbers"):
         logger.log_metrics({"x": torch.ones(2)})
-    with pytest.raises(AttributeError, match=r"CSVLogger has no experiment object.*TensorBoardLogger"):
-        logger.experiment
+    with pytest.raises(AttributeError, match=r"experiment of a CSVLogger has no 'add_text'.*TensorBoardLogger"):
+        logger.experiment.add_text("note", "hello")
 
 
 def test_hyper_parameters_become_json(place: str) -> None:

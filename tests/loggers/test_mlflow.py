@@ -44,6 +44,7 @@ class Store:
         self.batches: list[int] = []
         self.is_down = False
         self.images: list[str] = []
+        self.statuses: list[str] = []
         self.has_experiment = True
 
     def log_image(self, run_id: str, image: Any, key: str, step: int, timestamp: int) -> None:
@@ -74,10 +75,9 @@ class Store:
         return [each for each in self.metrics[run_id] if each.key == key]
 
     def update_run(self, run_id: str, status: str) -> None:
-        pass
+        self.statuses.append(status)
 
-    def set_terminated(self, run_id: str, status: str) -> None:
-        pass
+    set_terminated = update_run
 
     def log_batch(self, run_id: str, metrics: Any = (), params: Any = ()) -> None:
         if self.is_down:
@@ -170,6 +170,17 @@ def test_images_that_come_again_are_left_out(store: Store, tmp_path: Path) -> No
     logger.log_image("val/confusion", [[0.5]], 4)
     steps = [re.findall(r"step.(\d+)", each)[0] for each in store.images if each.endswith(".png")]
     assert steps == ["1", "2", "3", "4", "5", "4"]
+
+
+def test_what_is_done_after_a_run_leaves_its_status(store: Store, tmp_path: Path) -> None:
+    logger = began(tw.MLFlowLogger(save_dir=tmp_path))
+    logger.finalize("success")
+    assert (logger.experiment, logger.run_id) == (store, "r0")
+    log_steps(logger, "by_hand", 7)
+    assert (store.steps("r0", "by_hand"), store.statuses) == ([7], ["FINISHED"])
+    log_steps(began(logger), "tested", 8)
+    logger.finalize("failed")
+    assert (store.steps("r0", "tested"), store.statuses) == ([8], ["FINISHED", "RUNNING", "FAILED"])
 
 
 def test_two_jobs_that_start_together_share_an_experiment(store: Store, tmp_path: Path) -> None:

@@ -257,6 +257,23 @@ def test_rows_that_had_arrived_are_left_out(new: bool) -> None:
     assert steps(service, "p-a") == [1, 2, 3, 4, 5, 4]
 
 
+def test_a_fit_from_an_older_checkpoint_of_a_given_run_is_refused(tmp_path: Path) -> None:
+    fit(Service(run_id="mine"), tmp_path, dies_at=13)
+    older, newest = (f"{tmp_path}/step={step}.ckpt" for step in (5, 10))
+    again = Service(run_id="mine")
+    with pytest.raises(
+        ValueError, match=r"given the run 'mine', in which .*step=5\.ckpt was saved, .* Leave out the id"
+    ):
+        fit(again, tmp_path, ckpt_path=older)
+    assert (again.rows, again.ends) == ([], [])
+    others = Service(run_id="another"), Service(new_id="own")
+    for service in others:
+        fit(service, tmp_path / service.new_id, ckpt_path=older)
+        assert steps(service) == list(range(5, 22))
+    fit(again, tmp_path, ckpt_path=newest)
+    assert steps(again) == list(range(10, 22))
+
+
 def test_only_what_came_after_the_checkpoint_comes_again() -> None:
     service = began(Service())
     log_steps(service, 1, 2)
@@ -388,7 +405,7 @@ def log_records(data: bytes) -> Iterator[bytes]:
 
 @pytest.mark.slow
 def test_wandb(tmp_path: Path) -> None:
-    pytest.importorskip("wandb")
+    wandb = pytest.importorskip("wandb")
     logger = tw.WandbLogger(project="tests", save_dir=tmp_path, offline=True, tags=["a"])
     assert (logger.name, logger.version) == ("tests", None)
     fit(logger, tmp_path / "saved", dies_at=13)
@@ -397,8 +414,14 @@ def test_wandb(tmp_path: Path) -> None:
     resumed = tw.WandbLogger(project="tests", save_dir=tmp_path, offline=True)
     fit(resumed, tmp_path / "saved", ckpt_path=f"{tmp_path}/saved/step=10.ckpt")
     assert resumed.version == name
-    rows = [row for row in history(tmp_path) if "loss_step" in row]
-    assert [row["trainer/global_step"] for row in rows] == list(range(22))
+    wandb.log({"by_hand": 1})
+    tw.Trainer(**{**QUIET, "logger": resumed}).validate(Trained(), make_loader())
+    assert len(list(tmp_path.glob("wandb/offline-run-*"))) == 2  # the one that failed, and this one
+    wandb.finish()
+    rows = history(tmp_path)
+    assert [row["trainer/global_step"] for row in rows if "loss_step" in row] == list(range(22))
+    assert [row["by_hand"] for row in rows if "by_hand" in row] == [1]
+    assert len([row for row in rows if "val_loss" in row]) == 1
     other = tw.WandbLogger(project="tests", save_dir=tmp_path / "other", offline=True)
     other.log_image("seen", [torch.rand(3, 4, 4).numpy().transpose(1, 2, 0)], caption=["noise"])
     other.log_text("texts", ["a", "b"], [["x", "y"]])
@@ -410,6 +433,7 @@ def test_wandb(tmp_path: Path) -> None:
     with pytest.raises(TypeError, match="accepted is a list"):
         other.log_image("seen", torch.rand(4, 4))  # type: ignore[arg-type]
     other.finalize("success")
+    other.end_run()
 
     def has_media() -> bool:
         keys = {key for row in history(tmp_path / "other") for key in row}
@@ -427,7 +451,7 @@ def test_without_a_login_a_run_is_offline(tmp_path: Path, monkeypatch: pytest.Mo
     with pytest.warns(UserWarning, match="No API key configured.*upload it with `wandb sync`"):
         logger.log_metrics({"a": 1.0}, 3)
     assert logger.experiment.offline
-    logger.finalize("success")
+    logger.end_run()
     assert list((tmp_path / "wandb").glob("offline-run-*"))
 
 

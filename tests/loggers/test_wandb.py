@@ -27,7 +27,7 @@ class Run:
         self.project = options.get("project") or "uncategorized"
         self.dir = f"{options['dir']}/wandb/run-{len(client.runs)}-{self.id}/files"
         self.disabled = options.get("mode") == "disabled"
-        self.is_finished = False
+        self.is_finished, self.exit_code = False, -1
         self.config: dict[str, Any] = {}
 
     def define_metric(self, *args: Any, **kwargs: Any) -> None:
@@ -42,8 +42,9 @@ class Run:
             raise UsageError(f"Run ({self.id}) is finished.")
 
     def finish(self, exit_code: int = 0) -> None:
-        self.is_finished = True
-        self.client.active.remove(self)
+        if not self.is_finished:
+            self.is_finished, self.exit_code = True, exit_code
+            self.client.active.remove(self)
 
 
 class Client(types.ModuleType):
@@ -80,6 +81,7 @@ class Client(types.ModuleType):
 def client(monkeypatch: pytest.MonkeyPatch) -> Client:
     client = Client()
     monkeypatch.setitem(sys.modules, "wandb", client)
+    monkeypatch.setattr(tw.WandbLogger, "_idle", [])  # runs of other tests
     return client
 
 
@@ -169,7 +171,8 @@ def test_a_run_that_the_user_made(client: Client, tmp_path: Path) -> None:
     log_steps(began(logger), 4)  # their run was finished, so the logger opens it again and finishes it
     logger.finalize("success")
     assert client.steps("new0") == [1, 2, 3, 4]
-    assert (client.runs[1].options["id"], client.runs[1].options["project"], client.active) == ("new0", "p", [])
+    assert (client.runs[1].options["id"], client.runs[1].options["project"]) == ("new0", "p")
+    assert client.active == [logger.experiment]
 
 
 def test_a_file_of_steps_that_cannot_be_written(client: Client, tmp_path: Path) -> None:
@@ -186,8 +189,46 @@ def test_the_project_is_known_after_the_run(client: Client, tmp_path: Path) -> N
     logger = began(tw.WandbLogger(save_dir=tmp_path))
     logger.finalize("success")
     assert (logger.name, logger.version) == ("uncategorized", "new0")
+    client.runs[0].finish()
     began(logger)
     assert (client.runs[1].id, client.runs[1].options["project"]) == ("new0", "uncategorized")
+
+
+def test_the_run_stays_open_after_a_call(client: Client, tmp_path: Path) -> None:
+    logger = began(tw.WandbLogger(save_dir=tmp_path, id="a"))
+    log_steps(logger, 1)
+    logger.finalize("success")
+    client.active[-1].log({"by hand": 1.0})  # as wandb.log does
+    assert logger.experiment is client.runs[0]
+    log_steps(began(logger), 2)  # the Trainer's test, say
+    logger.finalize("success")
+    assert (len(client.runs), client.steps("a"), client.runs[0].is_finished) == (1, [1, 2], False)
+    second = began(tw.WandbLogger(save_dir=tmp_path, id="b"))
+    assert (client.runs[0].exit_code, "reinit" in client.runs[1].options, client.active) == (0, False, client.runs[1:])
+    second.finalize("failed")
+    assert (client.runs[1].exit_code, client.active) == (1, [])
+    log_steps(began(logger), 3)
+    assert [each.id for each in client.runs] == ["a", "b", "a"]
+    logger.finalize("success")
+    logger.end_run()
+    assert (client.runs[2].exit_code, client.steps("a"), client.active) == (0, [1, 2, 3], [])
+    logger.end_run()
+
+
+def test_a_logger_that_resumes_another_run_leaves_its_own(client: Client, tmp_path: Path) -> None:
+    earlier = began(tw.WandbLogger(save_dir=tmp_path, id="a"))
+    log_steps(earlier, 1)
+    state = earlier.state_dict()
+    log_steps(earlier, 2)
+    earlier.finalize("failed")
+    logger = began(tw.WandbLogger(save_dir=tmp_path))
+    logger.finalize("success")
+    log_steps(began(logger, state), 2, 3)
+    assert [each.id for each in client.runs] == ["a", "new1", "a"]
+    assert (client.runs[1].exit_code, client.steps("a"), client.active) == (0, [1, 2, 3], client.runs[2:])
+    logger.finalize("success")
+    log_steps(began(logger, state), 2, 3, 4)  # the same run once more, which is open
+    assert (len(client.runs), client.steps("a")) == (3, [1, 2, 3, 4])
 
 
 def test_each_logger_has_a_run_of_its_own(client: Client, tmp_path: Path) -> None:

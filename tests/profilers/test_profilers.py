@@ -12,11 +12,12 @@ import fsspec
 import pytest
 import torch
 from jobs import run_alone
-from small import loss_of, make_data, make_net
+from small import QUIET, Classifier, loss_of, make_data, make_loader, make_net
 from torch import nn
 from torch.profiler import ProfilerAction
 from torch.utils.data import DataLoader
 
+import trainwright as tw
 from trainwright.profilers import (
     AdvancedProfiler,
     PassThroughProfiler,
@@ -87,13 +88,18 @@ def test_the_simple_profiler_prints_a_table(capsys: pytest.CaptureFixture[str]) 
     assert profiler.durations["[callback] Sleeper.on_train_batch_end"].seconds >= 0.006
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "Profile of fit"
-    assert [cell.strip() for cell in lines[1].split("|")] == ["Action", "Mean (s)", "Calls", "Total (s)", "%"]
+    assert [cell.strip() for cell in lines[1].split("|")] == [
+        *("Action", "Mean (s)", "Calls", "Total (s)", "%", "Own (s)"),
+    ]
     total = [cell.strip() for cell in lines[3].split("|")]
     assert (total[0], total[2], total[4]) == ("Total", "32", "100.00")
     assert len({len(line) for line in lines[1:]}) == 1
     shares = [float(line.split("|")[4]) for line in lines[4:]]
     assert shares == sorted(shares, reverse=True)
     assert 0 < sum(shares) <= 100
+    recorded = profiler.recorded_durations["backward"]
+    assert len(recorded) == 6
+    assert sum(recorded) == pytest.approx(profiler.durations["backward"].seconds)
     train(profiler, batches=2)
     assert profiler.durations["training_step"].calls == 2  # of that run alone
 
@@ -155,6 +161,10 @@ def test_actions_may_lie_within_each_other(kind: type[Profiler]) -> None:
         seconds = {action: duration.seconds for action, duration in profiler.durations.items()}
         assert 0.01 <= seconds["inner"] <= seconds["outer"] <= seconds["whole"]
         assert profiler.durations["inner"].calls == 2
+        own = {action: duration.own_seconds for action, duration in profiler.durations.items()}
+        assert own["inner"] == pytest.approx(seconds["inner"])  # also what is called within itself
+        assert own["outer"] == pytest.approx(seconds["outer"] - seconds["inner"])
+        assert (own["first"], own["second"]) == (seconds["first"], seconds["second"])  # neither is within the other
     profiler.setup("validate")
     with profiler.profile("next"):
         pass
@@ -331,6 +341,60 @@ def test_profilers_by_name() -> None:
         resolve_profiler("simpel")
     with pytest.raises(TypeError, match=r"profiler=<class .*SimpleProfiler'> is a type; .* not its class"):
         resolve_profiler(SimpleProfiler)  # type: ignore[arg-type]
+
+
+def test_hooks_are_actions(tmp_path: Path) -> None:
+    class Data(tw.DataModule):
+        def prepare_data(self) -> None:
+            pass
+
+        def setup(self, stage: str) -> None:
+            pass
+
+        def train_dataloader(self) -> Any:
+            return make_loader(8)
+
+        def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+            return batch
+
+    class Hooked(Classifier):
+        def on_train_epoch_end(self) -> None:
+            pass
+
+        def optimizer_step(self, *args: Any) -> None:
+            super().optimizer_step(*args)
+
+        def transfer_batch_to_device(self, batch: Any, *args: Any) -> Any:
+            return super().transfer_batch_to_device(batch, *args)
+
+    class Slow(tw.Callback):
+        def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+            time.sleep(0.01)
+
+    profiler, saves = SimpleProfiler(filename="times"), tw.ModelCheckpoint(tmp_path, every_n_train_steps=1)
+    settings = {**QUIET, "enable_checkpointing": True, "callbacks": [Slow(), saves]}
+    tw.Trainer(**settings, max_epochs=1, profiler=profiler).fit(Hooked(), datamodule=Data())
+    durations = profiler.durations
+    calls = {action: each.calls for action, each in durations.items()}
+    assert {action: number for action, number in calls.items() if "ModelCheckpoint" not in action} == {
+        "[datamodule] prepare_data": 1,
+        "[datamodule] setup": 1,
+        "[module] configure_optimizers": 1,
+        "train_dataloader_next": 3,
+        "[module] transfer_batch_to_device": 2,
+        "[datamodule] on_after_batch_transfer": 2,
+        "training_step": 2,
+        "backward": 2,
+        "[module] optimizer_step": 2,
+        "optimizer_step": 2,
+        "[callback] Slow.on_train_batch_end": 2,
+        "save_checkpoint": 2,
+        "[module] on_train_epoch_end": 1,
+    }
+    slow, saving = durations["[callback] Slow.on_train_batch_end"], "[callback] ModelCheckpoint.on_train_batch_end"
+    assert slow.own_seconds == slow.seconds >= 0.02
+    for outer, inner in ((saving, "save_checkpoint"), ("[module] optimizer_step", "optimizer_step")):
+        assert durations[outer].own_seconds <= durations[outer].seconds - durations[inner].seconds + 1e-9
 
 
 @pytest.mark.parametrize("profiler", [None, PassThroughProfiler()])

@@ -189,8 +189,8 @@ def test_wrong_uses(tmp_path: Path) -> None:
         accelerator.init_trackers("run")
     with pytest.raises(ValueError, match="get_tracker: 'tensorboard', which is not in log_with"):
         accelerator.get_tracker("tensorboard")
-    with pytest.raises(AttributeError, match="CSVLogger has no experiment object"):
-        accelerator.get_tracker("csv", unwrap=True)
+    with pytest.raises(AttributeError, match="the experiment of a CSVLogger has no 'add_image'"):
+        accelerator.get_tracker("csv", unwrap=True).add_image()
     with pytest.raises(TypeError, match="the metric 'list' was given to a logger as a list"):
         accelerator.log({"list": [1]})
     accelerator.end_training()

@@ -99,7 +99,13 @@ class LiveProgressBar(ProgressBar):
     def teardown(self, trainer: Trainer, module: Module, stage: str) -> None:
         self._close()
 
+    def on_train_start(self, trainer: Trainer, module: Module) -> None:
+        self._begin_epoch(trainer)  # so that a subclass finds its bar here
+
     def on_train_epoch_start(self, trainer: Trainer, module: Module) -> None:
+        self._begin_epoch(trainer)
+
+    def _begin_epoch(self, trainer: Trainer) -> None:
         title, total = f"{self.train_description} {trainer.current_epoch}", _known(trainer.num_training_batches)
         self._stage = "train"
         self._begin(self._training, title, total, trainer.state.batch, leave=True)
@@ -223,8 +229,9 @@ class LoopDisplay:
 
     def restart(self, title: str, total: int | None, count: int = 0) -> None:
         """Show another epoch or loader; a bar that is open is used again."""
+        shown = self._title, self._total, self._shown
         self._title, self._total, self._shown = title, total, count
-        if self.bar is not None:
+        if self.bar is not None and shown != (title, total, count):
             self.bar.restart(title, total, count)
 
     def is_due(self, batches: int) -> bool:

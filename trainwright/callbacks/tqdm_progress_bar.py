@@ -10,7 +10,7 @@ from typing import Any
 from tqdm import std
 from tqdm.auto import tqdm
 
-from trainwright.callbacks.live_progress_bar import LiveProgressBar, refuse_negative
+from trainwright.callbacks.live_progress_bar import LiveProgressBar, LoopDisplay, refuse_negative
 from trainwright.callbacks.progress_bar import rounded
 
 BAR_WIDTH = 10
@@ -24,7 +24,8 @@ class TQDMProgressBar(LiveProgressBar):
 
     Override `init_train_tqdm`, `init_sanity_tqdm`, `init_validation_tqdm`, `init_test_tqdm` or `init_predict_tqdm` for another
     bar: each is called when its bar is to be shown in a terminal or a notebook, and returns a tqdm. The callback sets its
-    description, total, count and metrics.
+    description, total, count and metrics. Hooks of a subclass reach the bars as `train_progress_bar`, `val_progress_bar`,
+    `test_progress_bar` and `predict_progress_bar`; where nothing is shown these are tqdms that show nothing.
 
     >>> class Green(tw.TQDMProgressBar):
     ...     def init_train_tqdm(self):
@@ -54,6 +55,56 @@ class TQDMProgressBar(LiveProgressBar):
         self.process_position = process_position
         self._options: dict[str, Any] = {}
         """The arguments of the next bar."""
+        self._tqdms: dict[str, std.tqdm[Any]] = {}
+        """The latest bar of each loop, by the first word of its property."""
+        self._unshown: dict[str, dict[str, Any]] = {}
+        """The arguments of the bars that are not shown."""
+
+    @property
+    def train_progress_bar(self) -> std.tqdm[Any]:
+        """Return the bar of the training; TypeError before it has begun. In a sanity check it shows nothing."""
+        return self._tqdm_of("train")
+
+    @property
+    def val_progress_bar(self) -> std.tqdm[Any]:
+        """Return the bar of the latest validation or sanity check; TypeError before the first."""
+        return self._tqdm_of("val")
+
+    @property
+    def test_progress_bar(self) -> std.tqdm[Any]:
+        """Return the bar of the latest test; TypeError before the first."""
+        return self._tqdm_of("test")
+
+    @property
+    def predict_progress_bar(self) -> std.tqdm[Any]:
+        """Return the bar of the latest prediction; TypeError before the first."""
+        return self._tqdm_of("predict")
+
+    def _tqdm_of(self, loop: str) -> std.tqdm[Any]:
+        if loop not in self._tqdms and loop in self._unshown:
+            self._tqdms[loop] = UnshownTqdm(**self._unshown[loop])
+        if loop not in self._tqdms:
+            raise TypeError(
+                f"{type(self).__name__}.{loop}_progress_bar was read before it exists; read it in a hook of its loop, from "
+                f"on_{'validation' if loop == 'val' else loop}_start on, after super() was called there."
+            )
+        return self._tqdms[loop]
+
+    def _begin(
+        self, progress: LoopDisplay, title: str, total: int | None, count: int = 0, *, leave: bool, below: int = 0
+    ) -> None:
+        super()._begin(progress, title, total, count, leave=leave, below=below)
+        if progress.bar is None:
+            self._tqdms.pop(self._loop, None)
+            self._unshown[self._loop] = {"desc": title, "total": total, "initial": count}
+        if self._stage == "sanity":
+            self._tqdms.pop("train", None)
+            self._unshown["train"] = {"desc": self.train_description}
+
+    @property
+    def _loop(self) -> str:
+        """Return the first word of the property that has the bar."""
+        return "val" if self._stage in ("sanity", "validation") else self._stage
 
     def init_train_tqdm(self) -> tqdm[Any]:
         """Return the bar of the training."""
@@ -109,7 +160,21 @@ class TQDMProgressBar(LiveProgressBar):
             raise TypeError(
                 f"{type(self).__name__}.{make.__name__} returned {bar!r}; return a tqdm, disable=True for none."
             )
+        self._tqdms[self._loop] = bar
         return TQDMBar(bar, title, total, count)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_tqdms": {}, "_unshown": {}}
+
+
+class UnshownTqdm(std.tqdm):  # type: ignore[type-arg]  # the class takes no parameter at run time
+    """Shows nothing, and starts no thread."""
+
+    monitor_interval = 0
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options, disable=True)
+        self.desc = options.get("desc", "")  # which tqdm leaves out here
 
 
 class TQDMBar:

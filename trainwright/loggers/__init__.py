@@ -5,7 +5,7 @@ from trainwright.loggers.comet import CometLogger
 from trainwright.loggers.csv import CSVLogger
 from trainwright.loggers.folder import start_loggers, withdraw_loggers
 from trainwright.loggers.mlflow import MLFlowLogger
-from trainwright.loggers.position import logger_states, match_states, resume_loggers
+from trainwright.loggers.position import logger_states, match_states, refuse_branch, resume_loggers
 from trainwright.loggers.tensorboard import TensorBoardLogger
 from trainwright.loggers.wandb import WandbLogger
 
@@ -24,6 +24,7 @@ __all__ = [
     "logger_states",
     "match_states",
     "rank_zero_experiment",
+    "refuse_branch",
     "resume_loggers",
     "start_loggers",
     "withdraw_loggers",

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import queue
 import threading
+import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 IDLE_SECONDS = 5.0
 Work = Callable[[], None]
+
+
+class Flushed(Protocol):
+    """A logger, of which only this is needed here."""
+
+    def flush(self) -> None:
+        """Write what is buffered."""
 
 
 class BackgroundWriter:
@@ -66,3 +75,14 @@ class BackgroundWriter:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         BackgroundWriter.__init__(self)
+
+
+def flush_at_exit(logger: Flushed) -> None:
+    """Flush a logger, if it still exists, at the end of the process: its thread ends with the process."""
+    kept = weakref.ref(logger)
+
+    def flush() -> None:
+        if (found := kept()) is not None:
+            found.flush()
+
+    atexit.register(flush)

@@ -7,11 +7,14 @@ import csv
 import io
 import os
 import warnings
+from collections.abc import Mapping
 from itertools import count
 from typing import Any, NoReturn
 
 import fsspec
 
+from trainwright.distributed.environment import Environment
+from trainwright.loggers.base import SilentExperiment
 from trainwright.loggers.files import is_local, write_file
 from trainwright.loggers.folder import FolderLogger, Row
 from trainwright.paths import open_no_link
@@ -66,12 +69,10 @@ class CSVLogger(FolderLogger):
         return f"{self.log_dir}/{TABLE_NAME}"
 
     @property
-    def experiment(self) -> NoReturn:
-        """Not available: this logger only writes a table of numbers."""
-        raise AttributeError(
-            "CSVLogger has no experiment object: it writes numbers only. For images, texts and histograms pass "
-            "logger=TensorBoardLogger(...), or both in a list with that one first."
-        )
+    def experiment(self) -> Any:
+        """Return the writer of rows and hyper-parameters; on all ranks but 0 an object that does nothing."""
+        is_writer = self._is_writer and Environment.detect().rank == 0
+        return CSVExperiment(self) if is_writer else SilentExperiment()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
@@ -115,6 +116,41 @@ class CSVLogger(FolderLogger):
             self._is_first_here = False
             self._file = MetricsFile(self.metrics_path, position.get("rows"))
         return self._file
+
+
+class CSVExperiment:
+    """Writes rows and hyper-parameters to the files of a CSVLogger, which are the run's."""
+
+    def __init__(self, logger: CSVLogger) -> None:
+        self._logger = logger
+
+    @property
+    def log_dir(self) -> str | None:
+        """Return the run's folder."""
+        return self._logger.log_dir
+
+    @property
+    def metrics_file_path(self) -> str:
+        """Return the path of metrics.csv."""
+        return self._logger.metrics_path
+
+    def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
+        """Write a row, soon; the step defaults to that of the previous row."""
+        self._logger.log_metrics(metrics, step)
+
+    def log_hparams(self, params: Mapping[str, Any]) -> None:
+        """Write hyper-parameters, in addition to earlier ones."""
+        self._logger.log_hyperparams(params)
+
+    def save(self) -> None:
+        """Write what is buffered."""
+        self._logger.save()
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise AttributeError(
+            f"the experiment of a CSVLogger has no {name!r}: it writes numbers only. For images, texts and histograms pass "
+            "logger=TensorBoardLogger(...), or both in a list with that one first."
+        )
 
 
 def set_aside(path: str) -> None:

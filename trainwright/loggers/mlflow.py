@@ -7,7 +7,7 @@ import os
 import re
 import warnings
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Self
 
 from trainwright.loggers.base import RunResult
@@ -70,6 +70,8 @@ class MLFlowLogger(RemoteLogger):
         self._artifacts = artifact_location
         self._client: Any = None
         self._has_refused = False
+        self._has_ended = False
+        """Whether the run has ended: what is read or logged by hand afterwards does not begin it again."""
 
     @classmethod
     def of_project(cls, project: str, save_dir: str | None, **options: Any) -> Self:
@@ -92,6 +94,11 @@ class MLFlowLogger(RemoteLogger):
         """Return the MlflowClient; on all ranks but 0 an object that does nothing. Before a fit it opens the run."""
         return self._client if self._begin() else self._silent()
 
+    def start(self, agreed: Callable[[str], str], *, is_writer: bool) -> None:
+        if self._has_ended:
+            self._has_ended = self._is_open = False  # it may have been opened by hand since
+        super().start(agreed, is_writer=is_writer)
+
     def _open(self, run_id: str | None) -> str:
         from mlflow.entities import RunStatus
         from mlflow.tracking import MlflowClient, get_tracking_uri, is_tracking_uri_set
@@ -104,7 +111,8 @@ class MLFlowLogger(RemoteLogger):
         self._client = client = MlflowClient(self._uri)
         if run_id is not None:
             self._group = client.get_run(run_id).info.experiment_id
-            client.update_run(run_id, status=RunStatus.to_string(RunStatus.RUNNING))
+            if not self._has_ended:
+                client.update_run(run_id, status=RunStatus.to_string(RunStatus.RUNNING))
             return run_id
         self._group = self._experiment(client)
         run = client.create_run(self._group, run_name=self._run_name, tags=self._tags)
@@ -189,6 +197,7 @@ class MLFlowLogger(RemoteLogger):
 
     def _close(self, status: RunResult) -> None:
         self._client.set_terminated(self._id, STATUS[status])
+        self._has_ended = True
 
     # -- beyond numbers ----------------------------------------------------------------------------------------------------
 

@@ -10,6 +10,7 @@ import fsspec
 
 from trainwright.loggers.base import Logger
 from trainwright.loggers.folder import FolderLogger
+from trainwright.loggers.remote import RemoteLogger
 
 CHECKPOINTS = "checkpoints"
 """The default checkpoint folder within a run's log folder."""
@@ -48,6 +49,22 @@ def resume_loggers(
             logger.load_state_dict(states[match]["state"])
         elif match is not None and isinstance(logger, FolderLogger):
             logger.load_state_dict({"version": run_of(path, logger)})
+
+
+def refuse_branch(loggers: Sequence[Logger], states: Sequence[dict[str, Any]], path: str) -> None:
+    """Refuse a service's run, given by its id, for a fit that branches off from an older checkpoint of that run. On rank 0.
+
+    Raises:
+        ValueError: the service would have the steps after the checkpoint twice, since what it has cannot be removed.
+    """
+    for logger in loggers:
+        ids = [each["state"].get("id") for each in states if each["class"] == type(logger).__name__]
+        if isinstance(logger, RemoteLogger) and logger.given_id in ids:
+            raise ValueError(
+                f"{type(logger).__name__} was given the run {logger.given_id!r}, in which {path} was saved, and which went on "
+                "after that checkpoint: its service would have the steps from there on twice. Leave out the id, and the fit "
+                "logs into a run of its own, or resume from the newest checkpoint."
+            )
 
 
 def _fits(logger: Logger, state: dict[str, Any], path: str) -> bool:

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from trainwright.distributed.environment import Environment
-from trainwright.loggers.background import BackgroundWriter
+from trainwright.loggers.background import BackgroundWriter, flush_at_exit
 from trainwright.loggers.base import KeptCheckpoints, Logger, RunResult, SilentExperiment, to_dict, to_numbers
 
 RETRY_SECONDS = 5.0
@@ -92,7 +92,7 @@ class RemoteLogger(Logger):
         self._group: str | None = None
         """What the service's run belongs to, such as a project; every rank knows it once the run is open."""
         self._is_writer = True
-        self._is_open = self._has_warned = False
+        self._is_open = self._has_warned = self._flushes_at_exit = False
         self._queued: deque[Row] = deque()
         """Rows for the thread's next delivery."""
         self._has_delivery = False
@@ -133,7 +133,7 @@ class RemoteLogger(Logger):
         raise NotImplementedError
 
     def _close(self, status: RunResult) -> None:
-        """Close the run; it may be opened again."""
+        """Close the run, or leave it open for the next call; `_open` gets its id again."""
 
     @property
     def name(self) -> str | None:  # type: ignore[override]
@@ -144,6 +144,11 @@ class RemoteLogger(Logger):
     def version(self) -> str | None:  # type: ignore[override]
         """Return the run's id; None before the run is open if none was given."""
         return self._id
+
+    @property
+    def given_id(self) -> str | None:
+        """Return the id of the run that this logger was made for, if it was given one."""
+        return self._given_id
 
     # -- Logger ------------------------------------------------------------------------------------------------------------
 
@@ -166,6 +171,9 @@ class RemoteLogger(Logger):
             with unseeded():
                 self._id = self._open(self._id)
             self._is_open = True
+            if not self._flushes_at_exit:  # after the client has registered what it does then, so before that
+                self._flushes_at_exit = True
+                flush_at_exit(self)
         if self._position is not None:
             self._arrived.expect(self._rows_there(), *self._position)
             self._position = None
@@ -324,12 +332,16 @@ class RemoteLogger(Logger):
     def close(self) -> None:
         self.flush()
 
+    def end_run(self) -> None:
+        """End the service's run, also one that `finalize` leaves open; what is logged later opens it again."""
+        self.finalize("success")
+
     def _silent(self) -> Any:
         return SilentExperiment()
 
     def __getstate__(self) -> dict[str, Any]:
         rows = {"_queued": deque(), "_rows": deque(), "_has_delivery": False}  # the original writes them
-        return {**self.__dict__, **rows, "_is_open": False, "_checkpoints": []}
+        return {**self.__dict__, **rows, "_is_open": False, "_checkpoints": [], "_flushes_at_exit": False}
 
 
 def channels_last(image: Any) -> Any:

@@ -9,7 +9,7 @@ import warnings
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 from trainwright.loggers.base import RunResult
 from trainwright.loggers.noted_rows import NotedRows
@@ -24,6 +24,9 @@ class WandbLogger(RemoteLogger):
 
     Without an API key the run is offline, and a warning says how to upload it. A run that resumes from a checkpoint continues
     the service's run of the same id.
+
+    After a call that succeeds the run stays open, for `wandb.log` and the Trainer's next call. It is finished by
+    `wandb.finish()`, by a WandbLogger that begins another run, or by the end of the process; after a call that fails, at once.
 
     Args:
         name: the run's name; None for one that the service makes up.
@@ -48,6 +51,9 @@ class WandbLogger(RemoteLogger):
     >>> logger.name
     'digits'
     """
+
+    _idle: ClassVar[list[Any]] = []
+    """Our runs that calls have left open."""
 
     shown_in = "the run's page (experiment.url; that of an offline run exists after `wandb sync`)"
 
@@ -90,14 +96,19 @@ class WandbLogger(RemoteLogger):
         return self._run if self._begin() else self._silent()
 
     def _open(self, run_id: str | None) -> str:
+        if self._is_own and self._run is not None and run_id != self._run.id:
+            self._run = None  # it is idle: the run resumes from a checkpoint of another one
         if self._run is not None:
             try:
                 self._define_axis()
             except _client().errors.UsageError:  # its maker has finished it since
                 self._run = None
         if self._run is None:
+            while self._idle:
+                self._idle.pop().finish(exit_code=0)
             self._run, self._is_own = self._begun(run_id), True
             self._define_axis()
+        self._idle[:] = (each for each in self._idle if each is not self._run)
         if not getattr(self._run, "disabled", False):
             self._group = self._run.project or self._group
         return str(self._run.id)
@@ -153,9 +164,18 @@ class WandbLogger(RemoteLogger):
         self.log_model(path, aliases=["latest", "best"] if is_best else ["latest"])
 
     def _close(self, status: RunResult) -> None:
-        if self._is_own:
+        if self._is_own and status == "success":
+            self._idle.append(self._run)  # wandb.log and the Trainer's next call may use it
+        elif self._is_own:
             run, self._run = self._run, None
-            run.finish(exit_code=0 if status == "success" else 1)
+            run.finish(exit_code=1)
+
+    def end_run(self) -> None:
+        super().end_run()
+        if self._is_own and self._run is not None:
+            run, self._run = self._run, None
+            self._idle[:] = (each for each in self._idle if each is not run)
+            run.finish(exit_code=0)
 
     # -- beyond numbers ----------------------------------------------------------------------------------------------------
 

@@ -1,7 +1,7 @@
 """What is measured of a run, and as which action. Without a profiler nothing is wrapped, so it costs nothing.
 
-Measured are the engine's methods below, the hooks ("[callback] EarlyStopping.on_train_end") and the wait for batches
-("train_dataloader_next", and one for each evaluation).
+Measured are the engine's methods below, the hooks that are overridden ("[callback] EarlyStopping.on_train_end", "[module] ..."
+and "[datamodule] ...") and the wait for batches ("train_dataloader_next", and one for each evaluation).
 """
 
 from __future__ import annotations

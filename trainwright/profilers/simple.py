@@ -4,29 +4,45 @@ from __future__ import annotations
 
 import os
 import time
-from dataclasses import dataclass
+from array import array
+from dataclasses import dataclass, field
 
 from trainwright.profilers.base import Profiler
 
 
 @dataclass
 class Duration:
-    """The calls and the total time of one action."""
+    """The time of one action."""
 
     calls: int = 0
     seconds: float = 0.0
+    own_seconds: float = 0.0
+    """Without the actions within it."""
+    of_each: array[float] = field(default_factory=lambda: array("d"))
+    """The seconds of each call."""
+
+
+@dataclass
+class Running:
+    """An action that has been started."""
+
+    action: str
+    began: float
+    inner_seconds: float = 0.0
+    """Of the actions within it that have been stopped."""
 
 
 class SimpleProfiler(Profiler):
     """Measures the duration of each action and shows them in a table.
 
-    Actions may contain others, so the percentages can add up to more than 100.
+    Actions may contain others, so the totals and percentages can add up to more than the whole: a hook that saves contains
+    "save_checkpoint". The last column, "Own (s)", leaves out what other actions within have taken.
 
     Args:
         dirpath: the output folder, a local path or a URL; by default the run's log folder.
         filename: the middle of the file's name, between the stage and, on several processes, the rank.
             Without both, the table is printed.
-        extended: False leaves out the number of calls and the percentage.
+        extended: False leaves out the number of calls, the percentage and the own time.
 
     >>> profiler = tw.SimpleProfiler(filename="times")
     >>> trainer = tw.Trainer(profiler=profiler, max_epochs=1, enable_model_summary=False)
@@ -44,7 +60,7 @@ class SimpleProfiler(Profiler):
         super().__init__(dirpath, filename)
         self.extended = extended
         self.durations: dict[str, Duration] = {}
-        self._running: dict[str, list[float]] = {}
+        self._running: list[Running] = []
         self._began = time.perf_counter()
         self._has_ended = False
 
@@ -55,42 +71,50 @@ class SimpleProfiler(Profiler):
         if not self.durations:
             self._began = time.perf_counter()
 
+    @property
+    def recorded_durations(self) -> dict[str, list[float]]:
+        """Return the seconds of each call of each action."""
+        return {action: list(each.of_each) for action, each in self.durations.items()}
+
     def start(self, action: str) -> None:
-        self._running.setdefault(action, []).append(time.perf_counter())
+        self._running.append(Running(action, time.perf_counter()))
 
     def stop(self, action: str) -> None:
         now = time.perf_counter()
-        starts = self._running.get(action)
-        if not starts:
+        index = next((at for at in reversed(range(len(self._running))) if self._running[at].action == action), None)
+        if index is None:
             raise RuntimeError(f"action={action!r} was stopped, but it is not running; start it first.")
-        began = starts.pop()
+        running = self._running.pop(index)
+        seconds = now - running.began
+        if index:
+            self._running[index - 1].inner_seconds += seconds
         duration = self.durations.setdefault(action, Duration())
         duration.calls += 1
-        if not starts:  # a nested call of itself counts once
-            duration.seconds += now - began
+        duration.of_each.append(seconds)
+        duration.own_seconds += seconds - running.inner_seconds
+        if not any(each.action == action for each in self._running):  # a nested call of itself counts once
+            duration.seconds += seconds
 
     def summary(self) -> str:
         if not self.durations:
             return ""
         whole = time.perf_counter() - self._began
-        rows = [("Total", sum(each.calls for each in self.durations.values()), whole)]
         ordered = sorted(self.durations.items(), key=lambda item: -item[1].seconds)
-        rows += [(action, each.calls, each.seconds) for action, each in ordered]
-        header = ["Action", "Mean (s)", "Calls", "Total (s)", "%"]
-        cells = [
+        rows = [["Action", "Mean (s)", "Calls", "Total (s)", "%", "Own (s)"]]
+        rows += [["Total", "-", str(sum(each.calls for _, each in ordered)), f"{whole:.4g}", "100.00", "-"]]
+        rows += [
             [
                 action,
-                f"{seconds / calls:.4g}" if calls and action != "Total" else "-",
-                str(calls),
-                f"{seconds:.4g}",
-                f"{100 * seconds / whole:.2f}",
+                f"{each.seconds / each.calls:.4g}",
+                str(each.calls),
+                f"{each.seconds:.4g}",
+                f"{100 * each.seconds / whole:.2f}",
+                f"{each.own_seconds:.4g}",
             ]
-            for action, calls, seconds in rows
+            for action, each in ordered
         ]
-        columns = range(5) if self.extended else (0, 1, 3)
-        return f"Profile of {self.stage or 'this run'}\n" + _table(
-            [[row[at] for at in columns] for row in [header, *cells]]
-        )
+        columns = range(6) if self.extended else (0, 1, 3)
+        return f"Profile of {self.stage or 'this run'}\n" + _table([[row[at] for at in columns] for row in rows])
 
     def teardown(self, stage: str) -> None:
         self._has_ended = True

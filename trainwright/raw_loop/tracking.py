@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import atexit
 import difflib
-import weakref
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 from trainwright.distributed.ranks import Ranks
 from trainwright.ladder.recording import active_recording
+from trainwright.loggers.background import flush_at_exit
 from trainwright.loggers.base import Logger, SilentLogger, to_dict
 from trainwright.loggers.folder import FolderLogger, start_loggers
 from trainwright.loggers.names import available_loggers, logger_class, name_of
 from trainwright.loggers.position import logger_states, match_states, resume_loggers
+from trainwright.loggers.remote import RemoteLogger
 from trainwright.rank_zero import rank_zero_warn
 
 Chosen = list[tuple[str, type[Logger] | Logger]]
@@ -189,6 +189,8 @@ class Trackers:
             for tracker in reversed(self._trackers):
                 tracker.logger.finalize("success")
                 tracker.logger.close()
+                if isinstance(tracker.logger, RemoteLogger):
+                    tracker.logger.end_run()
         self._trackers, self._is_made, self._is_started, self._resumed = [], False, False, ([], "")
         self._runs, self._refused = self._runs + 1, 0
 
@@ -228,7 +230,7 @@ class Trackers:
         for logger in loggers if self._config else ():
             logger.log_hyperparams(self._config)
         for logger in loggers:  # rows are buffered, and a loop may end without end_training
-            _flush_at_exit(logger)
+            flush_at_exit(logger)
 
     def _options(self, argument: str, given: Options | None) -> Options:
         for name in given or {}:
@@ -241,13 +243,3 @@ class Trackers:
         close = difflib.get_close_matches(str(name), known, n=1)
         hint = f" Did you mean {close[0]!r}?" if close else ""
         return f"{name!r}, which is not in log_with; its loggers are {', '.join(known) or '(none)'}.{hint}"
-
-
-def _flush_at_exit(logger: Logger) -> None:
-    kept = weakref.ref(logger)
-
-    def flush() -> None:
-        if (found := kept()) is not None:
-            found.flush()
-
-    atexit.register(flush)

@@ -31,7 +31,7 @@ class Choice:
     checkpoint: StoredCheckpoint | None = None
     """The same, verified; None if the call starts workers."""
     loggers: list[dict[str, Any]] = field(default_factory=list)
-    """The loggers' positions at the save, if this run continues in their run folder."""
+    """The loggers' positions at the save, for a fit."""
     continues: bool = False
     """Whether it is the newest of its folder, so that this run continues that one instead of branching off."""
     is_rerunnable: bool = False
@@ -112,7 +112,7 @@ class CheckpointSearch:
             return Choice(path)
         checkpoint = self.engine.verified(path, self.verify)
         continues = self.call == "fit" and self.engine.ranks.decide(lambda: is_newest(checkpoint.path), CALL)
-        return _chosen(checkpoint, continues)
+        return _chosen(checkpoint, continues, self.call)
 
     def _best(self) -> str:
         for callback in self.callbacks:
@@ -157,7 +157,7 @@ class CheckpointSearch:
                 return Choice(path)
             if not damage:
                 try:
-                    chosen = _chosen(self.engine.verified(path, self.verify), continues=is_fit)
+                    chosen = _chosen(self.engine.verified(path, self.verify), is_fit, self.call)
                 except CheckpointError as error:
                     if not falls_back:
                         raise CheckpointError(f"{error} {FALL_BACK}") from error
@@ -217,8 +217,8 @@ def _check_path(ckpt_path: Any) -> None:
         raise ValueError(f"ckpt_path={path!r} does not exist. Did you mean {path.lower()!r}?")
 
 
-def _chosen(checkpoint: StoredCheckpoint, continues: bool) -> Choice:
-    loggers = checkpoint.run_state().get("loggers", []) if continues else []
+def _chosen(checkpoint: StoredCheckpoint, continues: bool, call: str) -> Choice:
+    loggers = checkpoint.run_state().get("loggers", []) if call == "fit" else []
     return Choice(checkpoint.path, checkpoint, loggers, continues)
 
 

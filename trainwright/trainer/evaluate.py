@@ -58,7 +58,7 @@ class Evaluation:
     """What the loaders' hook draws from where fit calls it first, in a sanity check or later: those of fit's start."""
 
     def __post_init__(self) -> None:
-        self.transfer = find_transfer(self.run.engine, self.module, self.run.datamodule)
+        self.transfer = find_transfer(self.run.engine, self.module, self.run.datamodule, self.run.profiler)
         self.shown = getattr(self.run.stages, self.stage)
         self.run.close_at_end(self.close)
 

@@ -63,7 +63,7 @@ def prepare_fit(run: TrainingRun) -> None:
 def prepare_optimizers(run: TrainingRun) -> None:
     """Make the module's optimizers and schedulers, and have the strategy prepare them. Collective."""
     engine, module, state = run.engine, run.module, run.state
-    returned = module.configure_optimizers()
+    returned = run.profiler.timed(module.configure_optimizers, "[module] configure_optimizers")()
     makes_none = returned is None and engine.strategy.makes_optimizer
     optimizers, schedulers = ([], []) if makes_none else read_optimizers(returned)
     run.take_schedulers(schedulers)
@@ -107,7 +107,7 @@ def prepare_optimizers(run: TrainingRun) -> None:
 
 def with_log_context(run: TrainingRun, name: str) -> Callable[..., Any]:
     """Return a method of the module that may log as a hook may."""
-    method = getattr(run.module, name)
+    method = run.profiler.timed(getattr(run.module, name), f"[module] {name}")
 
     def call(*args: Any, **kwargs: Any) -> Any:
         collector = run.logbook.collector

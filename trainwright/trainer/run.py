@@ -23,7 +23,7 @@ from trainwright.engine.engine import Engine
 from trainwright.engine.optimizers import SchedulerConfig
 from trainwright.engine.prepared import PreparedOptimizer
 from trainwright.hyperparameters import logged_hyper_parameters
-from trainwright.loggers import Logger, match_states, resume_loggers, start_loggers, withdraw_loggers
+from trainwright.loggers import Logger, match_states, refuse_branch, resume_loggers, start_loggers, withdraw_loggers
 from trainwright.loggers.base import RunResult
 from trainwright.module import Module, hook_of, is_overridden, trainer_of
 from trainwright.profilers import Profiler
@@ -333,10 +333,12 @@ class Run:
         self.root = ranks.broadcast(self.root, START_OF_LOGGERS)
         saving = self.checkpoint_callbacks if self.call == "fit" and not self.settings.fast_dev_run else []
         locks.take(each.given_dirpath for each in saving)
+        path = choice.path or ""
         if choice.continues:
-            path = choice.path or ""
             matches = ranks.decide(lambda: match_states(self.loggers, choice.loggers, path), START_OF_LOGGERS)
             resume_loggers(self.loggers, choice.loggers, path, matches)
+        elif choice.loggers:
+            ranks.decide(lambda: refuse_branch(self.loggers, choice.loggers, path), START_OF_LOGGERS)
         # Default folders are in the loggers' run folders, which are known from here on.
         agreed = partial(ranks.broadcast, call=START_OF_LOGGERS)
         start_loggers(self.loggers, agreed, is_writer=self.engine.rank == 0, call=self.call)
@@ -350,16 +352,20 @@ class Run:
         assert module is not None
         log_dir = next((logger.log_dir for logger in self.loggers if logger.log_dir), None)
         self.profiler.setup(self.call, engine.local_rank, log_dir)
-        for owner, base in ((datamodule, DataModule), (module, Module)):
+        timed = self.profiler.timed
+        for owner, base, word in ((datamodule, DataModule, "datamodule"), (module, Module, "module")):
             if owner is not None and is_overridden("prepare_data", owner, base):
                 if engine.local_rank == 0 if owner.prepare_data_per_node else engine.rank == 0:
-                    owner.prepare_data()
+                    timed(owner.prepare_data, f"[{word}] prepare_data")()
                 engine.ranks.wait("prepare_data")
-        if datamodule is not None:
-            hook_of(datamodule, "setup", DataModule)(self.call)
+        if datamodule is not None and is_overridden("setup", datamodule, DataModule):
+            timed(datamodule.setup, "[datamodule] setup")(self.call)
         self.hooks.call("setup", self.call)
+        configure_model = hook_of(module, "configure_model", Module)
+        if is_overridden("configure_model", module, Module):
+            configure_model = timed(configure_model, "[module] configure_model")
         with engine.precision.init_context():
-            hook_of(module, "configure_model", Module)()
+            configure_model()
         self.profiler.attach(module)
         if self.call == "fit" and engine.rank == 0 and self.loggers:
             self._log_hyper_parameters(module, datamodule)

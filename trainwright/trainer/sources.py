@@ -13,6 +13,7 @@ from trainwright.data.datamodule import DataModule
 from trainwright.data.transfer import to_device
 from trainwright.devices.abilities import computes_in, copies_aside
 from trainwright.module import Module, is_overridden
+from trainwright.profilers import Profiler
 from trainwright.trainer.inputs import check_loader
 from trainwright.trainer.logbook import Logbook
 
@@ -90,14 +91,14 @@ def read_datamodule(loaders: Any, datamodule: Any, argument: str, call: str) -> 
 class BatchTransfer:
     """Brings a batch to a step: by the hooks of the datamodule, else of the module, to the device and the step's dtype."""
 
-    def __init__(self, engine: Any, module: Module, datamodule: DataModule | None) -> None:
+    def __init__(self, engine: Any, module: Module, datamodule: DataModule | None, profiler: Profiler) -> None:
         self._device, self._precision = engine.device, engine.precision
         self._hooks: dict[str, Any] = {}
         for name in ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer"):
             if datamodule is not None and is_overridden(name, datamodule, DataModule):
-                self._hooks[name] = getattr(datamodule, name)
+                self._hooks[name] = profiler.timed(getattr(datamodule, name), f"[datamodule] {name}")
             elif is_overridden(name, module, Module):
-                self._hooks[name] = getattr(module, name)
+                self._hooks[name] = profiler.timed(getattr(module, name), f"[module] {name}")
         # Before its conversion a batch may hold float64, which such a device does not have.
         self._converts_first = self._precision.converts_batch and not computes_in(self._device.type, torch.float64)
         self.is_needed = bool(self._hooks) or self._precision.converts_batch or self._device.type != "cpu"
@@ -127,9 +128,11 @@ class BatchTransfer:
         return batch
 
 
-def find_transfer(engine: Any, module: Module, datamodule: DataModule | None) -> BatchTransfer | None:
+def find_transfer(
+    engine: Any, module: Module, datamodule: DataModule | None, profiler: Profiler
+) -> BatchTransfer | None:
     """Return what brings batches to a step; None if they need no change."""
-    transfer = BatchTransfer(engine, module, datamodule)
+    transfer = BatchTransfer(engine, module, datamodule, profiler)
     return transfer if transfer.is_needed else None
 
 

@@ -102,7 +102,7 @@ class TrainingRun(Run):
         if validation is not None:
             self.validation = Evaluation(self, self.module, "validation", validation)
         self.clipping = Clipping.needed(optimization.clip_norm, optimization.clip_value)
-        self.transfer = find_transfer(self.engine, self.module, self.datamodule)
+        self.transfer = find_transfer(self.engine, self.module, self.datamodule, self.profiler)
         self.takes_index, self.pulls, self.own = arguments.takes_index, arguments.pulls, own
         self.before_zero_grad, self.before_backward = (
             self.hooks["on_before_zero_grad"],
