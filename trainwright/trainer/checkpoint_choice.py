@@ -120,8 +120,8 @@ class CheckpointSearch:
                 return callback.best_model_path
         if any(callback.last_model_path for callback in self.callbacks):
             raise CheckpointError(
-                "ckpt_path='best': no best checkpoint, because the monitored metric had no finite value at any save (a run that "
-                "ends within an epoch does not validate there); pass 'last', or a path."
+                "ckpt_path='best': no best checkpoint, because the monitored metric had no finite value at any save (a run "
+                "that ends within an epoch does not validate there); pass 'last', or a path."
             )
         raise CheckpointError(
             "ckpt_path='best': no checkpoint was saved by this trainer's ModelCheckpoint. Run fit first, or pass 'last' or the "

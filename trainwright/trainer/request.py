@@ -54,7 +54,8 @@ def read_evaluation(
         latest.trainer.print(f"trainer.{call} was given no module: it takes the best checkpoint, {best}")
     active = active_rung() if ckpt_path in ("", "best") and not best else None
     if active is not None and active.rung.steps is not None:
-        ckpt_path = active.replace("ckpt_path", ckpt_path, None)  # ended within its first epoch, the run has no best one
+        # Ended within its first epoch, the training has no best checkpoint.
+        ckpt_path = active.replace("ckpt_path", ckpt_path, None)
     module: Any = model if model is not None else latest.module
     check_module(module, [] if stage == "predict" else [f"{stage}_step"], call)
     loaders, given_datamodule = read_datamodule(loaders, datamodule, "dataloaders", call)
