@@ -47,6 +47,7 @@ EXAMPLES = [
     Example("interruption.py", "", "(losses that differ: .*)"),
     Example("stream.py", "", "(val_acc: .*)", "datasets"),
     Example("multi_gpu_demo.py", "", "(.*deepspeed.*)", "deepspeed"),
+    Example("multi_gpu_demo.ipynb", "", "(.*deepspeed.*)", "deepspeed nbclient nbformat ipykernel"),
     Example("sharded_bert.py", "", "(.*fsdp.*)", "transformers"),
     Example("lora.py", "", "(with the adapter: .*)", "peft transformers"),
     *(Example(f"raw_loop/{path.name}", "", LOOP_RESULT) for path in RAW_LOOPS),
