@@ -61,9 +61,9 @@ def refuse_branch(loggers: Sequence[Logger], states: Sequence[dict[str, Any]], p
         ids = [each["state"].get("id") for each in states if each["class"] == type(logger).__name__]
         if isinstance(logger, RemoteLogger) and logger.given_id in ids:
             raise ValueError(
-                f"{type(logger).__name__} was given the run {logger.given_id!r}, in which {path} was saved, and which went on "
-                "after that checkpoint: its service would have the steps from there on twice. Leave out the id, and the fit "
-                "logs into a run of its own, or resume from the newest checkpoint."
+                f"{type(logger).__name__} was given the run {logger.given_id!r}, in which {path} was saved, and which has "
+                "later rows: its service would have the steps from there on twice. Leave out the id, and the fit "
+                "begins a new run, or resume from the newest checkpoint."
             )
 
 
