@@ -215,6 +215,14 @@ def test_the_run_stays_open_after_a_call(client: Client, tmp_path: Path) -> None
     logger.end_run()
 
 
+def test_end_training_finishes_the_run(client: Client, tmp_path: Path) -> None:
+    accelerator = tw.Accelerator(cpu=True, log_with=tw.WandbLogger(save_dir=tmp_path, id="a"))
+    accelerator.init_trackers("loop")
+    accelerator.log({"loss": 1.0}, step=3)
+    accelerator.end_training()
+    assert (client.steps("a"), client.runs[0].exit_code, client.active) == ([3], 0, [])
+
+
 def test_a_logger_that_resumes_another_run_leaves_its_own(client: Client, tmp_path: Path) -> None:
     earlier = began(tw.WandbLogger(save_dir=tmp_path, id="a"))
     log_steps(earlier, 1)

@@ -25,7 +25,7 @@ def logger_states(loggers: Sequence[Logger]) -> list[dict[str, Any]]:
 def match_states(loggers: Sequence[Logger], states: Sequence[dict[str, Any]], path: str) -> list[int | None]:
     """Return, for each logger, the index of the checkpoint's state that it resumes from, -1 for the folder only, or None.
 
-    A logger resumes from the state of one of its class. If it writes into a folder, that has to be a run folder under its
+    A logger resumes from the state of one of its class. If it writes into a folder, that has to be a run folder of its own
     save_dir and name: the one that it has (from an earlier run of the trainer, or by its version), else any. The checkpoint may
     have been moved together with its run folder. Other loggers start as in a new run. On rank 0: it reads the folders.
     """
@@ -62,8 +62,8 @@ def refuse_branch(loggers: Sequence[Logger], states: Sequence[dict[str, Any]], p
         if isinstance(logger, RemoteLogger) and logger.given_id in ids:
             raise ValueError(
                 f"{type(logger).__name__} was given the run {logger.given_id!r}, in which {path} was saved, and which has "
-                "continued since: its service would have the steps after that checkpoint twice. Leave out the id, and the fit "
-                "logs into a new run, or resume from the newest checkpoint."
+                "later rows: its service would have the steps from there on twice. Leave out the id, and the fit "
+                "begins a new run, or resume from the newest checkpoint."
             )
 
 
