@@ -13,6 +13,7 @@ from trainwright.strategies import STRATEGIES
 
 LAYERS = [
     {
+        "arguments",
         "errors",
         "duration",
         "compiled_names",
