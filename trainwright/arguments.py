@@ -27,6 +27,14 @@ def check_flags(**given: Any) -> None:
             raise TypeError(f"{name}={value!r} is not accepted; pass True or False.")
 
 
+def foreign_hint(value: Any) -> str:
+    """Return what to do about an object of Lightning's own; "" for any other."""
+    packages = {each.__module__.partition(".")[0] for each in type(value).__mro__}
+    if not packages & {"lightning", "pytorch_lightning", "lightning_fabric"}:
+        return ""
+    return " This one is of Lightning's own classes; import its base from trainwright too (docs/migrating.md)."
+
+
 class NamedArguments:
     """Base of dataclasses that refuse unknown arguments so."""
 

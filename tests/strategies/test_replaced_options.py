@@ -23,7 +23,7 @@ Zero = tw.DeepSpeedStrategy
     ("kind", "options", "said"),
     [
         (tw.DDPStrategy, {"find_unused_parameter": True}, r"Did you mean find_unused_parameters=\?"),
-        (tw.DDPStrategy, {"process_group_backend": "mpi"}, "nccl for CUDA, gloo for the CPU"),
+        (tw.DDPStrategy, {"process_group_backend": "mpi"}, "gloo on the CPU.*init_process_group before"),
         (tw.DDPStrategy, {"start_method": "fork"}, "pass strategy='ddp_spawn' or 'ddp_notebook'"),
         (tw.DDPStrategy, {"broadcast_buffers": False}, "rank 0's buffers.*_ddp_params_and_buffers_to_ignore"),
         (tw.DDPStrategy, {"ddp_comm_hook": print}, "pass comm_hook="),

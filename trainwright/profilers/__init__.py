@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 
+from trainwright.arguments import foreign_hint
 from trainwright.profilers.advanced import AdvancedProfiler
 from trainwright.profilers.base import PassThroughProfiler, Profiler
 from trainwright.profilers.pytorch import PyTorchProfiler
@@ -31,7 +32,7 @@ def resolve_profiler(profiler: str | Profiler | None) -> Profiler:
     if not isinstance(profiler, Profiler):
         raise TypeError(
             f"profiler={profiler!r} is a {type(profiler).__name__}; accepted are a name ({', '.join(PROFILERS)}) or a "
-            "Profiler instance. Pass an instance, not its class."
+            f"Profiler instance. Pass an instance, not its class.{foreign_hint(profiler)}"
         )
     return profiler
 

@@ -9,6 +9,7 @@ import difflib
 import importlib
 from typing import Any
 
+from trainwright.arguments import foreign_hint
 from trainwright.strategies.base import Strategy
 
 STRATEGIES = {
@@ -88,7 +89,7 @@ def resolve_strategy(strategy: str | Strategy, num_processes: int) -> Strategy:
     if not isinstance(strategy, Strategy):
         raise TypeError(
             f"strategy={strategy!r} is a {type(strategy).__name__}; accepted are a name ({', '.join(STRATEGIES)}) or a "
-            "Strategy instance. Pass an instance, not its class."
+            f"Strategy instance. Pass an instance, not its class.{foreign_hint(strategy)}"
         )
     return strategy
 

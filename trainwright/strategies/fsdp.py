@@ -31,7 +31,6 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
-from trainwright.arguments import check_takes
 from trainwright.checkpoint.tensors import Piece
 from trainwright.duration import seconds_of
 from trainwright.precision.base import Closure, Precision, Sender
@@ -49,7 +48,7 @@ from trainwright.strategies.base import (
 from trainwright.strategies.deferred_all_reduce import DeferredAllReduce
 from trainwright.strategies.low_precision_layers import Float32, allow_float32, find_float32
 from trainwright.strategies.placement import innermost_first, materialize, move
-from trainwright.strategies.replaced_options import OF_FSDP, refuse_options
+from trainwright.strategies.replaced_options import OF_FSDP, refuse_options, reshards
 from trainwright.strategies.shard_write_back import (
     record_versions,
     record_versions_before,
@@ -70,7 +69,7 @@ from trainwright.strategies.sharded_access import (
 from trainwright.strategies.sparse_gradients import refuse_sparse_weights
 from trainwright.strategies.split_groups import by_kind, split_groups
 from trainwright.strategies.step_probe import no_shards, refuse_sharded_steps
-from trainwright.strategies.wrap_policy import MIN_PARAMETERS, WrapPolicy, choose_groups
+from trainwright.strategies.wrap_policy import MIN_PARAMETERS, WrapPolicy, check_policy, choose_groups
 
 UNSHARDED = (torch.optim.Adafactor, torch.optim.Rprop)
 """torch's optimizers that cannot step DTensors; others fail in their first step."""
@@ -138,18 +137,14 @@ class FSDPStrategy(Strategy):
             raise ValueError(f"min_parameters={min_parameters!r} is not accepted; pass a whole number from 0.")
         self.auto_wrap_policy = auto_wrap_policy
         self.min_parameters = min_parameters
-        for name, policy in (
-            ("auto_wrap_policy", auto_wrap_policy),
-            ("activation_checkpointing_policy", activation_checkpointing_policy),
-        ):
-            if callable(policy) and not isinstance(policy, type):
-                check_takes(name, policy, ["module"])
+        check_policy("auto_wrap_policy", auto_wrap_policy)
+        check_policy("activation_checkpointing_policy", activation_checkpointing_policy)
         if not isinstance(mixed_precision, MixedPrecisionPolicy | None):
             raise TypeError(
                 f"mixed_precision={mixed_precision!r} is a {type(mixed_precision).__name__}; pass a "
                 "torch.distributed.fsdp.MixedPrecisionPolicy, or leave it out: the Trainer's precision= decides."
             )
-        self.reshard_after_forward = _reshards(sharding_strategy, reshard_after_forward)
+        self.reshard_after_forward = reshards(sharding_strategy, reshard_after_forward)
         # A bool, or torch's CPUOffload, which holds one.
         self.cpu_offload = self.communicates_on_host = bool(getattr(cpu_offload, "offload_params", cpu_offload))
         self.activation_checkpointing_policy = activation_checkpointing_policy
@@ -430,22 +425,6 @@ class FSDPStrategy(Strategy):
             for group in (root,) if self.reshard_after_forward else root.modules():
                 if isinstance(group, FSDPModule):
                     write_back(group)
-
-
-def _reshards(sharding_strategy: Any, reshard_after_forward: bool) -> bool:
-    """Return whether groups are resharded after their forward, by the strategy's name in Lightning if there is one."""
-    name = getattr(sharding_strategy, "name", sharding_strategy)  # a text, or a member of torch's enum
-    if name not in (None, "FULL_SHARD", "SHARD_GRAD_OP"):
-        raise ValueError(
-            f"sharding_strategy={sharding_strategy!r} is not accepted; choose 'FULL_SHARD' or 'SHARD_GRAD_OP'. 'ddp' keeps the "
-            "model whole, and hybrid sharding is missing."
-        )
-    if name == "FULL_SHARD" and not reshard_after_forward:
-        raise ValueError(
-            "sharding_strategy='FULL_SHARD' reshards after each forward, and reshard_after_forward=False does not; leave out "
-            "one of the two."
-        )
-    return bool(reshard_after_forward) and name != "SHARD_GRAD_OP"
 
 
 def _without_views(module: nn.Module, args: Any, output: Any) -> Any:

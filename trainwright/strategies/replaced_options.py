@@ -17,7 +17,7 @@ EVERY = {
     "precision_plugin": "pass precision= to the Trainer",
     "cluster_environment": "the job of a launcher, SLURM or MPI is detected (docs/launching.md)",
     "checkpoint_io": "checkpoints have one format; ModelCheckpoint(async_save=True) writes them in the background",
-    "process_group_backend": "the device decides it: nccl for CUDA, gloo for the CPU. For another one call "
+    "process_group_backend": "the device decides it (nccl on NVIDIA's, gloo on the CPU). For another one call "
     "torch.distributed.init_process_group before the Trainer is made",
     "start_method": "pass strategy='ddp_spawn' or 'ddp_notebook' to the Trainer, whose processes are new interpreters",
 }
@@ -107,3 +107,19 @@ def refuse_options(kind: type[Any], unknown: Mapping[str, Any], replaced: Mappin
 def _is_harmless(name: str, value: Any) -> bool:
     accepted = HARMLESS.get(name, ())
     return value is None or any(value is each for each in accepted) or getattr(value, "name", value) in accepted
+
+
+def reshards(sharding_strategy: Any, reshard_after_forward: bool) -> bool:
+    """Return whether groups are resharded after their forward, by the strategy's name in Lightning if there is one."""
+    name = getattr(sharding_strategy, "name", sharding_strategy)  # a text, or a member of torch's enum
+    if name not in (None, "FULL_SHARD", "SHARD_GRAD_OP"):
+        raise ValueError(
+            f"sharding_strategy={sharding_strategy!r} is not accepted; choose 'FULL_SHARD' or 'SHARD_GRAD_OP'. 'ddp' keeps the "
+            "model whole, and hybrid sharding is missing."
+        )
+    if name == "FULL_SHARD" and not reshard_after_forward:
+        raise ValueError(
+            "sharding_strategy='FULL_SHARD' reshards after each forward, and reshard_after_forward=False does not; leave out "
+            "one of the two."
+        )
+    return bool(reshard_after_forward) and name != "SHARD_GRAD_OP"
