@@ -276,7 +276,7 @@ CONSTRUCTION = [
     ("resume_from_checkpoint=", {"resume_from_checkpoint": "a"}, TypeError,
      r"resume_from_checkpoint=.*ckpt_path= to trainer"),
     ("auto_lr_find=", {"auto_lr_find": True}, TypeError,
-     r"Trainer has no auto_lr_find= .*: set the learning rate yourself"),
+     r"Trainer has no auto_lr_find= .*: pass a LearningRateFinder in"),
     ("an unknown argument", {"max_epoch": 3}, TypeError,
      (r"no argument max_epoch= \(it was given max_epoch=3\). Did you mean "
      r"max_epochs=\?")),

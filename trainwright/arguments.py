@@ -16,7 +16,7 @@ def refuse_unknown(
         if name in (replaced or {}):
             raise TypeError(f"{owner} has no {name}= (it was given {name}={value!r}): {(replaced or {})[name]}.")
         close = difflib.get_close_matches(name, list(known), n=1)
-        hint = f" Did you mean {close[0]}=?" if close else f" Its arguments are {', '.join(known)}."
+        hint = f" Did you mean {close[0]}=?" if close else f" Its arguments are {', '.join(known) or 'none'}."
         raise TypeError(f"{owner} has no argument {name}= (it was given {name}={value!r}).{hint}")
 
 

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import difflib
+import sys
+from typing import TYPE_CHECKING, Any
 
 from trainwright.arguments import foreign_hint
+from trainwright.import_paths import missing
 from trainwright.profilers.advanced import AdvancedProfiler
 from trainwright.profilers.base import PassThroughProfiler, Profiler
 from trainwright.profilers.pytorch import PyTorchProfiler
@@ -46,3 +49,9 @@ __all__ = [
     "SimpleProfiler",
     "resolve_profiler",
 ]
+
+
+if not TYPE_CHECKING:  # a type checker names unknown attributes itself
+
+    def __getattr__(name: str) -> Any:
+        raise missing(name, __name__, sys._getframe(1))

@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import sys
 from typing import Any
 
 from trainwright.arguments import foreign_hint
+from trainwright.import_paths import missing
 from trainwright.strategies.base import Strategy
 
 STRATEGIES = {
-    "single_device": "trainwright.strategies.base:Strategy",
+    "single_device": "trainwright.strategies.single_device:SingleDeviceStrategy",
     "ddp": "trainwright.strategies.ddp:DDPStrategy",
     "ddp_sharded": "trainwright.strategies.ddp_sharded:ShardedDDPStrategy",
     "fsdp": "trainwright.strategies.fsdp:FSDPStrategy",
@@ -47,7 +49,7 @@ def __getattr__(name: str) -> Any:
     for path in STRATEGIES.values():
         if path.endswith(f":{name}"):
             return _imported(path)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    raise missing(name, __name__, sys._getframe(1))
 
 
 def _imported(path: str) -> Any:

@@ -126,9 +126,9 @@ def choose_precision(precision: Any, plugins: Any) -> Any:
             raise ValueError(f"plugins= holds a {type(plugin).__name__}; pass it as strategy=.")
         if not isinstance(plugin, Precision):
             raise TypeError(
-                f"plugins= holds {plugin!r}, a {type(plugin).__name__}; accepted is a Precision. Pass a strategy as strategy=, and "
-                "leave out environments, checkpoint IO and layer synchronisation: a job is detected, checkpoints have one format, "
-                f"and sync_batchnorm=True synchronises.{foreign_hint(plugin)}"
+                f"plugins= holds {plugin!r}, a {type(plugin).__name__}; accepted is a Precision. Pass a strategy as strategy=. "
+                "Leave out environments, checkpoint IO and layer synchronisation: a job is detected, checkpoints have one "
+                f"format, and sync_batchnorm=True synchronises.{foreign_hint(plugin)}"
             )
         if precision is not None:
             raise ValueError(
