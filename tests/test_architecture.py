@@ -12,8 +12,10 @@ from package import FILES, ROOT, imports, part_of, tree_of
 from trainwright.strategies import STRATEGIES
 
 LAYERS = [
+    {"replaced_names"},
     {
         "arguments",
+        "callers",
         "errors",
         "duration",
         "compiled_names",
@@ -22,7 +24,6 @@ LAYERS = [
         "paths",
         "plain_forms",
         "process_identity",
-        "replaced_names",
         "step_types",
         "uncompiled",
         "value_kinds",
