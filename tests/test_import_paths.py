@@ -7,6 +7,7 @@ import math
 
 import pytest
 import torch
+from package import ROOT
 from small import QUIET, Classifier, make_loader
 from torch import nn
 
@@ -15,7 +16,9 @@ from trainwright.data.transfer import to_device
 from trainwright.engine.prepared import PreparedOptimizer
 from trainwright.gradient_norms import grad_norm
 from trainwright.import_paths import PATHS
+from trainwright.replaced_names import ELSEWHERE
 from trainwright.step_types import STEP_OUTPUT
+from trainwright.trainer.missing_names import MISSING
 
 
 def test_each_path_finds_the_public_names() -> None:
@@ -65,6 +68,55 @@ def test_what_to_use_instead_of_names_of_accelerate() -> None:
         from trainwright.logging import get_logger  # type: ignore[import-not-found]  # noqa: F401
     with pytest.raises(ImportError, match=r"'GeneralTracker'.*: subclass tw\.Logger"):
         from trainwright.tracking import GeneralTracker  # type: ignore[import-not-found]  # noqa: F401
+
+
+@pytest.mark.parametrize(
+    ("path", "name", "instead"),
+    [
+        ("plugins.io", "AsyncCheckpointIO", r"ModelCheckpoint\(async_save=True\)"),
+        ("plugins.environments", "SLURMEnvironment", "is detected"),
+        ("plugins", "MixedPrecision", "precision="),
+        ("demos.boring_classes", "BoringModel", "write a small Module"),
+        ("utilities.memory", "garbage_collection_cuda", "release_memory"),
+        ("accelerators", "Accelerator", "trainer.accelerator is"),
+        ("core.hooks", "ModelHooks", "have the hooks"),
+        ("fabric", "Fabric", "tw.Accelerator"),
+        ("loggers", "NeptuneLogger", "subclass tw.Logger"),
+        ("profilers", "XLAProfiler", "TPUs are not supported"),
+        ("strategies", "ParallelStrategy", "subclass tw.Strategy"),
+        ("cli", "instantiate_module", "stored_config"),
+        ("callbacks", "EarlyStoping", "Did you mean 'EarlyStopping'"),
+        ("tuner.lr_finder", "_LRFinder", "private"),
+    ],
+)
+def test_what_to_use_instead_of_names_of_lightning(path: str, name: str, instead: str) -> None:
+    with pytest.raises(ImportError, match=rf"no '{name}', as in trainwright\.{path}\.{name}.*{instead}"):
+        exec(f"from trainwright.{path} import {name}")
+    module = importlib.import_module(f"trainwright.{path}")
+    assert not hasattr(module, name)
+    with pytest.raises(AttributeError, match=instead):
+        getattr(module, name)
+
+
+def test_the_package_itself_says_what_to_use() -> None:
+    with pytest.raises(ImportError, match=r"'Fabric': for your own loop use tw\.Accelerator"):
+        from trainwright import Fabric  # noqa: F401
+    with pytest.raises(ImportError, match="leave out pytorch"):
+        import trainwright.pytorch  # noqa: F401
+
+
+def test_the_page_lists_each_missing_name() -> None:
+    page = (ROOT.parent / "docs" / "migrating.md").read_text()
+    assert [name for name in ELSEWHERE if f"`{name.rpartition('.')[2]}`" not in page] == []
+    assert [name for name in MISSING if f"`{name}`" not in page] == []
+
+
+def test_one_device_has_a_strategy_of_that_name() -> None:
+    from trainwright.strategies import SingleDeviceStrategy
+
+    assert type(tw.Trainer(**QUIET).strategy) is SingleDeviceStrategy
+    with pytest.raises(TypeError, match=r"has no device= .*: pass accelerator= to the Trainer"):
+        SingleDeviceStrategy(device="cpu")
 
 
 def test_a_name_that_is_missing() -> None:

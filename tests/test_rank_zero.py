@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import linecache
 import logging
 import os
 import warnings
+from threading import Thread
 
 import pytest
+import torch
 
 from trainwright import rank_zero
+from trainwright.engine.optimizers import read_optimizers
 from trainwright.rank_zero import rank_zero_info, rank_zero_only, rank_zero_warn
 
 
@@ -75,3 +79,22 @@ def test_the_others_say_nothing(monkeypatch: pytest.MonkeyPatch, caplog: pytest.
         rank_zero_warn("no")  # a warning would be an error here
     assert not caplog.records
     assert rank_zero.logger is logging.getLogger("trainwright")
+
+
+def test_a_warning_shows_the_users_line() -> None:
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        torch.nn.Sequential(Warns())(None)  # called by torch, and that by this line
+        read_optimizers(None)
+        found = Thread(target=read_optimizers, args=(None,))  # nothing of the user's is in a thread of the framework
+        found.start()
+        found.join()
+    lines = [linecache.getline(each.filename, each.lineno).strip() for each in said]
+    assert lines[0] == 'rank_zero_warn("here")'
+    assert lines[1] == "read_optimizers(None)"
+    assert said[2].filename.endswith("optimizers.py")
+
+
+class Warns(torch.nn.Module):
+    def forward(self, value: object) -> None:
+        rank_zero_warn("here")

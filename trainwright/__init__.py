@@ -14,6 +14,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from trainwright import import_paths
+from trainwright.replaced_names import instead_of
 
 if TYPE_CHECKING:
     from trainwright.callbacks import (
@@ -260,7 +261,8 @@ def __getattr__(name: str) -> Any:
         return importlib.import_module(f"trainwright.{name}")
     original = _ALIASES.get(name, name)
     if original not in _HOME_OF:
-        raise AttributeError(f"module 'trainwright' has no attribute {name!r}{_near(name)}", name=name)
+        text = f"module 'trainwright' has no attribute {name!r}{_near(name)}"
+        raise import_paths.error_of(text, name, "trainwright", sys._getframe(1))
     value = getattr(importlib.import_module(_HOME_OF[original]), original)
     globals()[name] = value  # so this is called once for each name
     return value
@@ -269,7 +271,7 @@ def __getattr__(name: str) -> Any:
 def _near(name: str) -> str:
     import difflib
 
-    if instead := import_paths.instead_of(name):
+    if instead := instead_of(name):
         return f"{instead}. See docs/migrating.md."
     close = difflib.get_close_matches(name, [*__all__, *_PACKAGES], n=1)
     return f". Did you mean {close[0]!r}?" if close else "."

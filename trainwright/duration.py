@@ -34,6 +34,18 @@ def to_seconds(
     return seconds
 
 
+def seconds_of(timeout: float | timedelta | None) -> float | None:
+    """Return a timeout in seconds, or raise ValueError or TypeError."""
+    if timeout is None:
+        return None
+    seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
+    if isinstance(seconds, bool) or not isinstance(seconds, (int, float)):
+        raise TypeError(f"timeout={timeout!r} is not accepted; pass seconds, a timedelta, or None.")
+    if not 0 < seconds < float("inf"):
+        raise ValueError(f"timeout={timeout!r} is not accepted; pass a positive number of seconds, or None.")
+    return float(seconds)
+
+
 def _read_clock(text: str) -> timedelta:
     found = _CLOCK.fullmatch(text.strip())
     if found is None:

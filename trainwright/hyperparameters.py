@@ -17,7 +17,6 @@ import importlib
 import inspect
 import json
 import sys
-import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import FrameType
 from typing import Any, NoReturn, TypeVar
@@ -26,6 +25,7 @@ import fsspec
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
+from trainwright.callers import warn
 from trainwright.plain_forms import LEFT_OUT, Form, form_of, is_same, readable, rebuild
 
 T = TypeVar("T")
@@ -244,7 +244,7 @@ def build(
         stored = {content_of: _with_attributes(stored) if content is None else content}
     unknown = [] if takes_all else [key for key in overrides if key not in named]
     if unknown:
-        warnings.warn(
+        warn(
             f"{cls.__name__} takes no argument {', '.join(unknown)}, so load_from_checkpoint drops it; it takes "
             f"{_listed(named)}.",
             stacklevel=4,

@@ -6,6 +6,7 @@ and exist once they are imported; type checkers do not see them.
 
 from __future__ import annotations
 
+import difflib
 import dis
 import importlib
 import importlib.abc
@@ -15,24 +16,49 @@ from collections.abc import Sequence
 from types import FrameType, ModuleType
 from typing import Any
 
+from trainwright.replaced_names import instead_of
+
 PATHS = """
-    utils utilities utilities.combined_loader utilities.exceptions utilities.grads utilities.model_summary
-    utilities.rank_zero utilities.seed utilities.types core core.callback core.datamodule core.hooks core.mixins
-    core.mixins.hparams_mixin core.module core.optimizer callbacks.callback
-    callbacks.checkpoint callbacks.lambda_function callbacks.lr_finder
-    callbacks.lr_monitor callbacks.progress callbacks.progress.progress_bar callbacks.progress.rich_progress
-    callbacks.progress.tqdm_progress callbacks.spike
-    callbacks.stochastic_weight_avg loggers.csv_logs loggers.logger plugins
-    plugins.environments plugins.precision profilers.profiler strategies.parallel strategies.single_device
-    strategies.strategy tuner tuner.batch_size_scaling tuner.lr_finder tuner.tuning
-    accelerator big_modeling data_loader launchers local_sgd logging state tracking
-    utils.dataclasses utils.memory utils.operations utils.other utils.random
+    utils utilities utilities.apply_func utilities.argparse utilities.cloud_io utilities.combined_loader utilities.compile
+    utilities.consolidate_checkpoint utilities.data utilities.deepspeed utilities.distributed utilities.enums
+    utilities.exceptions utilities.grads utilities.imports utilities.memory utilities.migration
+    utilities.migration.migration utilities.migration.utils utilities.model_helpers utilities.model_registry
+    utilities.model_summary utilities.model_summary.model_summary utilities.model_summary.model_summary_deepspeed
+    utilities.parameter_tying utilities.parsing utilities.rank_zero utilities.seed utilities.signature_utils
+    utilities.testing utilities.types utilities.upgrade_checkpoint utilities.warnings accelerators accelerators.accelerator
+    accelerators.cpu accelerators.cuda accelerators.mps accelerators.xla core core.callback core.datamodule core.hooks
+    core.mixins core.mixins.hparams_mixin core.module core.optimizer core.saving callbacks.callback callbacks.checkpoint
+    callbacks.lambda_function callbacks.lr_finder callbacks.lr_monitor callbacks.progress callbacks.progress.progress_bar
+    callbacks.progress.rich_progress callbacks.progress.tqdm_progress callbacks.spike callbacks.stochastic_weight_avg demos
+    demos.boring_classes demos.lstm demos.mnist_datamodule demos.transformer fabric fabric.accelerators fabric.fabric
+    fabric.loggers fabric.plugins fabric.plugins.environments fabric.plugins.precision fabric.strategies fabric.utilities
+    fabric.utilities.apply_func fabric.utilities.cloud_io fabric.utilities.data fabric.utilities.distributed
+    fabric.utilities.exceptions fabric.utilities.imports fabric.utilities.rank_zero fabric.utilities.seed
+    fabric.utilities.throughput fabric.utilities.types fabric.wrappers loggers.csv_logs loggers.litlogger loggers.logger
+    loggers.neptune loggers.utilities loops loops.evaluation_loop loops.fetchers loops.fit_loop loops.loop
+    loops.optimization loops.optimization.automatic loops.optimization.closure loops.optimization.manual
+    loops.prediction_loop loops.progress loops.training_epoch_loop loops.utilities overrides overrides.distributed plugins
+    plugins.environments plugins.io plugins.io.async_plugin plugins.io.checkpoint_plugin plugins.io.torch_plugin
+    plugins.io.wrapper plugins.io.xla_plugin plugins.layer_sync plugins.precision plugins.precision.amp
+    plugins.precision.bitsandbytes plugins.precision.deepspeed plugins.precision.double plugins.precision.fsdp
+    plugins.precision.half plugins.precision.precision plugins.precision.transformer_engine plugins.precision.xla
+    profilers.profiler profilers.xla serve serve.servable_module serve.servable_module_validator strategies.launchers
+    strategies.launchers.launcher strategies.launchers.multiprocessing strategies.launchers.subprocess_script
+    strategies.launchers.xla strategies.model_parallel strategies.parallel strategies.single_xla strategies.strategy
+    strategies.xla trainer.call trainer.configuration_validator trainer.connectors trainer.connectors.accelerator_connector
+    trainer.connectors.callback_connector trainer.connectors.checkpoint_connector trainer.connectors.data_connector
+    trainer.connectors.logger_connector trainer.connectors.logger_connector.fx_validator
+    trainer.connectors.logger_connector.logger_connector trainer.connectors.logger_connector.result
+    trainer.connectors.signal_connector trainer.setup tuner tuner.batch_size_scaling tuner.lr_finder tuner.tuning
+    accelerator big_modeling data_loader launchers local_sgd logging state tracking utils.dataclasses utils.memory
+    utils.operations utils.other utils.random
 """
 """Paths below the package; a real module of the same name comes first."""
 _PATHS = frozenset(PATHS.split())
 
 _OTHER_HOMES = {
     "trainwright.data.transfer": "to_device",
+    "trainwright.engine.optimizers": "SchedulerConfig",
     "trainwright.engine.prepared": "PreparedOptimizer",
     "trainwright.gradient_norms": "grad_norm",
     "trainwright.hyperparameters": "AttributeDict HyperParameters",
@@ -45,44 +71,17 @@ _HOME_OF = {name: home for home, names in _OTHER_HOMES.items() for name in names
 _RENAMED = {
     "move_data_to_device": "to_device",
     "LightningOptimizer": "PreparedOptimizer",
+    "LRSchedulerConfig": "SchedulerConfig",
     "HyperparametersMixin": "HyperParameters",
     "DummyLogger": "SilentLogger",
     "MisconfigurationException": "ValueError",
 }
 _BY_PATH = {
-    ("trainwright.utilities.model_summary", "ModelSummary"): ("trainwright.callbacks.layer_summary", "LayerSummary"),
-    ("trainwright.utilities.model_summary", "summarize"): ("trainwright.callbacks.layer_summary", "LayerSummary"),
+    (path, name): ("trainwright.callbacks.layer_summary", "LayerSummary")
+    for path in ("trainwright.utilities.model_summary", "trainwright.utilities.model_summary.model_summary")
+    for name in ("ModelSummary", "summarize")
 }
 """Names that mean something else under one path."""
-ELSEWHERE = {
-    "Fabric": "for your own loop use tw.Accelerator",
-    "LightningCLI": "it is trainwright.cli.LightningCLI",
-    "GPUStatsMonitor": "use DeviceStatsMonitor",
-    "ModelParallelStrategy": "strategy='fsdp' shards a module; tensor parallelism is missing",
-    "DummyOptim": "make the optimizer in the script",
-    "DummyScheduler": "make the scheduler in the script",
-    "gather_object": "tw.gather takes plain data",
-    "broadcast_object_list": "tw.broadcast takes plain data",
-    "dispatch_model": "inference of models larger than a device is missing",
-    "cpu_offload": "inference of models larger than a device is missing",
-    "load_checkpoint_and_dispatch": "inference of models larger than a device is missing",
-    "infer_auto_device_map": "inference of models larger than a device is missing",
-    "disk_offload": "inference of models larger than a device is missing",
-    "load_checkpoint_in_model": "load the tensors of safetensors.torch.load_file into the model before prepare",
-    "prepare_pippy": "inference in a pipeline is missing",
-    "send_to_device": "tensors have .to(device), and a prepared loader moves its batches",
-    "get_logger": "use logging.getLogger, or tw.rank_zero_info",
-    "LoggerType": "log_with takes names, such as 'tensorboard'",
-    "GeneralTracker": "subclass tw.Logger, and pass an instance to log_with",
-    "TorchDynamoPlugin": "Accelerator(dynamo_backend='inductor'), or model.compile(...) before prepare",
-    "DynamoBackend": "dynamo_backend takes torch's names, such as 'inductor'",
-    "PrecisionType": "mixed_precision takes 'no', 'fp16' and 'bf16'",
-    "RNGType": "rng_types takes names, such as 'torch'",
-    "FP8RecipeKwargs": "fp8 is missing",
-    "MegatronLMPlugin": "tensor parallelism is missing; FullyShardedDataParallelPlugin and DeepSpeedPlugin shard a model",
-    "ParallelismConfig": "tensor parallelism is missing; FullyShardedDataParallelPlugin and DeepSpeedPlugin shard a model",
-}
-"""Names of Lightning and Accelerate that do not exist here, and what to do instead."""
 _FOLDERS = (
     "trainwright",
     "trainwright.callbacks",
@@ -102,20 +101,33 @@ def find(name: str, path: str) -> Any:
         return ValueError  # what wrong settings raise here
     if known in _HOME_OF:
         return getattr(importlib.import_module(_HOME_OF[known]), known)
-    for folder in _FOLDERS:
-        value = getattr(importlib.import_module(folder), known, None)
-        if value is not None:
-            return value
-    raise ImportError(
-        f"trainwright has no {name!r}, as in {path}.{name}{instead_of(name)}; docs/migrating.md lists what to use instead of "
-        "names that are missing.",
-        name=path,
-    )
+    if not instead_of(name, path):  # one that means something else there
+        for folder in _FOLDERS:
+            value = getattr(importlib.import_module(folder), known, None)
+            if value is not None:
+                return value
+    raise ImportError(_text(name, path), name=path)
 
 
-def instead_of(name: str) -> str:
-    """Return ": what to use" for a name that is missing; "" if it is not known."""
-    return f": {ELSEWHERE[name]}" if name in ELSEWHERE else ""
+def missing(name: str, path: str, frame: FrameType) -> Exception:
+    """Return the error for a name that a module does not have: an ImportError where `frame` imports it."""
+    return error_of(_text(name, path), name, path, frame)
+
+
+def error_of(text: str, name: str, path: str, frame: FrameType) -> Exception:
+    """Return an ImportError where `frame` imports the name, else an AttributeError: pickle and hasattr ask for any name."""
+    return ImportError(text, name=path) if _imports(frame) else AttributeError(text, name=name)
+
+
+def _text(name: str, path: str) -> str:
+    said = f"trainwright has no {name!r}, as in {path}.{name}"
+    if instead := instead_of(name, path):
+        return f"{said}{instead} (docs/migrating.md)."
+    if name.startswith("_"):
+        return f"{said}, whose underscore says that it is private there."
+    close = difflib.get_close_matches(name, getattr(sys.modules.get(path), "__all__", ()), n=1)
+    hint = f" Did you mean {close[0]!r}?" if close else ""
+    return f"{said}; docs/migrating.md lists the names that are missing, with what to use instead.{hint}"
 
 
 class PathFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
@@ -125,6 +137,11 @@ class PathFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
         package, _, below = fullname.partition(".")
+        if fullname == "trainwright.pytorch":
+            raise ModuleNotFoundError(
+                "there is no module 'trainwright.pytorch'; leave out pytorch, as in trainwright.callbacks.",
+                name=fullname,
+            )
         if package != "trainwright" or below not in _PATHS:
             return None
         return importlib.machinery.ModuleSpec(fullname, self, is_package=any(p.startswith(f"{below}.") for p in _PATHS))
@@ -139,10 +156,8 @@ class PathFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
                 return importlib.import_module(f"{module.__name__}.{name}")
             try:
                 return find(name, module.__name__)
-            except ImportError as error:
-                if _imports(sys._getframe(1)):
-                    raise
-                raise AttributeError(str(error), name=name) from None  # pickle and hasattr ask any module for any name
+            except ImportError:
+                raise missing(name, module.__name__, sys._getframe(1)) from None
 
         module.__getattr__ = look_up  # type: ignore[method-assign]
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -14,6 +13,7 @@ from torch import Tensor, nn
 from torch.compiler import is_compiling
 from torch.optim import Optimizer
 
+from trainwright.callers import warn
 from trainwright.checkpoint.conversion import export_tensors
 from trainwright.checkpoint.editing import load_state
 from trainwright.checkpoint.foreign_formats import read_weights
@@ -176,7 +176,7 @@ class Module(HyperParameters, ModuleHooks, nn.Module):
             return
         trainer = self._trainer
         if trainer is None:
-            warnings.warn(
+            warn(
                 f"self.log does nothing here: {type(self).__name__} is attached to no trainer, which trainer.fit, "
                 "trainer.validate, trainer.test and trainer.predict do.",
                 stacklevel=2,

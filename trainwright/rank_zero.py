@@ -5,10 +5,10 @@ from __future__ import annotations
 import functools
 import logging
 import os
-import warnings
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar, overload
 
+from trainwright.callers import warn
 from trainwright.distributed.environment import Environment
 
 P = ParamSpec("P")
@@ -82,12 +82,13 @@ def rank_zero_warn(message: str | Warning, category: type[Warning] = UserWarning
     Args:
         message: a text, or a Warning, whose class is then the category.
         category: the class of the warning.
-        stacklevel: whose line is shown: 1 for the caller's, 2 for that of the function that called it.
+        stacklevel: whose line is shown: 1 for the caller's, 2 for that of the function that called it. A line of this package
+            or of torch gives way to that of the code that called it.
 
     >>> tw.rank_zero_warn("3 samples are longer than the context")
     """
     if rank_zero_only.rank == 0:
-        warnings.warn(message, category, stacklevel=stacklevel + 1)
+        warn(message, category, stacklevel + 1)
 
 
 def rank_zero_debug(message: object, *args: object, stacklevel: int = 1) -> None:

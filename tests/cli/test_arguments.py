@@ -310,6 +310,33 @@ def test_a_wrong_config_is_named_with_its_line(
     assert "was written by" not in said
 
 
+def test_a_wrong_value_is_found_among_several_configs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], parser: TrainwrightArgumentParser
+) -> None:
+    right, wrong = tmp_path / "right.yaml", tmp_path / "wrong.yaml"
+    right.write_text("model:\n  width: 3\n  act: torch.nn.ReLU\ntrainer: {max_epochs: 1}\n")
+    wrong.write_text("trainer:\n  max_epochs: many\n")
+    for order in ([right, wrong], [wrong, right]):
+        configs = [f"--config={each}" for each in order]
+        assert refused(capsys, parser.parse_args, *configs).startswith(
+            f'{wrong}, line 2: Parser key "trainer.max_epochs"'
+        )
+        assert refused(capsys, parser.parse_args, "--trainer.max_epochs=2", *configs).startswith(f"{wrong}, line 2:")
+    option = refused(capsys, parser.parse_args, f"--config={right}", "--model.act=torch.nn.Rely")
+    assert option.startswith('Parser key "model.act"')  # though the config has that key too
+
+
+def test_a_missing_checkpoint_is_a_wrong_argument(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    args = ["test", "--model.width=3", "--ckpt_path=nope.ckpt"]
+    said = refused(capsys, lambda given: TrainwrightCLI(OwnOptimizer, Data, args=given, trainer_defaults=FAST), *args)
+    assert (
+        said == f"{tmp_path / 'nope.ckpt'} is not a checkpoint: it does not exist. Give the directory of a checkpoint."
+    )
+
+
 @pytest.mark.parametrize("text", ["", "# only\n", "- a\n- b\n"])
 def test_a_config_without_settings(
     text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], parser: TrainwrightArgumentParser

@@ -365,6 +365,10 @@ def test_what_is_one_loader_and_what_are_several() -> None:
 def test_what_cannot_be_combined_is_refused() -> None:
     with pytest.raises(ValueError, match="mode='longest' is unknown; choose from min_size, max_size"):
         CombinedLoader([[1]], "longest")  # type: ignore[arg-type]
+    combined = CombinedLoader([[1]])
+    with pytest.raises(AttributeError, match="pass limit_train_batches="):
+        combined.limits = [1]
+    assert not hasattr(combined, "limits")
     with pytest.raises(ValueError, match="got an empty dict"):
         CombinedLoader({})
     for wrong in (3, "text", torch.zeros(2)):

@@ -401,7 +401,13 @@ def test_what_is_of_lightnings_own_is_pointed_on() -> None:
     for use in (
         lambda: trainer_of(callbacks=[theirs]),
         lambda: trainer_of(logger=[theirs]),
+        lambda: trainer_of(strategy=theirs),
+        lambda: trainer_of(profiler=theirs),
+        lambda: trainer_of(precision=theirs),
+        lambda: trainer_of(plugins=[theirs]),
         lambda: trainer_of().fit(theirs, make_loader(16)),
+        lambda: trainer_of().fit(Classifier(), theirs),
+        lambda: trainer_of().fit(Classifier(), datamodule=theirs),
     ):
         with pytest.raises(TypeError, match=r"of Lightning's own classes; import its base from trainwright too"):
             use()

@@ -475,6 +475,23 @@ def test_manual_optimization_with_two_optimizers() -> None:
     assert trainer.optimizers[1].param_groups[0]["lr"] == pytest.approx(0.1 / 8)
 
 
+def test_manual_optimization_steps_a_plateau_without_a_monitor() -> None:
+    class Steps(Plain):
+        automatic_optimization = False
+
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            optimizer = self.optimizers()
+            optimizer.zero_grad()
+            self.manual_backward(loss_of(self.net, batch))
+            optimizer.step()
+
+        def on_train_epoch_end(self) -> None:
+            self.lr_schedulers().step(1.0)
+
+    trainer = fit(Steps(lambda module: plateau(module, monitor=None)), max_epochs=3)
+    assert trainer.optimizers[0].param_groups[0]["lr"] == pytest.approx(1e-4)
+
+
 def test_manual_clipping_under_a_loss_scale() -> None:
     norms: list[float] = []
 

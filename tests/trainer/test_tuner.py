@@ -367,3 +367,17 @@ def test_two_ranks(tmp_path: Path) -> None:
     assert "runs on one process, and this Trainer has 2" in first.pop("batch")
     rates = {strategy: rate for strategy, (rate, _) in first.items()}
     assert len(set(rates.values())) == 1, rates
+
+
+def test_a_search_within_a_run_is_refused() -> None:
+    class AtEachEpoch(tw.LearningRateFinder):
+        def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+            self.lr_find(trainer, pl_module)
+
+    trainer = tw.Trainer(**QUIET, max_epochs=1, callbacks=AtEachEpoch(num_training_steps=2, update_attr=False))
+    with pytest.raises(
+        RuntimeError, match=r"lr_find was called within a run.*end the fit there .*tw\.Tuner\(trainer\)"
+    ):
+        trainer.fit(Classifier(), make_loader())
+    with pytest.raises(RuntimeError, match=r"tw\.Tuner\(trainer\)\.scale_batch_size"):
+        tw.BatchSizeFinder().scale_batch_size(tw.Trainer(**QUIET), Classifier())

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from trainwright.callbacks.base import Callback
 from trainwright.callbacks.learning_rate_search import MakeTrial, trial_copy
-from trainwright.callbacks.tuned_setting import TunedSetting
+from trainwright.callbacks.tuned_setting import TunedSetting, refuse_within_run
 from trainwright.data.datamodule import DataModule
 from trainwright.data.seeding import isolate_rng
 from trainwright.devices.out_of_memory import give_back, is_out_of_memory
@@ -81,6 +81,10 @@ class BatchSizeFinder(Callback):
         self.mode, self.steps_per_trial, self.init_val, self.max_trials = mode, steps_per_trial, init_val, max_trials
         self.batch_arg_name, self.margin, self.max_val = batch_arg_name, margin, max_val
         self.optimal_batch_size: int | None = None
+
+    def scale_batch_size(self, trainer: Trainer, pl_module: Module) -> NoReturn:
+        """Raise RuntimeError: a search within a run, as Lightning has it, is not possible."""
+        refuse_within_run(self, "scale_batch_size")
 
     def state_dict(self) -> dict[str, Any]:
         return {} if self.optimal_batch_size is None else {"optimal_batch_size": self.optimal_batch_size}

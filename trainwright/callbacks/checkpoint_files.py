@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -11,6 +10,7 @@ from itertools import chain, count
 from typing import TYPE_CHECKING, Any
 
 from trainwright.callbacks.checkpoint_policy import Kept
+from trainwright.callers import warn
 from trainwright.checkpoint.discovery import (
     is_checkpoint,
     is_replaceable,
@@ -139,7 +139,7 @@ def link_newest(links: tuple[str, str], path: str, trainer: TrainerProtocol) -> 
         if before and before != link:
             remove_link(before)
     except OSError as error:  # the checkpoint itself is whole
-        warnings.warn(f"{link} could not be made to lead to {path}: {error}.", stacklevel=2)
+        warn(f"{link} could not be made to lead to {path}: {error}.", stacklevel=2)
 
 
 def tell_loggers(kept: KeptCheckpoints, trainer: TrainerProtocol) -> None:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 import re
-import warnings
 from collections.abc import Collection
 from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
 
+from trainwright.callers import warn
 from trainwright.checkpoint.discovery import same_path
 from trainwright.duration import to_seconds
 
@@ -169,7 +169,7 @@ class MonitoredScore:
             return float(trainer.metrics.monitored(self.monitor, "ModelCheckpoint"))  # raises, and lists the metrics
         if not self._has_warned:
             self._has_warned = True
-            warnings.warn(
+            warn(
                 f"ModelCheckpoint monitors {self.monitor!r}, which was not logged yet. Checkpoints saved before it is do not "
                 "count among the best, and only the newest of them is kept.",
                 stacklevel=2,
@@ -197,7 +197,7 @@ class MonitoredScore:
             else f"which is {score}, not finite; until it is finite, only the newest checkpoint is kept, to resume from, and "
             "none counts as the best."
         )
-        warnings.warn(f"ModelCheckpoint monitors {self.monitor!r}, {problem}", stacklevel=2)
+        warn(f"ModelCheckpoint monitors {self.monitor!r}, {problem}", stacklevel=2)
 
 
 class SaveMoments:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import sys
-import warnings
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +11,7 @@ import torch
 from torch import Tensor
 
 from trainwright.callbacks.base import Callback
+from trainwright.callers import warn
 
 if TYPE_CHECKING:
     from trainwright.callbacks.trainer_protocol import TrainerProtocol
@@ -194,9 +194,7 @@ class EarlyStopping(Callback):
             return float(trainer.metrics.monitored(self.monitor, "EarlyStopping"))
         if not self._has_warned:
             self._has_warned = True
-            warnings.warn(
-                f"EarlyStopping monitors {self.monitor!r}, which was not logged; the check is skipped.", stacklevel=2
-            )
+            warn(f"EarlyStopping monitors {self.monitor!r}, which was not logged; the check is skipped.", stacklevel=2)
         return None
 
     def _crossed(self, score: float) -> dict[EarlyStoppingReason, str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +12,7 @@ from torch.optim.lr_scheduler import CyclicLR, LRScheduler, OneCycleLR, ReduceLR
 from torch.optim.swa_utils import SWALR
 
 from trainwright.callbacks.base import Callback
+from trainwright.callers import warn
 
 if TYPE_CHECKING:
     from trainwright.module import Module
@@ -128,7 +128,7 @@ class BaseFinetuning(Callback):
         given = list(params)
         new = [each for each in given if id(each) not in present]
         if len(new) < len(given):
-            warnings.warn(
+            warn(
                 f"{len(given) - len(new)} of the {len(given)} parameters to unfreeze are in the optimizer already, and keep "
                 "the learning rate that they have there. Pass only those that require gradients in configure_optimizers.",
                 stacklevel=3,

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from trainwright.callbacks.base import Callback
 from trainwright.callbacks.learning_rate_search import LearningRateSearch, MakeTrial
-from trainwright.callbacks.tuned_setting import TunedSetting
+from trainwright.callbacks.tuned_setting import TunedSetting, refuse_within_run
 from trainwright.rank_zero import rank_zero_info
 
 if TYPE_CHECKING:
     from trainwright.module import Module
+    from trainwright.trainer.trainer import Trainer
 
 NAMES = ("lr", "learning_rate")
 
@@ -64,6 +65,10 @@ class LearningRateFinder(Callback):
 
     def _tune(self, make_trial: MakeTrial, module: Module, data: Mapping[str, Any]) -> None:
         self.optimal_lr = self.search(make_trial, module, data)
+
+    def lr_find(self, trainer: Trainer, pl_module: Module) -> NoReturn:
+        """Raise RuntimeError: a search within a run, as Lightning has it, is not possible."""
+        refuse_within_run(self, "lr_find")
 
     def search(self, make_trial: MakeTrial, module: Module, data: Mapping[str, Any]) -> LearningRateSearch:
         """Search, and set the attribute. Collective."""

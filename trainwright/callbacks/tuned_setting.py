@@ -3,7 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, MutableMapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
+
+
+def refuse_within_run(callback: object, method: str) -> NoReturn:
+    """Raise RuntimeError for a search that a hook calls, as Lightning's finders allow."""
+    raise RuntimeError(
+        f"{type(callback).__name__}.{method} was called within a run; here it searches before a fit alone, with copies of the "
+        f"module. To search again at some epoch, end the fit there (max_epochs=), call tw.Tuner(trainer).{method}(module), and "
+        "fit again."
+    )
 
 
 class TunedSetting:

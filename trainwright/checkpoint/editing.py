@@ -69,11 +69,17 @@ def _taken_tensors(contents: dict[str, Any], hook: str) -> Mapping[str, Tensor]:
 
 
 def check_model(
-    path: str, stored: Mapping[str, Sequence[int]], pieces: Sequence[Piece], strict: bool, lazy: Iterable[str] = ()
+    path: str,
+    stored: Mapping[str, Sequence[int]],
+    pieces: Sequence[Piece],
+    strict: bool,
+    lazy: Iterable[str] = (),
+    loosened: str = "set strict_loading = False on the module",
 ) -> list[Piece]:
     """Return the pieces that a checkpoint with these names and shapes fills; refuse one of another model.
 
-    With strict False, tensors that only one side has are skipped. `lazy` names tensors of the model that accept any shape.
+    With strict False, tensors that only one side has are skipped. `lazy` names tensors of the model that accept any shape, and
+    `loosened` says how the caller's user asks for strict False.
     """
     here: dict[str, Any] = {**dict.fromkeys(lazy, "(lazy)"), **{piece.name: tuple(piece.shape) for piece in pieces}}
     there = {name: tuple(shape) for name, shape in stored.items()}
@@ -90,7 +96,7 @@ def check_model(
         if names
     ]
     if problems:
-        partly = ", or set strict_loading = False on the module to load what matches" if not unlike else ""
+        partly = f", or {loosened} to load what matches" if not unlike else ""
         raise CheckpointError(
             f"{path}: it is of another model ({'; '.join(problems)}). Build the model that was saved, or choose "
             f"another checkpoint{partly}."
@@ -108,7 +114,7 @@ def load_state(module: nn.Module, state: Mapping[str, Any], strict: bool, path: 
         lazy = [name for name, each in own.items() if is_lazy(each)]
         pieces = [Piece(name, tuple(each.shape), 0, each) for name, each in own.items() if name not in lazy]
         # It raises if names or shapes differ; whatever passes here, the module refuses for another reason.
-        check_model(path, stored, pieces, strict, lazy)
+        check_model(path, stored, pieces, strict, lazy, "pass strict=False")
         raise CheckpointError(f"{path}: the module does not accept it: {error}") from error
 
 

@@ -6,6 +6,9 @@ config.yaml                       saved_config.py: where a run's config is kept,
 a wrong key                       config_errors.py: its file and line, and the nearest name
 """
 
+import sys
+from typing import TYPE_CHECKING, Any
+
 try:
     import jsonargparse as _jsonargparse  # noqa: F401 - for a plain error, before the files that need it
 except ImportError as error:
@@ -24,6 +27,7 @@ from trainwright.cli.argument_parser import TrainwrightArgumentParser as Lightni
 from trainwright.cli.command_line import ArgsType, TrainwrightCLI
 from trainwright.cli.command_line import TrainwrightCLI as LightningCLI
 from trainwright.cli.saved_config import SaveConfigCallback, stored_config
+from trainwright.import_paths import missing
 
 __all__ = [
     "ArgsType",
@@ -38,3 +42,9 @@ __all__ = [
     "instantiate_class",
     "stored_config",
 ]
+
+
+if not TYPE_CHECKING:  # a type checker names unknown attributes itself
+
+    def __getattr__(name: str) -> Any:
+        raise missing(name, __name__, sys._getframe(1))

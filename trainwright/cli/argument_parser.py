@@ -50,6 +50,8 @@ class ConfigFile(ActionConfigFile):
         if isinstance(parser, TrainwrightArgumentParser):
             parser.note_config(values)
         super().__call__(parser, cfg, values, option_string)  # type: ignore[no-untyped-call]
+        if isinstance(parser, TrainwrightArgumentParser):
+            parser.note_end_of_config()
 
 
 class TrainwrightArgumentParser(ArgumentParser):
@@ -72,6 +74,8 @@ class TrainwrightArgumentParser(ArgumentParser):
         """The parsers of the subcommands."""
         self._sources: list[ConfigSource] = []
         """The configs that were read in this parse."""
+        self._unfinished: list[ConfigSource] = []
+        """Those of them whose reading has not ended: an error is in the latest."""
         self._titles: dict[str, str] = {}
         self._is_root = True
 
@@ -79,6 +83,7 @@ class TrainwrightArgumentParser(ArgumentParser):
         """Return the config of a command's arguments; see jsonargparse."""
         if self._is_root:
             self._sources.clear()
+            self._unfinished.clear()
         parsed: Namespace = super().parse_args(*args, **kwargs)
         if self._is_root and (wrong := misplaced(self._sources)):
             super().error(wrong)
@@ -95,12 +100,13 @@ class TrainwrightArgumentParser(ArgumentParser):
         actions = self.add_subcommands()
         for name, (parser, text) in parsers.items():
             actions.add_subcommand(name, parser, help=text)
-            parser.use_sources(self._sources, self._titles)
+            parser.share_sources(self)
             self.subcommands[name] = parser
 
-    def use_sources(self, sources: list[ConfigSource], titles: dict[str, str]) -> None:
-        """Keep the configs that were read in another parser's list, since either of the two may find an error."""
-        self._sources, self._titles, self._is_root = sources, titles, False
+    def share_sources(self, root: TrainwrightArgumentParser) -> None:
+        """Keep the configs that were read in another parser's lists, since either of the two may find an error."""
+        self._sources, self._unfinished, self._titles = root._sources, root._unfinished, root._titles
+        self._is_root = False
 
     def name_config(self, text: str, title: str) -> None:
         """Say how a config that is given as text is called in messages."""
@@ -108,7 +114,13 @@ class TrainwrightArgumentParser(ArgumentParser):
 
     def note_config(self, value: str) -> None:
         """Note a config that is read, for messages about errors in it."""
-        self._sources.append(ConfigSource.read(self, value, self._titles.get(value)))
+        source = ConfigSource.read(self, value, self._titles.get(value))
+        self._sources.append(source)
+        self._unfinished.append(source)
+
+    def note_end_of_config(self) -> None:
+        """Note that the config which was noted last has been read without an error."""
+        self._unfinished.pop()
 
     def add_lightning_class_args(
         self, lightning_class: Any, nested_key: str, subclass_mode: bool = False, required: bool = True
@@ -186,7 +198,8 @@ class TrainwrightArgumentParser(ArgumentParser):
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         """End the program with exit code 2 and a message that says where a config is wrong."""
-        super().error(explain(message, self._sources, list(self.args if hasattr(self, "args") else ()), self), ex)
+        arguments = list(self.args if hasattr(self, "args") else ())
+        super().error(explain(message, self._sources, self._unfinished, arguments, self), ex)
 
 
 def as_class(kind: Any) -> type[Any]:

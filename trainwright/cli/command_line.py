@@ -353,7 +353,13 @@ class TrainwrightCLI:
         if self.datamodule is not None:
             arguments |= {"datamodule": self.datamodule}
         getattr(self, f"before_{name}", _nothing)()
-        getattr(self.trainer, name)(**arguments)
+        before = self.trainer.run
+        try:
+            getattr(self.trainer, name)(**arguments)
+        except CheckpointError as error:
+            if arguments.get("ckpt_path") is None or self.trainer.run is not before:
+                raise
+            self._called_parser.error(str(error), error)  # a wrong argument, as nothing has begun
         getattr(self, f"after_{name}", _nothing)()
 
 

@@ -107,9 +107,16 @@ class UnknownKey(NamedTuple):
 
 
 def explain(
-    message: str, sources: Sequence[ConfigSource], arguments: Sequence[str], parser: TrainwrightArgumentParser
+    message: str,
+    sources: Sequence[ConfigSource],
+    unfinished: Sequence[ConfigSource],
+    arguments: Sequence[str],
+    parser: TrainwrightArgumentParser,
 ) -> str:
-    """Return what is wrong: unknown keys of the configs if there are any, else jsonargparse's message and where it applies."""
+    """Return what is wrong: unknown keys of the configs if there are any, else jsonargparse's message and where it applies.
+
+    `unfinished` are those of the configs whose reading an error has ended.
+    """
     if damaged := [damage for source in sources if (damage := source.damage)]:
         return "\n".join(damaged)
     if message.startswith("Unexpected config"):
@@ -125,7 +132,9 @@ def explain(
         key = re.match(r'Parser key "([\w.]+)"', message)
         message = f"{key[0] if key else 'the arguments'}: {_unknown_class(name[1], message)}"
     if named := re.search(r"[Kk]ey ['\"]([\w.]+)['\"]", message):
-        for source in sources:
+        # Once all configs are read, a value is that of an option, or of the last config that has the key.
+        is_option = not unfinished and _gives(arguments, named[1])
+        for source in () if is_option else [*reversed(unfinished), *reversed(sources)]:
             if (node := _node_of(source.root, named[1].split("."))) is not None:
                 return f"{source.line(node)}: {message}\n{_other_version(source)}".rstrip()
     if (named := re.match(r"[Uu]nrecognized arguments: --(\S+)", message)) is not None:
@@ -299,6 +308,12 @@ def _node_of(node: yaml.Node | None, names: Sequence[str]) -> yaml.Node | None:
         if key.value == names[0]:
             return key if len(names) == 1 else _node_of(value, names[1:])
     return None
+
+
+def _gives(arguments: Sequence[str], key: str) -> bool:
+    """Return whether one of the arguments is an option for a key, or for a part of its value."""
+    options = (each.partition("=")[0].removeprefix("--").rstrip("+") for each in arguments if each.startswith("--"))
+    return any(f"{option}.".startswith(f"{key}.") for option in options)
 
 
 def _near_option(option: str, names: Iterable[str]) -> str:

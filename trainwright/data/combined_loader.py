@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from itertools import count, islice
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 from torch import Tensor
 from torch.utils.data import DataLoader
@@ -14,6 +14,10 @@ from trainwright.data.transfer import with_values
 
 Combination = Literal["min_size", "max_size", "max_size_cycle", "sequential"]
 COMBINATIONS = ("min_size", "max_size", "max_size_cycle", "sequential")
+LIMITS = (
+    "a CombinedLoader has no limits; pass limit_train_batches= or limit_val_batches= to the Trainer, or shorter loaders, such "
+    "as those of torch's Subset."
+)
 LOOKED_AT = 100
 """Items of a list that are searched for a loader: a list of batches may be long."""
 
@@ -53,6 +57,15 @@ class CombinedLoader:
         """The iterables in a flat list."""
         self.names = [name or None for name, _ in named] if isinstance(iterables, Mapping) else [None] * len(named)
         """For each of `flattened`, the keys that lead to it, joined by "/"; None if the collection is not a dict."""
+
+    @property
+    def limits(self) -> NoReturn:
+        """Lightning's numbers of batches by loader, which are settings of the Trainer here (AttributeError)."""
+        raise AttributeError(LIMITS)
+
+    @limits.setter
+    def limits(self, limits: Any) -> NoReturn:
+        raise AttributeError(LIMITS)
 
     def rebuilt(self, batches: list[Any]) -> Any:
         """Return the batches, one for each of `flattened`, in the structure of the collection."""

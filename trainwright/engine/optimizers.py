@@ -63,11 +63,6 @@ class SchedulerConfig:
             raise ValueError(f"frequency={self.frequency} of a scheduler is below 1; pass how many {self.interval}s.")
         if self.reduce_on_plateau is None:
             self.reduce_on_plateau = isinstance(self.scheduler, ReduceLROnPlateau)
-        if self.is_plateau and self.monitor is None:
-            raise ValueError(
-                f"{type(self.scheduler).__name__} needs the metric to follow: return {{'scheduler': ..., 'monitor': "
-                "'val_loss'} with a name that you log."
-            )
 
     @property
     def is_plateau(self) -> bool:
@@ -80,8 +75,8 @@ class SchedulerConfig:
         return own is optimizer or own is unwrap_optimizer(optimizer)
 
 
-def read_optimizers(returned: Any) -> tuple[list[Optimizer], list[SchedulerConfig]]:
-    """Return the optimizers and the schedulers that `configure_optimizers` returned.
+def read_optimizers(returned: Any, *, is_manual: bool = False) -> tuple[list[Optimizer], list[SchedulerConfig]]:
+    """Return the optimizers and the schedulers that `configure_optimizers` returned; `is_manual`: the module steps them itself.
 
     Raises:
         TypeError: it returned something else.
@@ -100,6 +95,11 @@ def read_optimizers(returned: Any) -> tuple[list[Optimizer], list[SchedulerConfi
             raise ValueError(
                 f"the {type(config.scheduler).__name__} that configure_optimizers returned schedules an optimizer that "
                 "it did not return; make it with one of those returned."
+            )
+        if config.is_plateau and config.monitor is None and not is_manual:
+            raise ValueError(
+                f"{type(config.scheduler).__name__} needs the metric to follow: return {{'scheduler': ..., 'monitor': "
+                "'val_loss'} with a name that you log."
             )
     return optimizers, configs
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any, NamedTuple
 
 import torch
 
+from trainwright.callers import warn
 from trainwright.checkpoint.reader import StoredCheckpoint
 from trainwright.data.generator_states import check_generator_states
 from trainwright.data.seeding import derive_seed, derived_rng_state
@@ -56,7 +56,7 @@ def restored(
         rng = rng if rank < saved else derived_rng_state(derive_seed(*start))
     if rng is not None:
         if lost := lost_devices(rng, device):
-            warnings.warn(
+            warn(
                 f"{checkpoint.path}: the saved run also drew random numbers on {device.type} device(s) {', '.join(lost)}. This "
                 f"process computes on {device} and sees {count(device.type)} device(s), so it restores only the "
                 "generator of that device.",

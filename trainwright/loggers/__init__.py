@@ -1,5 +1,9 @@
 """Loggers: where the numbers of a run are written. One file each; subclass `Logger` for your own."""
 
+import sys
+from typing import TYPE_CHECKING, Any
+
+from trainwright.import_paths import missing
 from trainwright.loggers.base import Logger, SilentLogger, rank_zero_experiment
 from trainwright.loggers.comet import CometLogger
 from trainwright.loggers.csv import CSVLogger
@@ -29,3 +33,9 @@ __all__ = [
     "start_loggers",
     "withdraw_loggers",
 ]
+
+
+if not TYPE_CHECKING:  # a type checker names unknown attributes itself
+
+    def __getattr__(name: str) -> Any:
+        raise missing(name, __name__, sys._getframe(1))

@@ -25,7 +25,7 @@ def logger_states(loggers: Sequence[Logger]) -> list[dict[str, Any]]:
 def match_states(loggers: Sequence[Logger], states: Sequence[dict[str, Any]], path: str) -> list[int | None]:
     """Return, for each logger, the index of the checkpoint's state that it resumes from, -1 for the folder only, or None.
 
-    A logger resumes from the state of one of its class. If it writes into a folder, that has to be a run folder of its own
+    A logger resumes from the state of one of its class. If it writes into a folder, that has to be a run folder under its
     save_dir and name: the one that it has (from an earlier run of the trainer, or by its version), else any. The checkpoint may
     have been moved together with its run folder. Other loggers start as in a new run. On rank 0: it reads the folders.
     """

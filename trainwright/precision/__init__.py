@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 
+from trainwright.arguments import foreign_hint
 from trainwright.precision.base import Precision
 
 NAMES = {
@@ -59,7 +60,7 @@ def resolve_precision(precision: str | int | Precision | None, device_type: str)
     if isinstance(precision, bool) or not isinstance(precision, (str, int)):
         raise TypeError(
             f"precision={precision!r} is a {type(precision).__name__}; accepted are a name, 16, 32, 64 or a Precision "
-            f"instance. Choose from {', '.join(NAMES)}."
+            f"instance. Choose from {', '.join(NAMES)}.{foreign_hint(precision)}"
         )
     wanted = str(precision).lower()
     if wanted not in _SPELLED:

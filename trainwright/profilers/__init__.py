@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import difflib
+import sys
+from typing import TYPE_CHECKING, Any
 
+from trainwright.arguments import foreign_hint
+from trainwright.import_paths import missing
 from trainwright.profilers.advanced import AdvancedProfiler
 from trainwright.profilers.base import PassThroughProfiler, Profiler
 from trainwright.profilers.pytorch import PyTorchProfiler
@@ -31,7 +35,7 @@ def resolve_profiler(profiler: str | Profiler | None) -> Profiler:
     if not isinstance(profiler, Profiler):
         raise TypeError(
             f"profiler={profiler!r} is a {type(profiler).__name__}; accepted are a name ({', '.join(PROFILERS)}) or a "
-            "Profiler instance. Pass an instance, not its class."
+            f"Profiler instance. Pass an instance, not its class.{foreign_hint(profiler)}"
         )
     return profiler
 
@@ -45,3 +49,9 @@ __all__ = [
     "SimpleProfiler",
     "resolve_profiler",
 ]
+
+
+if not TYPE_CHECKING:  # a type checker names unknown attributes itself
+
+    def __getattr__(name: str) -> Any:
+        raise missing(name, __name__, sys._getframe(1))

@@ -15,8 +15,8 @@ from torch.optim import Optimizer
 from torch.profiler import profile
 from torch.utils.hooks import RemovableHandle
 
+from trainwright.arguments import check_flags, refuse_unknown
 from trainwright.checkpoint.reader import Verify
-from trainwright.engine.arguments import check_flags, refuse_unknown
 from trainwright.engine.command_line import fill_accumulation
 from trainwright.engine.engine import Engine
 from trainwright.engine.prepared import PreparedOptimizer, PreparedScheduler

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from functools import wraps
 from typing import Any, ParamSpec, TypeVar
 
-from trainwright.engine.arguments import refuse_unknown
+from trainwright.arguments import refuse_unknown
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from trainwright.engine.arguments import NamedArguments, check_flags
+from trainwright.arguments import NamedArguments, check_flags
 from trainwright.engine.engine import Engine
 from trainwright.engine.prepared_loader import Iterations, PreparedLoader
 

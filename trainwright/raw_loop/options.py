@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from trainwright.engine.arguments import NamedArguments
+from trainwright.arguments import NamedArguments
 from trainwright.precision import Precision
 from trainwright.raw_loop.profiling import ProfileKwargs
 from trainwright.strategies import Strategy, make_strategy

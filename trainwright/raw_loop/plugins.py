@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from trainwright.engine.arguments import NamedArguments
+from trainwright.arguments import NamedArguments
 from trainwright.strategies import Strategy, make_strategy
 
 FSDP_VALUES: dict[str, tuple[Any, ...]] = {

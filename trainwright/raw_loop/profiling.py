@@ -10,7 +10,7 @@ from typing import Any
 
 from torch.profiler import ProfilerActivity, profile, schedule
 
-from trainwright.engine.arguments import NamedArguments
+from trainwright.arguments import NamedArguments
 from trainwright.profilers import Profiler
 
 ACTIVITIES = {name.lower(): activity for name, activity in ProfilerActivity.__members__.items()}

@@ -8,12 +8,12 @@ import weakref
 from contextlib import suppress
 from dataclasses import dataclass
 
+from trainwright.arguments import NamedArguments
 from trainwright.checkpoint.discovery import CheckpointEntry, find_candidates, remove_older, same_path
 from trainwright.checkpoint.filesystem import resolve, sweep_temporaries
 from trainwright.checkpoint.lock import lock_folder
 from trainwright.checkpoint.reader import StoredCheckpoint, Verify, open_checkpoint
 from trainwright.checkpoint.store import BackgroundSave
-from trainwright.engine.arguments import NamedArguments
 from trainwright.engine.engine import Engine
 from trainwright.errors import CheckpointError
 from trainwright.loggers.position import CHECKPOINTS

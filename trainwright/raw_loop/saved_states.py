@@ -11,11 +11,11 @@ from typing import Any
 
 from torch.utils.hooks import RemovableHandle
 
+from trainwright.arguments import check_takes, refuse_unknown
 from trainwright.checkpoint.contents import encode_state
 from trainwright.checkpoint.discovery import is_newest
 from trainwright.checkpoint.reader import Verify
 from trainwright.data.seeding import set_rng_state
-from trainwright.engine.arguments import check_takes, refuse_unknown
 from trainwright.engine.engine import Engine
 from trainwright.errors import CheckpointError
 from trainwright.rank_zero import rank_zero_warn

@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import sys
 from typing import Any
 
+from trainwright.arguments import foreign_hint
+from trainwright.import_paths import missing
 from trainwright.strategies.base import Strategy
 
 STRATEGIES = {
-    "single_device": "trainwright.strategies.base:Strategy",
+    "single_device": "trainwright.strategies.single_device:SingleDeviceStrategy",
     "ddp": "trainwright.strategies.ddp:DDPStrategy",
     "ddp_sharded": "trainwright.strategies.ddp_sharded:ShardedDDPStrategy",
     "fsdp": "trainwright.strategies.fsdp:FSDPStrategy",
@@ -46,7 +49,7 @@ def __getattr__(name: str) -> Any:
     for path in STRATEGIES.values():
         if path.endswith(f":{name}"):
             return _imported(path)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    raise missing(name, __name__, sys._getframe(1))
 
 
 def _imported(path: str) -> Any:
@@ -88,7 +91,7 @@ def resolve_strategy(strategy: str | Strategy, num_processes: int) -> Strategy:
     if not isinstance(strategy, Strategy):
         raise TypeError(
             f"strategy={strategy!r} is a {type(strategy).__name__}; accepted are a name ({', '.join(STRATEGIES)}) or a "
-            "Strategy instance. Pass an instance, not its class."
+            f"Strategy instance. Pass an instance, not its class.{foreign_hint(strategy)}"
         )
     return strategy
 

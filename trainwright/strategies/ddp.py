@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel.distributed import _find_tensors
 from torch.optim import Optimizer
 
+from trainwright.duration import seconds_of
 from trainwright.precision.base import Closure, Sender
 from trainwright.rank_zero import rank_zero_warn
 from trainwright.strategies.autograd_graph import graph_leaves
@@ -32,6 +33,7 @@ from trainwright.strategies.base import (
     replicated,
     trained,
 )
+from trainwright.strategies.replaced_options import OF_DDP, refuse_options
 
 UNUSED = (
     "the step left out parameters that require gradients ({names}), and ddp waits for those of all of them. Use each parameter "
@@ -82,8 +84,10 @@ class DDPStrategy(Strategy):
         comm_hook: str | CommHook | None = None,
         comm_state: Any = None,
         timeout: float | timedelta | None = None,
+        **unknown: Any,
     ) -> None:
         super().__init__()
+        refuse_options(DDPStrategy, unknown, OF_DDP)
         self.timeout_seconds = seconds_of(timeout)
         self.comm_hook, self.comm_state = comm_hook, comm_state
         if comm_state is not None and comm_hook in (None, "fp16", "bf16"):
@@ -293,18 +297,6 @@ def resolve_comm_hook(hook: str | CommHook, state: Any) -> tuple[Any, CommHook]:
         raise ValueError(
             f"comm_state={state!r} is not accepted by torch's PowerSGDState ({error}); pass arguments that it takes."
         ) from error
-
-
-def seconds_of(timeout: float | timedelta | None) -> float | None:
-    """Return a timeout in seconds, or raise ValueError or TypeError."""
-    if timeout is None:
-        return None
-    seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
-    if isinstance(seconds, bool) or not isinstance(seconds, (int, float)):
-        raise TypeError(f"timeout={timeout!r} is not accepted; pass seconds, a timedelta, or None.")
-    if not 0 < seconds < float("inf"):
-        raise ValueError(f"timeout={timeout!r} is not accepted; pass a positive number of seconds, or None.")
-    return float(seconds)
 
 
 class ReadyOrder:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from trainwright.duration import seconds_of
 from trainwright.precision.base import Closure, Precision, Sender
 from trainwright.rank_zero import rank_zero_info
 from trainwright.strategies.base import (
@@ -32,6 +34,7 @@ from trainwright.strategies.base import (
 )
 from trainwright.strategies.deferred_all_reduce import DeferredAllReduce
 from trainwright.strategies.optimizer_proxy import OptimizerProxy, UsedParameters
+from trainwright.strategies.replaced_options import OF_DDP, refuse_options
 from trainwright.strategies.sharded_wrapper import make_wrapper
 from trainwright.strategies.sparse_gradients import refuse_sparse_weights
 from trainwright.strategies.step_probe import refuse_uneven_steps
@@ -149,10 +152,11 @@ class ShardedDDPStrategy(Strategy):
     Args:
         reduce_buffer_size: elements of a bucket of small gradients.
         reduce_fp16: send gradients in float16, without buckets.
+        timeout: seconds (or a timedelta) that a rank waits for the others; None is half an hour.
 
     Raises:
         ImportError: FairScale is not installed.
-        ValueError: reduce_buffer_size is not accepted.
+        ValueError, TypeError: an option that is not accepted.
 
     >>> strategy = tw.ShardedDDPStrategy(reduce_buffer_size=2**20)
     >>> trainer = tw.Trainer(strategy=strategy, devices=2, max_epochs=1, enable_model_summary=False)
@@ -166,8 +170,17 @@ class ShardedDDPStrategy(Strategy):
     trains_prepared_only = True
     takes_param_groups = False
 
-    def __init__(self, *, reduce_buffer_size: int = 2**23, reduce_fp16: bool = False) -> None:
+    def __init__(
+        self,
+        *,
+        reduce_buffer_size: int = 2**23,
+        reduce_fp16: bool = False,
+        timeout: float | timedelta | None = None,
+        **unknown: Any,
+    ) -> None:
         super().__init__()
+        refuse_options(ShardedDDPStrategy, unknown, OF_DDP)
+        self.timeout_seconds = seconds_of(timeout)
         if importlib.util.find_spec("fairscale") is None:
             raise ImportError(
                 "strategy='ddp_sharded' needs FairScale, which is not installed. Run: pip install 'trainwright[fairscale]'"

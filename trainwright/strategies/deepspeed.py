@@ -11,6 +11,7 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
+from datetime import timedelta
 from functools import partial
 from typing import Any
 
@@ -20,6 +21,7 @@ from torch.optim import Optimizer
 
 from trainwright.checkpoint.tensors import Piece, TensorEntry
 from trainwright.compiled_names import clean_name
+from trainwright.duration import seconds_of
 from trainwright.precision import resolve_precision
 from trainwright.precision.base import Closure, Precision, Sender
 from trainwright.precision.mixed import NoFastPath
@@ -44,6 +46,7 @@ from trainwright.strategies.deepspeed_engine import (
     scale_losses,
 )
 from trainwright.strategies.master_optimizer import MasterOptimizer, Shard
+from trainwright.strategies.replaced_options import EVERY, OF_DEEPSPEED, refuse_options
 from trainwright.strategies.sparse_gradients import refuse_sparse_weights
 from trainwright.strategies.state_entries import state_tensors
 from trainwright.strategies.step_probe import refuse_uneven_steps
@@ -65,6 +68,7 @@ class DeepSpeedStrategy(Strategy):
         offload_parameters: keep the sharded parameters in host memory (stage 3).
         config: DeepSpeed's own settings, a dict or the path of a JSON file. They win over the arguments here and the
             Trainer's, with a warning if the two differ.
+        timeout: seconds (or a timedelta) that a rank waits for the others; None is half an hour.
         zero: further settings of DeepSpeed's "zero_optimization" section, such as overlap_comm or reduce_bucket_size.
 
     Raises:
@@ -95,9 +99,13 @@ class DeepSpeedStrategy(Strategy):
         offload_optimizer: bool = False,
         offload_parameters: bool = False,
         config: str | os.PathLike[str] | Mapping[str, Any] | None = None,
+        timeout: float | timedelta | None = None,
         **zero: Any,
     ) -> None:
         super().__init__()
+        replaced = {name: zero.pop(name) for name in {**EVERY, **OF_DEEPSPEED} if name in zero}
+        refuse_options(DeepSpeedStrategy, replaced, OF_DEEPSPEED)
+        self.timeout_seconds = seconds_of(timeout)
         if importlib.util.find_spec("deepspeed") is None:
             raise ImportError(
                 "strategy='deepspeed' needs DeepSpeed, which is not installed. Run: pip install 'trainwright[deepspeed]'"

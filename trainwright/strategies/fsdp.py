@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
+from datetime import timedelta
 from functools import partial
 from typing import Any
 
@@ -15,7 +16,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffload,
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -24,6 +32,7 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
 from trainwright.checkpoint.tensors import Piece
+from trainwright.duration import seconds_of
 from trainwright.precision.base import Closure, Precision, Sender
 from trainwright.rank_zero import rank_zero_warn
 from trainwright.strategies.base import (
@@ -39,6 +48,7 @@ from trainwright.strategies.base import (
 from trainwright.strategies.deferred_all_reduce import DeferredAllReduce
 from trainwright.strategies.low_precision_layers import Float32, allow_float32, find_float32
 from trainwright.strategies.placement import innermost_first, materialize, move
+from trainwright.strategies.replaced_options import OF_FSDP, refuse_options, reshards
 from trainwright.strategies.shard_write_back import (
     record_versions,
     record_versions_before,
@@ -59,7 +69,7 @@ from trainwright.strategies.sharded_access import (
 from trainwright.strategies.sparse_gradients import refuse_sparse_weights
 from trainwright.strategies.split_groups import by_kind, split_groups
 from trainwright.strategies.step_probe import no_shards, refuse_sharded_steps
-from trainwright.strategies.wrap_policy import MIN_PARAMETERS, WrapPolicy, choose_groups
+from trainwright.strategies.wrap_policy import MIN_PARAMETERS, WrapPolicy, check_policy, choose_groups
 
 UNSHARDED = (torch.optim.Adafactor, torch.optim.Rprop)
 """torch's optimizers that cannot step DTensors; others fail in their first step."""
@@ -80,15 +90,17 @@ class FSDPStrategy(Strategy):
         min_parameters: see auto_wrap_policy.
         reshard_after_forward: free a group after its forward and gather it again for backward; False saves the second
             gathering and costs memory.
-        cpu_offload: keep shards in host memory, and step there.
+        cpu_offload: keep shards in host memory, and step there; a bool, or torch's CPUOffload.
         activation_checkpointing_policy: modules whose activations are recomputed in backward: True for all groups, or as
             auto_wrap_policy.
         mixed_precision: torch's MixedPrecisionPolicy in place of the precision's, for all layers except batch norms.
         sync_every_batch: reduce gradients after each batch of an accumulation window and keep only shards; False reduces
             once a window and keeps whole gradients until then.
+        sharding_strategy: "FULL_SHARD", or "SHARD_GRAD_OP" for reshard_after_forward=False.
+        timeout: seconds (or a timedelta) that a rank waits for the others; None is half an hour.
 
     Raises:
-        ValueError: min_parameters is not accepted.
+        ValueError, TypeError: an option that is not accepted.
 
     >>> strategy = tw.FSDPStrategy(auto_wrap_policy={nn.Linear}, activation_checkpointing_policy={nn.Linear})
     >>> trainer = tw.Trainer(strategy=strategy, devices=2, max_epochs=1, enable_model_summary=False)
@@ -110,18 +122,31 @@ class FSDPStrategy(Strategy):
         auto_wrap_policy: WrapPolicy | None = None,
         min_parameters: int = MIN_PARAMETERS,
         reshard_after_forward: bool = True,
-        cpu_offload: bool = False,
+        cpu_offload: bool | CPUOffload = False,
         activation_checkpointing_policy: bool | WrapPolicy | None = None,
         mixed_precision: MixedPrecisionPolicy | None = None,
         sync_every_batch: bool = True,
+        sharding_strategy: str | None = None,
+        timeout: float | timedelta | None = None,
+        **unknown: Any,
     ) -> None:
         super().__init__()
+        refuse_options(FSDPStrategy, unknown, OF_FSDP)
+        self.timeout_seconds = seconds_of(timeout)
         if isinstance(min_parameters, bool) or not isinstance(min_parameters, int) or min_parameters < 0:
             raise ValueError(f"min_parameters={min_parameters!r} is not accepted; pass a whole number from 0.")
         self.auto_wrap_policy = auto_wrap_policy
         self.min_parameters = min_parameters
-        self.reshard_after_forward = reshard_after_forward
-        self.cpu_offload = self.communicates_on_host = cpu_offload
+        check_policy("auto_wrap_policy", auto_wrap_policy)
+        check_policy("activation_checkpointing_policy", activation_checkpointing_policy)
+        if not isinstance(mixed_precision, MixedPrecisionPolicy | None):
+            raise TypeError(
+                f"mixed_precision={mixed_precision!r} is a {type(mixed_precision).__name__}; pass a "
+                "torch.distributed.fsdp.MixedPrecisionPolicy, or leave it out: the Trainer's precision= decides."
+            )
+        self.reshard_after_forward = reshards(sharding_strategy, reshard_after_forward)
+        # A bool, or torch's CPUOffload, which holds one.
+        self.cpu_offload = self.communicates_on_host = bool(getattr(cpu_offload, "offload_params", cpu_offload))
         self.activation_checkpointing_policy = activation_checkpointing_policy
         self.mixed_precision = mixed_precision
         self.sync_every_batch = sync_every_batch

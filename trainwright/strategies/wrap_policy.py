@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterable, Iterator
 
 from torch import Tensor, nn
 
+from trainwright.arguments import check_takes
+
 MIN_PARAMETERS = 1_000_000
 """The smallest block worth a group: for smaller ones the extra collectives cost more than the memory saved."""
 
@@ -14,6 +16,12 @@ WHOLE = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerDecode
 
 WrapPolicy = Iterable[type[nn.Module]] | Callable[[nn.Module], bool]
 """Module classes, or a function that returns whether a module is a group."""
+
+
+def check_policy(name: str, policy: object) -> None:
+    """Raise TypeError for a policy that cannot be called with a module, such as those of torch's first FSDP."""
+    if callable(policy) and not isinstance(policy, type):
+        check_takes(name, policy, ["module"])
 
 
 def choose_groups(

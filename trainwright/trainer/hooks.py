@@ -42,10 +42,10 @@ from functools import cache, partial
 from itertools import chain
 from typing import Any
 
+from trainwright.arguments import check_takes
 from trainwright.callbacks.base import Callback
 from trainwright.callbacks.model_checkpoint import ModelCheckpoint
 from trainwright.distributed.ranks import Ranks
-from trainwright.engine.arguments import check_takes
 from trainwright.module import Module, is_overridden
 from trainwright.module_hooks import ModuleHooks
 from trainwright.profilers.base import Profiler

@@ -8,12 +8,13 @@ from typing import Any
 
 from torch import nn
 
+from trainwright.arguments import foreign_hint
 from trainwright.data.combined_loader import CombinedLoader, is_collection
 from trainwright.module import Module, is_overridden
 from trainwright.paths import absolute
 from trainwright.precision import Precision
 from trainwright.rank_zero import rank_zero_warn
-from trainwright.strategies import Strategy
+from trainwright.strategies import STRATEGIES, VARIANTS, Strategy
 
 GIVEN_OUTPUTS = {
     "training_epoch_end": "on_train_epoch_end",
@@ -53,14 +54,6 @@ def check_replaced_hooks(owner: Any) -> None:
         )
 
 
-def foreign_hint(value: Any) -> str:
-    """Return what to do about an object of Lightning's own; "" for any other."""
-    packages = {each.__module__.partition(".")[0] for each in type(value).__mro__}
-    if not packages & {"lightning", "pytorch_lightning", "lightning_fabric"}:
-        return ""
-    return " This one is of Lightning's own classes; import its base from trainwright too (docs/migrating.md)."
-
-
 def check_module(module: Any, needed: list[str], call: str) -> None:
     """Raise TypeError unless it is a Module with the methods that the call needs."""
     if module is None:
@@ -98,7 +91,7 @@ def check_loader(loader: Any, argument: str, call: str, hook: str, is_read_once:
     if isinstance(loader, str) or not isinstance(loader, Iterable):  # a str is iterable
         raise TypeError(
             f"{argument} is a {type(loader).__name__}; accepted are a torch DataLoader, an iterable of batches, and several of "
-            "them in a list, a dict or a CombinedLoader."
+            f"them in a list, a dict or a CombinedLoader.{foreign_hint(loader)}"
         )
     once = iterators_of(loader)
     if once and not is_read_once:
@@ -127,13 +120,15 @@ def choose_precision(precision: Any, plugins: Any) -> Any:
     """
     given = plugins if isinstance(plugins, (list, tuple)) else [] if plugins is None else [plugins]
     for plugin in given:
-        if isinstance(plugin, str):
+        if isinstance(plugin, str) and plugin in {*STRATEGIES, *VARIANTS}:
             raise ValueError(f"plugins={plugin!r} names a strategy; pass strategy={plugin!r} instead.")
         if isinstance(plugin, Strategy):
             raise ValueError(f"plugins= holds a {type(plugin).__name__}; pass it as strategy=.")
         if not isinstance(plugin, Precision):
             raise TypeError(
-                f"plugins= holds a {type(plugin).__name__}; accepted is a Precision. A strategy is passed as strategy=."
+                f"plugins= holds {plugin!r}, a {type(plugin).__name__}; accepted is a Precision. Pass a strategy as strategy=. "
+                "Leave out environments, checkpoint IO and layer synchronisation: a job is detected, checkpoints have one "
+                f"format, and sync_batchnorm=True synchronises.{foreign_hint(plugin)}"
             )
         if precision is not None:
             raise ValueError(

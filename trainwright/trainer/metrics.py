@@ -6,7 +6,6 @@ end one all_gather reduces the (sum, weight) pairs of every key (reduction.py). 
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
@@ -17,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from trainwright.callers import warn
 from trainwright.rank_zero import rank_zero_warn
 from trainwright.trainer.log_rules import (
     LogSettings,
@@ -287,7 +287,7 @@ class MetricCollector:
                     else f"found no tensor in this batch (a {type(batch).__name__}), so the epoch mean of {name!r} weights "
                     "every batch equally."
                 )
-                warnings.warn(f"{problem} Pass batch_size= to self.log to set the batch size.", stacklevel=4)
+                warn(f"{problem} Pass batch_size= to self.log to set the batch size.", stacklevel=4)
         return 1.0 if batch is None else self._batch_size
 
     def warn_of_rows(self, rows: list[int]) -> None:

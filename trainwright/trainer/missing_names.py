@@ -15,6 +15,8 @@ MISSING = {
     "use_amp": "use trainer.precision",
     "training_type_plugin": "use trainer.strategy",
     "call_hook": "call the method of the module or the callback itself",
+    "val_check_batch": "trainer.val_check_interval is the setting",
+    "distributed_sampler_kwargs": "any sampler's order is divided over the processes, unless use_distributed_sampler=False",
     "reset_train_dataloader": "the loaders are made when fit needs them",
     "reset_val_dataloader": "the loaders are made when fit needs them",
 }

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from trainwright.arguments import foreign_hint
 from trainwright.callbacks.base import Callback, Checkpoint
 from trainwright.callbacks.model_checkpoint import ModelCheckpoint
 from trainwright.callbacks.model_summary import ModelSummary
@@ -26,7 +27,7 @@ from trainwright.loggers.csv import CSVLogger
 from trainwright.loggers.folder import FolderLogger
 from trainwright.module import is_overridden
 from trainwright.rank_zero import rank_zero_warn
-from trainwright.trainer.inputs import check_replaced_hooks, foreign_hint
+from trainwright.trainer.inputs import check_replaced_hooks
 from trainwright.trainer.settings import Settings
 
 PARTS = ("strategy", "precision", "plugins")

@@ -65,7 +65,7 @@ def prepare_optimizers(run: TrainingRun) -> None:
     engine, module, state = run.engine, run.module, run.state
     returned = run.profiler.timed(module.configure_optimizers, "[module] configure_optimizers")()
     makes_none = returned is None and engine.strategy.makes_optimizer
-    optimizers, schedulers = ([], []) if makes_none else read_optimizers(returned)
+    optimizers, schedulers = ([], []) if makes_none else read_optimizers(returned, is_manual=run.is_manual)
     run.take_schedulers(schedulers)
     if not run.is_manual and len(optimizers) > 1:
         raise ValueError(

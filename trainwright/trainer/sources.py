@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from trainwright.arguments import foreign_hint
 from trainwright.data.datamodule import DataModule
 from trainwright.data.transfer import to_device
 from trainwright.devices.abilities import computes_in, copies_aside
@@ -81,7 +82,7 @@ def read_datamodule(loaders: Any, datamodule: Any, argument: str, call: str) -> 
     if not isinstance(datamodule, DataModule):
         raise TypeError(
             f"trainer.{call} was given datamodule={type(datamodule).__name__}(...); accepted is an instance of "
-            "trainwright.DataModule."
+            f"trainwright.DataModule.{foreign_hint(datamodule)}"
         )
     if loaders is not None:
         raise ValueError(f"trainer.{call} was given both {argument}= and datamodule=; pass one of them.")

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from trainwright.arguments import refuse_unknown
 from trainwright.callbacks.base import Callback, tune
 from trainwright.checkpoint.reader import Verify
 from trainwright.data.datamodule import DataModule
-from trainwright.engine.arguments import refuse_unknown
 from trainwright.engine.engine import Engine
 from trainwright.engine.open_arguments import filled_by_environment
 from trainwright.loggers.base import Logger

@@ -16,7 +16,7 @@ def refuse_unknown(
         if name in (replaced or {}):
             raise TypeError(f"{owner} has no {name}= (it was given {name}={value!r}): {(replaced or {})[name]}.")
         close = difflib.get_close_matches(name, list(known), n=1)
-        hint = f" Did you mean {close[0]}=?" if close else f" Its arguments are {', '.join(known)}."
+        hint = f" Did you mean {close[0]}=?" if close else f" Its arguments are {', '.join(known) or 'none'}."
         raise TypeError(f"{owner} has no argument {name}= (it was given {name}={value!r}).{hint}")
 
 
@@ -25,6 +25,14 @@ def check_flags(**given: Any) -> None:
     for name, value in given.items():
         if not isinstance(value, bool):
             raise TypeError(f"{name}={value!r} is not accepted; pass True or False.")
+
+
+def foreign_hint(value: Any) -> str:
+    """Return what to do about an object of Lightning's own; "" for any other."""
+    packages = {each.__module__.partition(".")[0] for each in type(value).__mro__}
+    if not packages & {"lightning", "pytorch_lightning", "lightning_fabric"}:
+        return ""
+    return " This one is of Lightning's own classes; import its base from trainwright too (docs/migrating.md)."
 
 
 class NamedArguments:
