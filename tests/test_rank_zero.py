@@ -84,15 +84,15 @@ def test_the_others_say_nothing(monkeypatch: pytest.MonkeyPatch, caplog: pytest.
 def test_a_warning_shows_the_users_line() -> None:
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        torch.nn.Sequential(Warns())(None)  # called by torch, and that by this line
+        torch.nn.Sequential(Warns())(None)
         read_optimizers(None)
-        found = Thread(target=read_optimizers, args=(None,))  # nothing of the user's is in a thread of the framework
-        found.start()
-        found.join()
+        thread = Thread(target=read_optimizers, args=(None,))
+        thread.start()
+        thread.join()
     lines = [linecache.getline(each.filename, each.lineno).strip() for each in said]
     assert lines[0] == 'rank_zero_warn("here")'
     assert lines[1] == "read_optimizers(None)"
-    assert said[2].filename.endswith("optimizers.py")
+    assert len(said) == 3  # also where no line of the user's has led to it
 
 
 class Warns(torch.nn.Module):

@@ -139,7 +139,7 @@ class PathFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         package, _, below = fullname.partition(".")
         if fullname == "trainwright.pytorch":
             raise ModuleNotFoundError(
-                "there is no module 'trainwright.pytorch'; leave out pytorch, as in trainwright.callbacks.",
+                "'trainwright.pytorch' does not exist: leave out pytorch, as in trainwright.callbacks.",
                 name=fullname,
             )
         if package != "trainwright" or below not in _PATHS:

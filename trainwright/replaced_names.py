@@ -53,9 +53,9 @@ _GROUPS = {
     "recursive_detach": "detach the tensors with torch.utils._pytree.tree_map",
     "convert_zero_checkpoint_to_fp32_state_dict ds_checkpoint_dir": "trainwright checkpoint export writes the "
     "weights of any checkpoint",
-    "from_compiled to_uncompiled": "pass compile=True to the Trainer, which compiles in place",
+    "from_compiled to_uncompiled": "pass compile=True to the Trainer, which compiles it",
     "extract_batch_size": "pass batch_size= to self.log",
-    "has_len_all_ranks": "len(loader) raises TypeError where there is no length",
+    "has_len_all_ranks": "len(loader) raises TypeError without a length",
     "is_overridden": "compare the method of type(module) with that of tw.Module",
     "is_param_in_hook_signature": "use inspect.signature",
     "find_shared_parameters set_shared_parameters": "tied weights stay tied on every device",

@@ -100,10 +100,10 @@ class TrainwrightArgumentParser(ArgumentParser):
         actions = self.add_subcommands()
         for name, (parser, text) in parsers.items():
             actions.add_subcommand(name, parser, help=text)
-            parser.share_sources(self)
+            parser.join_sources(self)
             self.subcommands[name] = parser
 
-    def share_sources(self, root: TrainwrightArgumentParser) -> None:
+    def join_sources(self, root: TrainwrightArgumentParser) -> None:
         """Keep the configs that were read in another parser's lists, since either of the two may find an error."""
         self._sources, self._unfinished, self._titles = root._sources, root._unfinished, root._titles
         self._is_root = False

@@ -13,5 +13,5 @@ class SingleDeviceStrategy(Strategy):
 
     def __init__(self, **unknown: Any) -> None:
         super().__init__()
-        device = "pass accelerator= to the Trainer, and devices=[index] for another one than the first"
+        device = "pass accelerator= to the Trainer, and devices=[index] for any but the first"
         refuse_options(SingleDeviceStrategy, unknown, {"device": device})
