@@ -354,8 +354,7 @@ PACKAGE_LINES = [
     ),
     (
         500,
-        "names, module paths and options of Lightning that are missing say what to use; warnings show the user's line; a wrong "
-        "value is found among several configs",
+        "what to use for Lightning's missing names, module paths and options; warnings at the user's line; values in configs",
     ),
 ]
 """Lines of the package: what is added to it, or taken off, with the reason. The sum is the limit."""

@@ -367,7 +367,7 @@ def two_ranks(folder: Path) -> list[Any]:
             max_epochs=epochs, devices=2, callbacks=[callback], **{**QUIET, "enable_checkpointing": True}
         )
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("warnings.warn", lambda text, **kwargs: said.append(text))
+            patch.setattr("trainwright.callbacks.checkpoint_policy.warn", lambda text, **kwargs: said.append(text))
             trainer.fit(RankScored(), make_loader())
         assert is_checkpoint(callback.last_model_path)  # on each rank, once the fit is over
         said.append(callback.state_dict())

@@ -103,7 +103,8 @@ class DeepSpeedStrategy(Strategy):
         **zero: Any,
     ) -> None:
         super().__init__()
-        replaced = {name: zero.pop(name) for name in {**EVERY, **OF_DEEPSPEED} if name in zero}
+        replaced = {name: zero[name] for name in {**EVERY, **OF_DEEPSPEED} if name in zero}
+        zero = {name: zero[name] for name in zero if name not in replaced}
         refuse_options(DeepSpeedStrategy, replaced, OF_DEEPSPEED)
         self.timeout_seconds = seconds_of(timeout)
         if importlib.util.find_spec("deepspeed") is None:
