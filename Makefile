@@ -101,7 +101,7 @@ format: $(VENV)/test.stamp
 	$(BIN)/ruff check --fix .
 
 docs: $(VENV)/docs.stamp
-	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 bench: $(VENV)/bench.stamp
 	$(BIN)/python benchmarks/overhead.py $(ARGS)
