@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from trainwright.ladder.batch_samples import batch_samples
 from trainwright.ladder.recording import Recording, active_recording
+
+if TYPE_CHECKING:
+    from trainwright.strategies import Strategy
 
 
 def loop_recorder() -> LoopRecorder | None:
@@ -28,11 +28,11 @@ class LoopRecorder:
         """Whether the latest batch was not trained yet; whether one was since the latest step, or ever; the clock runs."""
         recording.note_made("Accelerator")
 
-    def begin(self, device: torch.device, facts: Callable[[], Mapping[str, Any]]) -> None:
+    def begin(self, strategy: Strategy) -> None:
         """Begin the clock, when the loop's first objects are prepared."""
         if not self._has_begun:
             self._has_begun = True
-            self._recording.begin("Accelerator", device, facts())
+            self._recording.begin("Accelerator", strategy)
 
     def note_pass(self) -> None:
         """Note that a pass over a loader begins: an evaluation, or the next epoch."""

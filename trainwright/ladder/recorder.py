@@ -32,14 +32,7 @@ class RungRecorder(Callback):
 
     def setup(self, trainer: Trainer, module: Module, stage: str) -> None:
         if stage == "fit":
-            strategy = trainer.strategy
-            facts = {
-                "strategy": strategy.name,
-                "precision": strategy.precision.name,
-                "processes": trainer.world_size,
-                "device": strategy.root_device.type,
-            }
-            self._recording.begin("Trainer", strategy.root_device, facts)
+            self._recording.begin("Trainer", trainer.strategy)
 
     def on_train_start(self, trainer: Trainer, module: Module) -> None:
         self._steps = trainer.global_step

@@ -9,7 +9,7 @@ import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -17,6 +17,9 @@ from trainwright.distributed.environment import Environment
 from trainwright.ladder.steady_rate import steady_rate
 from trainwright.ladder.step_clock import StepClock
 from trainwright.rung import ActiveRung, active_rung
+
+if TYPE_CHECKING:
+    from trainwright.strategies import Strategy
 
 MOST_POINTS = 5_000
 """Steps whose times are written; of more, every second, third or so on."""
@@ -66,14 +69,20 @@ class Recording:
         if not self._path.exists():
             self.write()
 
-    def begin(self, owner: str, device: torch.device, facts: Mapping[str, Any]) -> None:
+    def begin(self, owner: str, strategy: Strategy) -> None:
         """Begin the clock of a fit, or of a loop that ends with the process."""
         if self._clock is not None:
             self.end(at_latest_step=True)
         elif not self._points:
             atexit.register(self.write)  # a loop does not say when it ends
-        self._owner, self._device, self._facts = owner, device, dict(facts)
-        self._clock, self._is_steady = StepClock(device), False
+        self._owner, self._device = owner, strategy.device
+        self._facts = {
+            "strategy": strategy.name,
+            "precision": strategy.precision.name,
+            "processes": strategy.world_size,
+            "device": strategy.device.type,
+        }
+        self._clock, self._is_steady = StepClock(strategy.device), False
         self._samples, self._batches = 0.0, 0
 
     def note_resumed(self, source: str) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Sequence
 
 FIRST_STEPS, FIRST_PART = 3, 10
@@ -30,7 +29,7 @@ def steady_rate(ends: Sequence[float], amounts: Sequence[float], is_steady: Sequ
     if not chosen:
         return None
     took = {at: ends[at] - ends[at - 1] for at in chosen}
-    most = OUTLIER * statistics.median(took.values())
+    most = OUTLIER * sorted(took.values())[len(took) // 2]
     kept = [at for at in chosen if took[at] <= most]
     seconds = sum(took[at] for at in kept)
     return sum(amounts[at] for at in kept) / seconds if seconds > 0 else None

@@ -81,7 +81,7 @@ class Preparation(Preparations):
                 f"device_placement={placement!r} is not a list of {len(objects)} items; give one for each object."
             )
         if self._recorder is not None:
-            self._recorder.begin(self._engine.device, self._facts)
+            self._recorder.begin(self._engine.strategy)
         new: dict[str, list[Any]] = {"module": [], "optimizer": [], "loader": [], "scheduler": []}
         for each in objects:
             if each is None:
@@ -235,11 +235,6 @@ class Preparation(Preparations):
         self.step_count += 1
         if self._recorder is not None:
             self._recorder.note_step(self.step_count)
-
-    def _facts(self) -> dict[str, Any]:
-        engine = self._engine
-        names = {"strategy": engine.strategy.name, "precision": engine.precision.name, "device": engine.device.type}
-        return {**names, "processes": engine.world_size}
 
     def _drop_gradients(self, models: tuple[nn.Module, ...]) -> bool:
         """Clear the gradients of these models, of all if none is given; return whether there were any."""
