@@ -16,8 +16,7 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
-FOLDER, LOGS = Path(__file__).parent, Path("runs/tour")
-PIP_NAMES = {"sklearn": "scikit-learn"}
+FOLDER, LOGS, PIP_NAMES = Path(__file__).parent, Path("runs/tour"), {"sklearn": "scikit-learn"}
 IN_A_KERNEL = """
 import nbclient, nbformat, sys
 for cell in nbclient.execute(nbformat.read(sys.argv[1], 4)).cells:
@@ -32,9 +31,8 @@ class Example(NamedTuple):
     needs: str = ""  # modules that Trainwright does not bring
 
 
-RAW_LOOPS, REVIEWS = sorted(FOLDER.glob("raw_loop/*.py")), sorted(FOLDER.glob("imdb/[0-9]*.py"))
+REVIEWS, ENGINES = sorted(FOLDER.glob("imdb/[0-9]*.py")), {"6_deepspeed": "deepspeed", "8_ddp_sharded": "fairscale"}
 IMDB = ("--reviews 1200 --epochs 1", "(test accuracy: .*)")
-ENGINES = {"6_deepspeed": "deepspeed", "8_ddp_sharded": "fairscale"}
 LOOP_RESULT = r"(?:epoch \d+: )?(\D*(?:val_acc|distance).*)"
 EXAMPLES = [
     Example("digits.py", "--epochs 5", "(test_acc: .*)", "sklearn matplotlib"),
@@ -46,11 +44,11 @@ EXAMPLES = [
     Example("images.py", "--epochs 15", "(with augmentation: .*)", "matplotlib"),
     Example("interruption.py", "", "(losses that differ: .*)"),
     Example("stream.py", "", "(val_acc: .*)", "datasets"),
-    Example("multi_gpu_demo.py", "", "(.*deepspeed.*)", "deepspeed"),
-    Example("multi_gpu_demo.ipynb", "", "(.*deepspeed.*)", "deepspeed nbclient nbformat ipykernel"),
-    Example("sharded_bert.py", "", "(.*fsdp.*)", "transformers"),
+    Example("multi_gpu_demo.py", "", "(.*deepspeed.*)", "deepspeed sklearn matplotlib"),
+    Example("multi_gpu_demo.ipynb", "", "(.*deepspeed.*)", "deepspeed sklearn matplotlib nbclient nbformat ipykernel"),
+    Example("sharded_bert.py", "", "(.*fsdp.*)", "transformers tokenizers deepspeed fairscale matplotlib"),
     Example("lora.py", "", "(with the adapter: .*)", "peft transformers"),
-    *(Example(f"raw_loop/{path.name}", "", LOOP_RESULT) for path in RAW_LOOPS),
+    *(Example(f"raw_loop/{path.name}", "", LOOP_RESULT) for path in sorted(FOLDER.glob("raw_loop/*.py"))),
     Example("raw_loop/notebook.ipynb", "", "(test accuracy: .*)", "nbclient nbformat ipykernel matplotlib"),
     *(Example(f"imdb/{path.name}", *IMDB, f"transformers tokenizers {ENGINES.get(path.stem, '')}") for path in REVIEWS),
 ]
@@ -92,9 +90,8 @@ def main():
         state, result = run(example, options.timeout)
         print(state, flush=True)
         rows.append(f"{example.name:<34} {state:<8} {time.perf_counter() - start:>6.1f} s  {result}")
-    print("", *rows, sep="\n")
     failed = [row.split()[0] for row in rows if row.split()[1] == "failed"]
-    print(f"\nfailed: {', '.join(failed)}" if failed else "\nno example failed")
+    print("", *rows, f"\nfailed: {', '.join(failed)}" if failed else "\nno example failed", sep="\n")
     sys.exit(1 if failed else 0)
 
 

@@ -17,7 +17,7 @@ from deadlines import deadline
 from forked import run_python
 
 FOLDER = Path(__file__).parents[2] / "examples"
-SHORT = ("four_tricks", "gpt", "images", "interruption", "lora", "stream", "sweep")
+SHORT = ("four_tricks", "gpt", "images", "interruption", "lora", "stream", "sweep", "tour")
 
 
 def needs(*modules: str) -> Any:
