@@ -81,7 +81,8 @@ class Compiles(tw.Module):
         return outputs
 
     def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+        # At a higher rate the losses rise, and with them each difference in the last digits.
+        return torch.optim.SGD(self.parameters(), lr=0.02, momentum=0.9)
 
 
 def run(compile: Any, **settings: Any) -> dict[str, Any]:

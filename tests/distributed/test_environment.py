@@ -32,8 +32,9 @@ TORCHRUN = {
 # Rank 0 holds the store and ends first; rank 1 goes on for a while and must not take that for a failure.
 PLAIN_SCRIPT = """
 import sys, time
+from unittest import mock
 import pytest, torch, torch.distributed as dist
-from trainwright.distributed.connection import open_process_group
+from trainwright.distributed.connection import open_process_group, refuse_gloo
 from trainwright.distributed.environment import Environment
 from trainwright.distributed.collectives import all_reduce
 
@@ -42,6 +43,10 @@ if sys.argv[1] == "joined":
     dist.init_process_group("cpu:gloo")
     with pytest.raises(RuntimeError, match="opened with 'cpu:gloo', which has no backend for 'cuda'; .* 'cuda:nccl,cpu:gloo'"):
         open_process_group(environment, "nccl", device_types=["cuda", "cpu"])
+    refuse_gloo("cpu", "fsdp")
+    with mock.patch.object(dist, "get_backend_config", lambda: "cpu:gloo,cuda:gloo"):
+        with pytest.raises(ValueError, match="'fsdp' cannot use gloo on 'cuda': .* Open the process group with 'nccl', or"):
+            refuse_gloo("cuda", "fsdp")
 connection = open_process_group(environment, "gloo")
 assert connection.owns_group == (sys.argv[1] != "joined")
 assert all_reduce(torch.ones(1)).item() == 2

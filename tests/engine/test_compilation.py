@@ -188,6 +188,31 @@ def test_options_refused(options: dict[str, Any], match: str) -> None:
     assert "_compiled_call_impl" not in vars(module.net)
 
 
+@pytest.mark.parametrize(
+    ("options", "are_kept"),
+    [
+        ({}, False),
+        ({"backend": "inductor", "mode": "default"}, False),
+        ({"options": {"triton.cudagraphs": False}}, False),
+        ({"options": {"triton.cudagraphs": True}}, True),
+        ({"mode": "reduce-overhead"}, True),
+        ({"mode": "max-autotune"}, True),
+        ({"mode": "max-autotune-no-cudagraphs"}, False),
+        ({"backend": "cudagraphs"}, True),
+    ],
+)
+def test_gradients_are_kept_from_cuda_graphs(options: dict[str, Any], are_kept: bool) -> None:
+    module = Root()
+    compiled = Compiled(module, options)
+    assert (compiled.gradients is not None) == are_kept
+    if compiled.gradients is not None:  # nothing to do on the CPU
+        module.theta = nn.Parameter(torch.ones(2))
+        module.theta.grad = gradient = torch.ones(2)
+        compiled.gradients.keep()
+        assert module.theta.grad is gradient
+    compiled.undo()
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(not has_compiler, reason="torch.compile needs g++, Python.h")
 def test_the_real_compiler_trains_alike() -> None:

@@ -189,6 +189,7 @@ def test_the_tour_goes_on_after_a_failure(tmp_path: Path, capsys: pytest.Capture
         "good.py": "import sys; print('loss: 3\\nloss: 2', *sys.argv[1:])",
         "bad.py": "raise ValueError('no such rate')",
         "mute.py": "print('nothing of the kind')",
+        "two.py": "raise ValueError(\"devices=2 is more than the 1 of 'cuda' that torch sees\")",
         "endless.py": "import time; time.sleep(600)",
         "last.py": "print('loss: 1')",
     }
@@ -197,13 +198,14 @@ def test_the_tour_goes_on_after_a_failure(tmp_path: Path, capsys: pytest.Capture
     needed = {"mute.py": "json", "last.py": "json no_such_module sklearn_of_old"}
     made = [tour.Example(name, "-e 1", "(loss: .*)", needed.get(name, "")) for name in scripts]
     with mock.patch.multiple(tour, FOLDER=tmp_path, EXAMPLES=made):
-        assert run_tour(tour, "good", "bad", "mute", "last") == 1
+        assert run_tour(tour, "good", "bad", "mute", "two", "last") == 1
         output = capsys.readouterr().out
         assert re.search(r"^good.py +ok +\d+\.\d s  loss: 2 -e 1$", output, re.MULTILINE)
         assert re.search(
             r"^bad.py +failed .* exit code 1; ValueError: no such rate; runs/tour/bad.py.txt$", output, re.MULTILINE
         )
         assert re.search(r"^mute.py +failed .* printed no result; runs/tour/mute.py.txt$", output, re.MULTILINE)
+        assert re.search(r"^two.py +skipped .* devices=2 is more than the 1 of 'cuda'", output, re.MULTILINE)
         assert re.search(r"^last.py +skipped .* pip install no_such_module sklearn_of_old$", output, re.MULTILINE)
         assert output.endswith("\nfailed: bad.py, mute.py\n")
         assert run_tour(tour, "endless", "--timeout", "0.2") == 1

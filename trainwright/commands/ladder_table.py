@@ -196,7 +196,8 @@ def _literal(value: Any) -> str:
 
 def _with(result: Result) -> str:
     rung = result.rung
-    parts = [rung.precision or "", "compile" if rung.compile else "", f"{rung.devices} devices" if rung.devices else ""]
+    devices = f"{rung.devices} device{'s' * (rung.devices > 1)}" if rung.devices else ""
+    parts = [rung.precision or "", "compile" if rung.compile else "", devices]
     return ", ".join(part for part in parts if part and part != rung.name)
 
 

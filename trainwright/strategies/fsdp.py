@@ -32,6 +32,7 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
 from trainwright.checkpoint.tensors import Piece
+from trainwright.distributed.connection import refuse_gloo
 from trainwright.duration import seconds_of
 from trainwright.precision.base import Closure, Precision, Sender
 from trainwright.rank_zero import rank_zero_warn
@@ -173,6 +174,7 @@ class FSDPStrategy(Strategy):
                 f"{type(module).__name__} holds sharded parameters already, of torch's fully_shard; leave the sharding to the "
                 "strategy, or create the module again."
             )
+        refuse_gloo(self.device.type, self.name)
         groups = choose_groups(module, self.auto_wrap_policy, self.min_parameters)
         to_checkpoint = self._to_checkpoint(module, groups)
         mesh = init_device_mesh(self.device.type, (self.world_size,))
