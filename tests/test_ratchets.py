@@ -356,6 +356,10 @@ PACKAGE_LINES = [
         500,
         "what to use for Lightning's missing names, module paths and options; warnings at the user's line; values in configs",
     ),
+    (
+        40,
+        "gradients that the next CUDA graph would overwrite, and fsdp over gloo on a GPU, both found on the first one",
+    ),
 ]
 """Lines of the package: what is added to it, or taken off, with the reason. The sum is the limit."""
 

@@ -34,7 +34,8 @@ PLAIN_SCRIPT = """
 import sys, time
 from unittest import mock
 import pytest, torch, torch.distributed as dist
-from trainwright.distributed.connection import open_process_group, refuse_gloo
+from trainwright.distributed.connection import open_process_group
+from trainwright.distributed.mesh import make_mesh
 from trainwright.distributed.environment import Environment
 from trainwright.distributed.collectives import all_reduce
 
@@ -43,10 +44,10 @@ if sys.argv[1] == "joined":
     dist.init_process_group("cpu:gloo")
     with pytest.raises(RuntimeError, match="opened with 'cpu:gloo', which has no backend for 'cuda'; .* 'cuda:nccl,cpu:gloo'"):
         open_process_group(environment, "nccl", device_types=["cuda", "cpu"])
-    refuse_gloo("cpu", "fsdp")
+    assert make_mesh("cpu", 2).size() == 2
     with mock.patch.object(dist, "get_backend_config", lambda: "cpu:gloo,cuda:gloo"):
-        with pytest.raises(ValueError, match="'fsdp' cannot use gloo on 'cuda': .* Open the process group with 'nccl', or"):
-            refuse_gloo("cuda", "fsdp")
+        with pytest.raises(ValueError, match="fsdp does not run over gloo on 'cuda': .* group with 'nccl', or"):
+            make_mesh("cuda", 2)
 connection = open_process_group(environment, "gloo")
 assert connection.owns_group == (sys.argv[1] != "joined")
 assert all_reduce(torch.ones(1)).item() == 2

@@ -7,7 +7,7 @@ from contextlib import suppress
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 NAME = "cuda"
 GENERATOR_BYTES = 16
@@ -73,3 +73,33 @@ def unlock_pages(address: int) -> None:
     """Unlock what `lock_pages` has locked."""
     runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
     runtime.cudaHostUnregister(address)
+
+
+def makes_graphs(options: dict[str, Any]) -> bool:
+    """Return whether these options of torch.compile make CUDA graphs."""
+    if options.get("backend") == "cudagraphs" or options.get("mode") in ("reduce-overhead", "max-autotune"):
+        return True
+    return bool((options.get("options") or {}).get("triton.cudagraphs"))
+
+
+class GraphGradients:
+    """Copies gradients out of the memory of CUDA graphs before the next graph writes over them.
+
+    Autograd may take the output of a backward graph for `.grad` without a copy, so a second batch of a window, or a validation
+    within one, would find it overwritten (pytorch/pytorch#169545).
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._copies: list[tuple[nn.Parameter, int]] = []
+        """Each parameter on a GPU, with the address of the last copy of its gradient."""
+
+    def keep(self) -> None:
+        """Replace each gradient by a copy, unless it is one."""
+        if not self._copies:
+            self._copies = [(each, 0) for each in self._module.parameters() if each.is_cuda]
+        for number, (parameter, copy) in enumerate(self._copies):
+            gradient = parameter.grad
+            if type(gradient) is Tensor and gradient.data_ptr() != copy:
+                parameter.grad = gradient.clone()
+                self._copies[number] = (parameter, parameter.grad.data_ptr())

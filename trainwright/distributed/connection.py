@@ -254,16 +254,6 @@ def _check_joined_group(environment: Environment) -> None:
         )
 
 
-def refuse_gloo(device_type: str, name: str) -> None:
-    """Raise ValueError if the open group serves an accelerator by gloo, over which torch's DTensor ends the process."""
-    served = dict(each.split(":") for each in dist.get_backend_config().split(","))
-    if served.get(device_type) == "gloo" != collective_backend(device_type):
-        raise ValueError(
-            f"strategy={name!r} cannot use gloo on {device_type!r}: torch's DTensor crashes there when it gathers. Open the "
-            f"process group with {collective_backend(device_type)!r}, or choose strategy='ddp'."
-        )
-
-
 def _check_backends(device_types: Sequence[str]) -> None:
     config = dist.get_backend_config()  # "cpu:gloo,cuda:nccl"
     served = [each.partition(":")[0] for each in config.split(",")]

@@ -8,9 +8,10 @@ from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from trainwright.compiled_names import is_compiled
+from trainwright.devices.cuda import GraphGradients, makes_graphs
 from trainwright.value_kinds import is_metric
 
 
@@ -40,8 +41,8 @@ class Compiled:
         self.modules = [each for each in _submodules(module) if type(each).forward is not nn.Module.forward]
         """The submodules that would run compiled if a step called them."""
         self._functions: dict[Hashable, Callable[..., Any]] = {}
-        self.gradients = _Gradients(module) if _makes_cuda_graphs(options) else None
-        """Those that are kept from one call to the next; None without CUDA graphs."""
+        self.gradients = GraphGradients(module) if makes_graphs(options) else None
+        """Keeps gradients from one call to the next; None without graphs of the device."""
         for each in self.modules:
             each._compiled_call_impl = _Call(self, each)
 
@@ -86,35 +87,6 @@ class _Call:
             return self.function(self.module, *args, **kwargs)
         finally:
             self.compiled.is_within = False
-
-
-class _Gradients:
-    """Copies gradients out of the memory of CUDA graphs before the next graph writes over them.
-
-    Autograd may take the output of a backward graph for `.grad` as it is, so a second batch of a window, or a validation
-    within one, would find it overwritten (pytorch/pytorch#169545).
-    """
-
-    def __init__(self, module: nn.Module) -> None:
-        self._module = module
-        self._copies: list[tuple[nn.Parameter, int]] = []
-        """Each parameter on a GPU, with the address of the last copy of its gradient."""
-
-    def keep(self) -> None:
-        """Replace each gradient by a copy, unless it is one."""
-        if not self._copies:
-            self._copies = [(each, 0) for each in self._module.parameters() if each.is_cuda]
-        for number, (parameter, copy) in enumerate(self._copies):
-            gradient = parameter.grad
-            if type(gradient) is Tensor and gradient.data_ptr() != copy:
-                parameter.grad = gradient.clone()
-                self._copies[number] = (parameter, parameter.grad.data_ptr())
-
-
-def _makes_cuda_graphs(options: dict[str, Any]) -> bool:
-    if options.get("backend") == "cudagraphs" or options.get("mode") in ("reduce-overhead", "max-autotune"):
-        return True
-    return bool((options.get("options") or {}).get("triton.cudagraphs"))
 
 
 def _call(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     CPUOffload,
     CPUOffloadPolicy,
@@ -32,7 +32,7 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
 from trainwright.checkpoint.tensors import Piece
-from trainwright.distributed.connection import refuse_gloo
+from trainwright.distributed.mesh import make_mesh
 from trainwright.duration import seconds_of
 from trainwright.precision.base import Closure, Precision, Sender
 from trainwright.rank_zero import rank_zero_warn
@@ -174,10 +174,9 @@ class FSDPStrategy(Strategy):
                 f"{type(module).__name__} holds sharded parameters already, of torch's fully_shard; leave the sharding to the "
                 "strategy, or create the module again."
             )
-        refuse_gloo(self.device.type, self.name)
         groups = choose_groups(module, self.auto_wrap_policy, self.min_parameters)
         to_checkpoint = self._to_checkpoint(module, groups)
-        mesh = init_device_mesh(self.device.type, (self.world_size,))
+        mesh = make_mesh(self.device.type, self.world_size)
         low = self.mixed_precision or self._policy()
         root = Root(module, low.param_dtype)
         chosen, self._float32 = set(groups), Float32()
@@ -295,7 +294,7 @@ class FSDPStrategy(Strategy):
         for optimizer in (each for each in optimizers if each not in self._tried):
             if isinstance(optimizer, UNSHARDED):
                 raise ValueError(no_shards(optimizer))
-            refuse_sharded_steps(optimizer, init_device_mesh(self.device.type, (self.world_size,)))
+            refuse_sharded_steps(optimizer, make_mesh(self.device.type, self.world_size))
             self._tried.append(optimizer)
         self.refresh_trainable(modules)  # configure_optimizers may have created some
         return list(optimizers)
