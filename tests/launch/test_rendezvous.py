@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from deadlines import deadline, wait_until
@@ -161,6 +162,24 @@ def test_a_job_with_enough_nodes_waits_a_while_for_more(range_: Range, monkeypat
     monkeypatch.setattr(roster, "MORE_SECONDS", 0.3)
     main, second = range_.arrive(2, 4), range_.arrive(2, 4)
     assert range_.meet(main, second) == [(0, 2, 0), (1, 2, 0)]
+
+
+def test_a_node_that_arrives_while_the_main_one_looks_stays(range_: Range, monkeypatch: pytest.MonkeyPatch) -> None:
+    main, second = range_.arrive(2, 2), range_.arrive(2, 2)
+    assert main.heartbeat is not None
+    accept = main.heartbeat.accept
+
+    def late(*args: Any) -> list[int]:
+        if not range_.threads:  # after the main node has begun to look
+            range_.wait(second)
+            assert second.heartbeat is not None
+            wait_until(second.heartbeat._peers.__len__)
+        return accept(*args)
+
+    monkeypatch.setattr(main.heartbeat, "accept", late)
+    main.next_rendezvous()
+    range_.check_met()
+    assert (main.node_rank, second.node_rank) == (0, 1)
 
 
 def test_too_few_nodes_end_the_job(range_: Range, capfd: pytest.CaptureFixture[str]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import struct
+from collections.abc import Callable
 
 from trainwright.distributed.network import listen_at
 
@@ -39,8 +40,11 @@ class Heartbeat:
         peer.sendall(_NUMBER.pack(number))
         self._keep(0, peer)
 
-    def accept(self, highest: int) -> list[int]:
-        """Accept the connections that wait, without blocking; return the new numbers, from 1 to the highest given so far."""
+    def accept(self, highest: Callable[[], int]) -> list[int]:
+        """Accept the connections that wait, without blocking; return the new numbers, from 1 to the highest given so far.
+
+        `highest` is called once a number has arrived, since a node gets one right before it connects.
+        """
         assert self._listener is not None
         while True:
             try:
@@ -61,7 +65,7 @@ class Heartbeat:
                 continue
             self._strangers.remove(peer)
             number = _NUMBER.unpack(peer.recv(_NUMBER.size))[0] if data else 0
-            if 0 < number <= highest and number not in self._peers:
+            if 0 < number <= highest() and number not in self._peers:
                 self._keep(number, peer)
                 new.append(number)
             else:  # not a node of this job

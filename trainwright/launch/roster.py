@@ -64,7 +64,7 @@ class Roster:
 
     def admit(self) -> None:
         """Add the nodes that have arrived. Refuse one whose number another has, before the first start."""
-        for arrival in self._heartbeat.accept(self._store.add("arrivals", 0)):
+        for arrival in self._heartbeat.accept(lambda: self._store.add("arrivals", 0)):
             member = Member(**json.loads(self._store.get(f"node/{arrival}")))
             others = [self._members[each].node_rank for each in self.living()]
             self._members[arrival] = member
