@@ -183,15 +183,19 @@ def test_the_lines_of_an_accelerator() -> None:
 
 def test_a_choice_that_pays_off_in_longer_runs() -> None:
     late = tuple((step, 30 + 0.05 * step) for step in range(1, 21))
-    comparison = Comparison([scored("unchanged", 100), scored("compile", 150, points=late, compile=True)], None)
-    said = " ".join(choice_lines(comparison, ["train.py"]))
+    compiled = scored("compile", 150, points=late, batches_per_second=20.0, compile=True)
+    said = " ".join(choice_lines(Comparison([scored("unchanged", 100), compiled], None), ["train.py"]))
     assert "Its first 20 steps took 31 s, unchanged 2.5 s: what comes before the steady steps" in said
+    assert "such as compiling, pays off after 590 steps." in said  # 28.5 s at 0.05 s a step
+    sharded = scored("ddp", 150, points=late, batches_per_second=20.0, devices=2)
+    said = " ".join(choice_lines(Comparison([scored("unchanged", 100), sharded], None), ["train.py"]))
+    assert "pays off in longer runs only." in said  # its steps are larger
     assert "pays off" not in " ".join(choice_lines(compared(), ["train.py"]))
 
 
 def test_keeping_the_script() -> None:
-    slow = Comparison([scored("unchanged", 100), scored("ddp", 80)], ACCURACY)
-    assert list(choice_lines(slow, ["a.py"])) == ["Keep the script unchanged: no other rung is faster."]
+    slow = Comparison([scored("unchanged", 100), scored("ddp", 80), scored("compile", 104)], ACCURACY)
+    assert list(choice_lines(slow, ["a.py"])) == ["Keep the script unchanged: no other rung is 5% faster."]
     worse = Comparison([scored("unchanged", 100), scored("ddp", 180, 0.5)], ACCURACY)
     assert list(choice_lines(worse, ["a.py"])) == ["Keep the script unchanged: the faster rungs have a worse metric."]
 

@@ -12,7 +12,7 @@ from trainwright.commands.climb import SEED
 from trainwright.engine.memory import size_text
 from trainwright.engine.rung_settings import COMPILER
 from trainwright.ladder.attempt import Attempt, Figure, Result
-from trainwright.ladder.comparison import DEVIATIONS, NOISE, Comparison
+from trainwright.ladder.comparison import DEVIATIONS, NOISE, SPEED_NOISE, Comparison
 from trainwright.launch.columns import lay_out
 from trainwright.precision import MIXED
 
@@ -142,9 +142,9 @@ def choice_lines(comparison: Comparison, command: Sequence[str]) -> Iterator[str
     """Yield which rung to choose and why, then the code to copy, which is indented."""
     chosen, first = comparison.choice(), comparison.first
     speed_up = comparison.speed_up(chosen)
-    if chosen is first or speed_up is None or speed_up <= 1.0:
+    if chosen is first or speed_up is None:
         slower = any(comparison.is_worse(each) and comparison.is_faster(each, first) for each in comparison.finished)
-        reason = "the faster rungs have a worse metric" if slower else "no other rung is faster"
+        reason = "the faster rungs have a worse metric" if slower else f"no other rung is {SPEED_NOISE:.0%} faster"
         yield f"Keep the script unchanged: {reason}."
         return
     yield f"Choose {chosen.rung.name}, {speed_up:.2f} times as fast as the unchanged script{_about(comparison, chosen)}."
@@ -156,9 +156,11 @@ def choice_lines(comparison: Comparison, command: Sequence[str]) -> Iterator[str
         yield f"    trainwright launch --devices {devices} {shlex.join(command)}"
     own, before = comparison.seconds_to_common(chosen), comparison.seconds_to_common(first)
     if own is not None and before is not None and own.mean > before.mean:
+        steps = comparison.break_even(chosen)
+        when = "in longer runs only" if steps is None else f"after {steps:,} steps"
         yield (
             f"Its first {comparison.common_steps} steps took {_seconds(own)}, unchanged {_seconds(before)}: what comes before "
-            "the steady steps, such as compiling, pays off in longer runs only."
+            f"the steady steps, such as compiling, pays off {when}."
         )
     of_rung = ("devices", "strategy", "precision", "compile", "dynamo_backend")
     replaced = [f"{name}={was}" for name, (was, _) in record.replaced.items() if name in of_rung]

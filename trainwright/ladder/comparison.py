@@ -11,6 +11,8 @@ from trainwright.metric_direction import Direction, direction_of
 
 NOISE = 0.02
 """By how much of its value a metric may be worse without counting as worse, if there is one seed."""
+SPEED_NOISE = 0.05
+"""By how much of its rate a rung has to exceed another one to count as faster."""
 DEVIATIONS = 2
 """The same in standard deviations of the unchanged script's seeds, if there are several."""
 
@@ -123,10 +125,21 @@ class Comparison:
 
     def choice(self) -> Result:
         """Return the fastest rung whose metric is not worse; the unchanged script if no other is faster."""
-        candidates = [each for each in self.finished if not self.is_worse(each)]
-        return max(candidates, key=lambda each: self.speed_up(each) or 0.0, default=self.first)
+        faster = [each for each in self.finished if self.is_faster(each, self.first) and not self.is_worse(each)]
+        return max(faster, key=lambda each: self.speed_up(each) or 0.0, default=self.first)
 
     def is_faster(self, result: Result, other: Result) -> bool:
-        """Return whether a rung has finished and is faster than another."""
+        """Return whether a rung has finished and is faster than another by more than noise."""
         own, than = self.rate(result), self.rate(other)
-        return result.state == "finished" and own is not None and than is not None and own.mean > than.mean
+        if result.state != "finished" or own is None or than is None:
+            return False
+        return own.mean > (1 + SPEED_NOISE) * than.mean
+
+    def break_even(self, result: Result) -> int | None:
+        """Return after how many steps a rung on one process overtakes the unchanged script, which began sooner."""
+        rates = [each.figure(lambda record: record.batches_per_second) for each in (result, self.first)]
+        seconds = [self.seconds_to_common(each) for each in (result, self.first)]
+        if None in rates or None in seconds or self.common_steps is None or (result.rung.devices or 1) > 1:
+            return None
+        (own, before), (late, early) = [each.mean for each in rates if each], [each.mean for each in seconds if each]
+        return self.common_steps + round((late - early) / (1 / before - 1 / own)) if own > before else None
