@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from deadlines import deadline
+from package import FILES, tree_of
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -41,8 +42,8 @@ def test_what_the_package_imports_is_declared() -> None:
         *(each for extra in EXTRAS for each in PROJECT["optional-dependencies"][extra]),
     ]:
         declared.add(re.split(r"[><=!\[]", each)[0])
-    for path in (ROOT / "trainwright").rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
+    for path in FILES:
+        for node in ast.walk(tree_of(path)):
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             names += [str(node.module)] if isinstance(node, ast.ImportFrom) else []
             for name in {name.partition(".")[0] for name in names} - sys.stdlib_module_names:

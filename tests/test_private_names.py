@@ -14,11 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from package import FILES, name_of, tree_of
 from private_names import USES, Use
 
-import trainwright
-
-PACKAGE = Path(trainwright.__file__).parent
 LISTED = {name for use in USES for name in (*use.names.split(), *use.owner.split("."), *use.instead.split("."))}
 DOCUMENTED = {"_exit", "_getframe", "_fields", "_replace", "_asdict"}
 """Of os, sys and named tuples, whose underscores hide nothing."""
@@ -36,7 +34,7 @@ def is_private(name: str) -> bool:
 
 @functools.cache
 def trees() -> dict[Path, ast.Module]:
-    return {path: ast.parse(path.read_text()) for path in sorted(PACKAGE.rglob("*.py"))}
+    return {path: tree_of(path) for path in FILES}
 
 
 @functools.cache
@@ -115,13 +113,9 @@ def private_uses() -> Iterator[tuple[str, str]]:
                 names = [node.attr]
             elif isinstance(node, ast.Constant) and isinstance(node.value, str) and re.fullmatch(r"_\w+", node.value):
                 names = [node.value]
-            yield from (
-                (f"{path.relative_to(PACKAGE)}:{getattr(node, 'lineno', 0)}", each)
-                for each in names
-                if is_private(each)
-            )
+            yield from ((f"{name_of(path)}:{getattr(node, 'lineno', 0)}", each) for each in names if is_private(each))
             if isinstance(node, ast.Attribute) and node.attr.startswith("ds_"):
-                yield f"{path.relative_to(PACKAGE)}:{node.lineno}", node.attr
+                yield f"{name_of(path)}:{node.lineno}", node.attr
 
 
 def stored(tree: ast.AST) -> set[str]:
