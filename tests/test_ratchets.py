@@ -356,10 +356,7 @@ PACKAGE_LINES = [
         500,
         "what to use for Lightning's missing names, module paths and options; warnings at the user's line; values in configs",
     ),
-    (
-        40,
-        "gradients that the next CUDA graph would overwrite, and fsdp over gloo on a GPU, both found on the first one",
-    ),
+    (51, "gradients kept from CUDA graphs, and fsdp over gloo refused, as the first GPU showed; when a rung pays off"),
 ]
 """Lines of the package: what is added to it, or taken off, with the reason. The sum is the limit."""
 

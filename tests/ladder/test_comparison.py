@@ -190,6 +190,10 @@ def test_a_choice_that_pays_off_in_longer_runs() -> None:
     sharded = scored("ddp", 150, points=late, batches_per_second=20.0, devices=2)
     said = " ".join(choice_lines(Comparison([scored("unchanged", 100), sharded], None), ["train.py"]))
     assert "pays off in longer runs only." in said  # its steps are larger
+    at_once = tuple((step, 0.2 * step) for step in range(1, 21))
+    twice = scored("ddp", 150, points=at_once, batches_per_second=10.0, devices=2)
+    said = " ".join(choice_lines(Comparison([scored("unchanged", 100), twice], None), ["train.py"]))
+    assert "pays off" not in said  # 20 steps take 4 s instead of 2.5, with twice the samples
     assert "pays off" not in " ".join(choice_lines(compared(), ["train.py"]))
 
 
