@@ -81,8 +81,8 @@ test-all: $(VENV)/programs.stamp $(VENV)/docs.stamp
 	$(BIN)/python -m pytest -m "not gpu and not device" $(SHARED_OUT) $(ARGS)
 
 test-device: $(VENV)/test.stamp
-	$(if $(ARGS),,$(ON_SIMULATED) -m "device or gpu")
-	SIM_DEVICES=1 TRAINWRIGHT_TEST_ACCELERATOR=auto $(ON_SIMULATED) -m "not slow and not gpu and not device" \
+	$(if $(ARGS),,$(ON_SIMULATED) -m "device or gpu" $(SHARED_OUT) tests/device tests/data tests/checkpoint)
+	SIM_DEVICES=1 TRAINWRIGHT_TEST_ACCELERATOR=auto $(ON_SIMULATED) -m "not slow and not gpu and not device" $(SHARED_OUT) \
 		$(if $(ARGS),$(ARGS),tests/trainer tests/data tests/precision tests/checkpoint tests/strategies/test_placement.py)
 
 test-gpu: $(TEST_GPU_STAMP)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 
@@ -196,3 +197,12 @@ def test_kinds_of_accelerators_are_named_in_one_place() -> None:
                 named = node.id if isinstance(node, ast.Name) else node.arg
             if named not in {"cuda"} | allowed.get(relative, set()):  # `cuda` is devices/cuda.py, where it is imported
                 assert "cuda" not in named.lower(), f"{relative}:{node.lineno} names {named!r}"
+
+
+def test_where_tests_of_devices_lie() -> None:
+    """`make test-device` looks for them in these folders alone."""
+    (line,) = re.findall(r'-m "device or gpu" .*', (ROOT.parent / "Makefile").read_text())
+    folders = [ROOT.parent / each.rstrip(")") for each in line.split() if each.startswith("tests/")]
+    marked = re.compile(r"\bmark\.(?:gpu|device)\b")
+    for path in (ROOT.parent / "tests").rglob("test_*.py"):
+        assert not marked.search(path.read_text()) or any(each in path.parents for each in folders), path
