@@ -40,8 +40,9 @@ CHECKPOINT_ARGS ?=
 
 VENV := .venv
 BIN := $(VENV)/bin
-# Without build isolation, or the packages that come as source would each build against a torch of their own.
-INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --no-build-isolation -c constraints.txt
+# Without build isolation, or the packages that come as source would each build against a torch of their own. Python compiles
+# what it imports when it imports it, which is a third of what pip would compile.
+INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --no-build-isolation --no-compile -c constraints.txt
 
 # Tests start many interpreters: an environment that forbids bytecode would have each compile the package and pytest its tests.
 export PYTHONDONTWRITEBYTECODE :=

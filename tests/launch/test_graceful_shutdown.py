@@ -210,7 +210,7 @@ def test_a_wrong_number_of_grace_seconds_is_refused(given: str, tmp_path: Path, 
 @pytest.mark.parametrize(
     ("strategy", "signals"),
     [
-        ("ddp", ("launcher", "rank", "launcher")),
+        ("ddp", ("launcher", "rank")),
         ("ddp_sharded", ("launcher",)),
         ("fsdp", ("launcher",)),
         ("deepspeed_stage_2", ("launcher",)),
