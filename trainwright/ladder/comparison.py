@@ -79,7 +79,8 @@ class Comparison:
     @property
     def counts_samples(self) -> bool:
         """Whether the samples of each batch are known; otherwise batches are counted."""
-        return all(each.figure(lambda record: record.samples_per_second) is not None for each in self.finished)
+        ran = [run.record for each in self.finished for run in each.finished if run.record is not None]
+        return not any(each.samples_per_second is None and each.batches_per_second is not None for each in ran)
 
     @property
     def common_steps(self) -> int | None:
@@ -116,10 +117,12 @@ class Comparison:
         return NOISE * abs(first.mean) if first.spread is None else DEVIATIONS * first.spread
 
     def is_worse(self, result: Result) -> bool | None:
-        """Return whether a rung's metric is worse by more than noise; None if that is unknown."""
+        """Return whether a rung's metric is worse by more than noise, or missing; None if that is unknown."""
         first, own, tolerance = self.score(self.first), self.score(result), self.tolerance
-        if first is None or own is None or tolerance is None or self.metric is None:
+        if first is None or tolerance is None or self.metric is None:
             return None
+        if own is None:
+            return True
         lost = own.mean - first.mean if self.metric.direction == "min" else first.mean - own.mean
         return not lost <= tolerance  # also if it is NaN
 
@@ -137,7 +140,7 @@ class Comparison:
 
     def break_even(self, result: Result) -> int | None:
         """Return after how many steps a rung on one process overtakes the unchanged script, which began sooner."""
-        rates = [each.figure(lambda record: record.batches_per_second) for each in (result, self.first)]
+        rates = [each.figure(lambda record: record.steps_per_second) for each in (result, self.first)]
         seconds = [self.seconds_to_common(each) for each in (result, self.first)]
         if None in rates or None in seconds or self.common_steps is None or (result.rung.devices or 1) > 1:
             return None
