@@ -358,7 +358,7 @@ PACKAGE_LINES = [
     ),
     (51, "gradients kept from CUDA graphs, and fsdp over gloo refused, as the first GPU showed; when a rung pays off"),
     (
-        98,
+        112,
         "the ladder ends runs at a second Ctrl-C, keeps what it has on a full disk, and leaves out rungs without a metric",
     ),
 ]

@@ -113,7 +113,7 @@ sed "s/start-N/$2/" $RECORD > "$folder/rank0.json"
 
 def test_a_second_interrupt_does_not_wait(fake: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The run ignores SIGTERM; it is killed with what it has started."""
-    interrupting = "trap '' TERM\necho $$ > pid\nkill -INT $PPID\nsleep 1\nkill -INT $PPID\nsleep 600"
+    interrupting = "trap '' TERM\necho $$ > pid\nsleep 0.5\nkill -INT $PPID\nsleep 1\nkill -INT $PPID\nsleep 600"
     (fake / "interpreter").write_text(f"#!/bin/sh\n{interrupting}\n")
     assert ladder_command(["--out", "out", "train.py"], None) == 130
     with pytest.raises(ProcessLookupError):

@@ -43,6 +43,8 @@ def attempt(name: str, state: Any = "finished", reason: str = "", **changes: Any
         key: changes.pop(key) for key in ("devices", "strategy", "precision", "compile", "seed") if key in changes
     }
     printed = changes.pop("printed", {})
+    if name != "unchanged":
+        changes.setdefault("replaced", {"precision": ("None", "'bf16-mixed'")})
     made = record(**changes) if state == "finished" else None
     return Attempt(Rung(name, "folder", **of_rung), state, reason, made, printed, f"ladder/{name}/output.log", 5.0)
 

@@ -220,12 +220,25 @@ def test_a_choice_that_pays_off_in_longer_runs() -> None:
     assert "pays off after 590 steps." in said
 
 
+def test_a_reason_that_is_cut_keeps_its_dots() -> None:
+    for reason, said in (("no.", "no."), ("no", "no."), ("no weights ...", "no weights ...")):
+        comparison = Comparison([result("unchanged"), result("ddp", "failed", reason)], None)
+        assert f"ddp failed: {said} Its output is in" in next(notes(comparison, ["train.py"], "cpu"))
+
+
 def test_the_code_to_copy_has_a_seed() -> None:
     faster = {"devices": 2, "strategy": "ddp", "owner": "Accelerator", "seed": 1}
     comparison = Comparison([result("unchanged", seed=1), result("ddp", samples_per_second=500.0, **faster)], None)
     lines = list(choice_lines(comparison, ["train.py", "--seed={seed}"]))
     assert lines[2] == "    trainwright launch --devices 2 train.py --seed=1"
-    assert lines[3] == "The script has these settings already, so the difference is noise."  # nothing was replaced
+
+
+def test_a_rung_whose_settings_the_script_has_is_not_chosen() -> None:
+    same = scored("bf16-mixed", 150, replaced={"max_steps": ("-1", "20")})
+    comparison = Comparison([scored("unchanged", 100), same], ACCURACY)
+    assert comparison.choice() is comparison.first
+    said = " ".join(notes(comparison, ["train.py"], "cpu"))
+    assert "The script has the settings of bf16-mixed already: what differs between the two is noise." in said
 
 
 def test_runs_of_one_step_have_no_speed() -> None:

@@ -17,7 +17,7 @@ from typing import Any
 from trainwright.commands.choices import choose
 from trainwright.commands.climb import LOG_NAME, SEED, Climb
 from trainwright.commands.ladder_files import write_files
-from trainwright.commands.ladder_table import choice_lines, notes, terminal_table
+from trainwright.commands.ladder_table import choice_lines, notes, sentence, terminal_table
 from trainwright.commands.machine import why_missing
 from trainwright.commands.rungs import UNCHANGED, choose_devices, known_rungs, settings_of, usual_rungs
 from trainwright.devices.accelerator import resolve_device_type
@@ -208,7 +208,7 @@ class Ladder:
 
     def _give_up(self, first: Result) -> int:
         failed = first.attempts[-1]
-        self._say(f"\nThe ladder ends at its first rung, the unchanged script: {failed.reason.rstrip('.')}.")
+        self._say(f"\nThe ladder ends at its first rung, the unchanged script: {sentence(failed.reason)}")
         self._say(f"Its output is in {os.path.relpath(failed.log)}.")
         return 1
 

@@ -103,9 +103,12 @@ def notes(comparison: Comparison, command: Sequence[str], device_type: str) -> I
             if each.state != "finished":
                 seed = "" if each.rung.seed is None else f" with seed {each.rung.seed}"
                 log = f" Its output is in {each.log}." if each.log else ""
-                yield f"{each.rung.name}{seed} {_verb(each)}: {each.reason.rstrip('.')}.{log}"
+                yield f"{each.rung.name}{seed} {_verb(each)}: {sentence(each.reason)}{log}"
                 break
     ran = [run.record for each in comparison.finished for run in each.finished if run.record is not None]
+    for result in comparison.finished:
+        if result is not comparison.first and not comparison.replaced(result):
+            yield f"The script has the settings of {result.rung.name} already: what differs between the two is noise."
     if device_type == "cpu" and any((each.facts.get("processes") or 1) > 1 for each in ran):
         yield "Several processes have divided this machine's cores: their figures say nothing of several GPUs."
     if not comparison.counts_samples:
@@ -173,12 +176,7 @@ def choice_lines(comparison: Comparison, command: Sequence[str]) -> Iterator[str
             f"Its first {comparison.common_steps} steps took {_seconds(own)}, unchanged {_seconds(before)}: what comes before "
             f"the steady steps, such as compiling, pays off {when}."
         )
-    of_rung = ("devices", "strategy", "precision", "compile", "dynamo_backend")
-    replaced = [f"{name}={was}" for name, (was, _) in record.replaced.items() if name in of_rung]
-    if replaced:
-        yield f"The script had {', '.join(replaced)}."
-    else:
-        yield "The script has these settings already, so the difference is noise."
+    yield f"The script had {', '.join(f'{name}={was}' for name, was in comparison.replaced(chosen).items())}."
 
 
 def _about(comparison: Comparison, chosen: Result) -> str:
@@ -215,6 +213,11 @@ def _with(result: Result) -> str:
     devices = f"{rung.devices} device{'s' * (rung.devices > 1)}" if rung.devices else ""
     parts = [rung.precision or "", "compile" if rung.compile else "", devices]
     return ", ".join(part for part in parts if part and part != rung.name)
+
+
+def sentence(text: str) -> str:
+    """Return a text with a full stop, or with the "..." that it ends in."""
+    return text if text.endswith("...") else f"{text.rstrip('.')}."
 
 
 def _verb(attempt: Attempt) -> str:

@@ -16,6 +16,9 @@ SPEED_NOISE = 0.05
 DEVIATIONS = 2
 """The same in standard deviations of the unchanged script's seeds, if there are several."""
 
+SETTINGS = ("devices", "strategy", "precision", "compile", "dynamo_backend")
+"""The arguments of a script that a rung may be chosen for."""
+
 
 @dataclass(frozen=True)
 class ComparedMetric:
@@ -128,8 +131,15 @@ class Comparison:
 
     def choice(self) -> Result:
         """Return the fastest rung whose metric is not worse; the unchanged script if no other is faster."""
-        faster = [each for each in self.finished if self.is_faster(each, self.first) and not self.is_worse(each)]
+        changed = [each for each in self.finished if self.replaced(each)]
+        faster = [each for each in changed if self.is_faster(each, self.first) and not self.is_worse(each)]
         return max(faster, key=lambda each: self.speed_up(each) or 0.0, default=self.first)
+
+    def replaced(self, result: Result) -> dict[str, str]:
+        """Return the script's values of the settings that a rung has replaced; none if the script has the rung's already."""
+        record = result.attempts[0].record
+        known = {} if record is None else record.replaced
+        return {name: was for name, (was, _) in known.items() if name in SETTINGS}
 
     def is_faster(self, result: Result, other: Result) -> bool:
         """Return whether a rung has finished and is faster than another by more than noise."""
