@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import csv
+import errno
 import json
+import os
 import re
 import signal
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from deadlines import deadline
@@ -15,7 +18,9 @@ from rungs import record
 from started import Started, python
 
 from trainwright.commands import ladder
+from trainwright.commands.climb import Climb
 from trainwright.commands.ladder import ladder_command
+from trainwright.ladder.attempt import Attempt
 
 FAKE = """#!/bin/sh
 folder=$(dirname "$TRAINWRIGHT_RUNG")
@@ -88,6 +93,77 @@ def test_a_run_that_resumes_an_earlier_one(fake: Path, capsys: pytest.CaptureFix
     assert "16-mixed failed: it resumed from last.ckpt, where an earlier run has left it" in capsys.readouterr().out
 
 
+def test_each_seed_may_resume_a_checkpoint_of_its_own(fake: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Then the seed is in the arguments; what the second seed finds of the first one is not taken for that."""
+    (fake / "record.json").write_text(json.dumps(vars(record(resumed="start-N.ckpt"))))
+    program = """#!/bin/sh
+folder=$(dirname "$TRAINWRIGHT_RUNG")
+sed "s/start-N/$2/" $RECORD > "$folder/rank0.json"
+"""
+    (fake / "interpreter").write_text(program)
+    options = ["--rungs", "16-mixed", "--seeds", "2"]
+    assert ladder_command([*options, "--out", "each", "train.py", "start-{seed}"], None) == 0
+    assert "failed" not in capsys.readouterr().out
+    (fake / "record.json").write_text(json.dumps(vars(record())))
+    resumed = json.dumps(vars(record(resumed="last.ckpt")))
+    (fake / "interpreter").write_text(f"{FAKE}echo '{resumed}' > $RECORD\n")
+    assert ladder_command([*options, "--out", "first", "train.py"], None) == 1
+    assert "the unchanged script: it resumed from last.ckpt" in capsys.readouterr().out
+
+
+def test_a_second_interrupt_does_not_wait(fake: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The run ignores SIGTERM; it is killed with what it has started."""
+    interrupting = "trap '' TERM\necho $$ > pid\nsleep 0.5\nkill -INT $PPID\nsleep 1\nkill -INT $PPID\nsleep 600"
+    (fake / "interpreter").write_text(f"#!/bin/sh\n{interrupting}\n")
+    assert ladder_command(["--out", "out", "train.py"], None) == 130
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(Path("pid").read_text()), 0)
+    said = capsys.readouterr().out
+    assert "The ladder was interrupted in its first rung, the unchanged script: there is nothing to compare." in said
+    assert "Its output is in out/unchanged/output.log." in said
+
+
+def test_files_that_cannot_be_written(
+    fake: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The table is printed all the same."""
+
+    def fill_the_disk(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    def run(self: Climb, name: str, *given: Any) -> Attempt:
+        if name == "16-mixed":
+            fill_the_disk()
+        return whole(self, name, *given)
+
+    whole = Climb.run
+    monkeypatch.setattr(Climb, "run", run)
+    monkeypatch.setattr(ladder, "write_files", fill_the_disk)
+    assert ladder_command(["--rungs", "16-mixed", "train.py"], None) == 0
+    said = capsys.readouterr().out
+    assert "16-mixed failed: [Errno 28] No space left on device. Its output is in" in said
+    assert "Keep the script unchanged" in said
+    assert "The files could not be written: [Errno 28] No space left on device." in said
+
+
+def test_variables_of_the_config_are_set_before_devices_are_counted(
+    fake: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (fake / "config.yaml").write_text("env:\n  SEEN_BY_A_LADDER: '1'\n")
+    monkeypatch.setenv("SEEN_BY_A_LADDER", "")  # so that it is removed at the end
+    monkeypatch.delenv("SEEN_BY_A_LADDER")
+    seen = []
+
+    def resolve(name: str) -> str:
+        seen.append(os.environ.get("SEEN_BY_A_LADDER"))
+        return "cpu"
+
+    monkeypatch.setattr(ladder, "resolve_device_type", resolve)
+    options = ["--config-file", str(fake / "config.yaml"), "--rungs", "unchanged"]
+    assert ladder_command([*options, "train.py"], None) == 0
+    assert seen == ["1"]
+
+
 @pytest.mark.parametrize(
     ("program", "code", "said"),
     [
@@ -122,6 +198,7 @@ def test_a_first_rung_that_nothing_can_be_compared_with(
         (["--steps", "0", "train.py"], "--steps 0: expected a whole number from 1."),
         (["--lower", "--higher", "train.py"], "--higher and --lower exclude each other; pass one."),
         (["--out", "full", "train.py"], "--out full is there already; give a new folder"),
+        (["--out", "train.py/results", "train.py"], "Not a directory"),
         (["--step", "3", "train.py"], "'--step' is not an option of trainwright ladder. Did you mean '--steps'?"),
     ],
 )

@@ -30,7 +30,8 @@ def record(**changes: Any) -> RunRecord:
     points = tuple((step, 0.5 + 0.1 * step) for step in range(1, 21))
     values: dict[str, Any] = {
         "owner": "Trainer", "steps": 20, "seconds": 3.0, "points": points, "samples_per_second": 160.0,
-        "batches_per_second": 10.0, "peak_bytes": 3 << 20, "metrics": {"test": {"test_loss": 0.4, "test_acc": 0.9}},
+        "batches_per_second": 10.0, "steps_per_second": 10.0, "peak_bytes": 3 << 20,
+        "metrics": {"test": {"test_loss": 0.4, "test_acc": 0.9}},
         "logged": {}, "replaced": {}, "has_seeded": False, "resumed": "", "is_cut": False,
         "facts": {"processes": 1, "device": "cpu"},
     }  # fmt: skip
@@ -42,6 +43,8 @@ def attempt(name: str, state: Any = "finished", reason: str = "", **changes: Any
         key: changes.pop(key) for key in ("devices", "strategy", "precision", "compile", "seed") if key in changes
     }
     printed = changes.pop("printed", {})
+    if name != "unchanged":
+        changes.setdefault("replaced", {"precision": ("None", "'bf16-mixed'")})
     made = record(**changes) if state == "finished" else None
     return Attempt(Rung(name, "folder", **of_rung), state, reason, made, printed, f"ladder/{name}/output.log", 5.0)
 

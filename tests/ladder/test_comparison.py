@@ -54,6 +54,8 @@ def test_printed_metrics() -> None:
         "test_acc=0.91 test_loss = 1e-3",
         "Test set took 5.2.1",
         "latest score 3",
+        "The final test loss is 0.4.",
+        "val_loss: nan",
     ]
     found = [(each.stage, each.name, each.value) for each in printed_metrics(lines)]
     assert found == [
@@ -61,6 +63,8 @@ def test_printed_metrics() -> None:
         ("test", "test accuracy (%)", 91.42),
         ("test", "test_acc", 0.91),
         ("test", "test_loss", 0.001),
+        ("test", "test loss", 0.4),
+        ("validation", "val_loss", pytest.approx(float("nan"), nan_ok=True)),
     ]
 
 
@@ -79,6 +83,16 @@ def test_the_metric_is_a_tests() -> None:
     assert choose_metric(attempt("a", metrics={"test": {"test_x": 1.0}}), direction="min") == ComparedMetric(
         "test_x", "trainer, test", "min"
     )
+    words = {"latest_loss": 1.0, "value_loss": 2.0, "interval": 3.0}  # of the training
+    assert choose_metric(attempt("a", metrics={}, logged=words)) is None
+    for name in ("testAcc", "final/test_acc"):
+        assert choose_metric(attempt("a", metrics={}, logged={**words, name: 0.5})) == ComparedMetric(
+            name, "log, test", direction_of(name)
+        )
+    for name in ("validLoss", "eval_loss", "loss/validation", "valloss"):
+        found = choose_metric(attempt("a", metrics={}, logged={**words, name: 0.5}))
+        assert found is not None
+        assert (found.name, found.source) == (name, "log, validation")
     with pytest.raises(
         ValueError, match=r"--metric test_ac: the script has no such metric; it has .* Did you mean 'test_acc'"
     ):
@@ -104,6 +118,11 @@ def test_the_choice_is_the_fastest_that_is_not_worse() -> None:
     assert Comparison([first, good, bad], None).choice() is bad
     assert Comparison([first, scored("ddp", 90)], ACCURACY).choice() is first
     assert Comparison([first, scored("ddp", 200, float("nan"))], ACCURACY).choice() is first
+    without = Comparison([first, result("ddp", samples_per_second=200.0, metrics={})], ACCURACY)
+    assert without.choice() is first
+    assert list(choice_lines(without, ["a.py"])) == [
+        "Keep the script unchanged: the faster rungs have a worse metric or none."
+    ]
     lower = ComparedMetric("test_acc", "trainer, test", "min")
     assert Comparison([first, good, bad], lower).choice() is bad
 
@@ -183,25 +202,72 @@ def test_the_lines_of_an_accelerator() -> None:
 
 def test_a_choice_that_pays_off_in_longer_runs() -> None:
     late = tuple((step, 30 + 0.05 * step) for step in range(1, 21))
-    compiled = scored("compile", 150, points=late, batches_per_second=20.0, compile=True)
+    compiled = scored("compile", 150, points=late, steps_per_second=20.0, compile=True)
     said = " ".join(choice_lines(Comparison([scored("unchanged", 100), compiled], None), ["train.py"]))
     assert "Its first 20 steps took 31 s, unchanged 2.5 s: what comes before the steady steps" in said
     assert "such as compiling, pays off after 590 steps." in said  # 28.5 s at 0.05 s a step
-    sharded = scored("ddp", 150, points=late, batches_per_second=20.0, devices=2)
+    sharded = scored("ddp", 150, points=late, steps_per_second=20.0, devices=2)
     said = " ".join(choice_lines(Comparison([scored("unchanged", 100), sharded], None), ["train.py"]))
     assert "pays off in longer runs only." in said  # its steps are larger
     at_once = tuple((step, 0.2 * step) for step in range(1, 21))
-    twice = scored("ddp", 150, points=at_once, batches_per_second=10.0, devices=2)
+    twice = scored("ddp", 150, points=at_once, steps_per_second=10.0, devices=2)
     said = " ".join(choice_lines(Comparison([scored("unchanged", 100), twice], None), ["train.py"]))
     assert "pays off" not in said  # 20 steps take 4 s instead of 2.5, with twice the samples
     assert "pays off" not in " ".join(choice_lines(compared(), ["train.py"]))
+    rates = {"batches_per_second": 80.0, "steps_per_second": 20.0}  # four batches a step
+    accumulated = scored("compile", 150, points=late, compile=True, **rates)
+    said = " ".join(choice_lines(Comparison([scored("unchanged", 100), accumulated], None), ["train.py"]))
+    assert "pays off after 590 steps." in said
+
+
+def test_a_reason_that_is_cut_keeps_its_dots() -> None:
+    for reason, said in (("no.", "no."), ("no", "no."), ("no weights ...", "no weights ...")):
+        comparison = Comparison([result("unchanged"), result("ddp", "failed", reason)], None)
+        assert f"ddp failed: {said} Its output is in" in next(notes(comparison, ["train.py"], "cpu"))
+
+
+def test_the_code_to_copy_has_a_seed() -> None:
+    faster = {"devices": 2, "strategy": "ddp", "owner": "Accelerator", "seed": 1}
+    comparison = Comparison([result("unchanged", seed=1), result("ddp", samples_per_second=500.0, **faster)], None)
+    lines = list(choice_lines(comparison, ["train.py", "--seed={seed}"]))
+    assert lines[2] == "    trainwright launch --devices 2 train.py --seed=1"
+
+
+def test_a_rung_whose_settings_the_script_has_is_not_chosen() -> None:
+    same = scored("bf16-mixed", 150, replaced={"max_steps": ("-1", "20")})
+    comparison = Comparison([scored("unchanged", 100), same], ACCURACY)
+    assert comparison.choice() is comparison.first
+    said = " ".join(notes(comparison, ["train.py"], "cpu"))
+    assert "The script has the settings of bf16-mixed already: what differs between the two is noise." in said
+
+
+def test_runs_of_one_step_have_no_speed() -> None:
+    none = {"samples_per_second": None, "batches_per_second": None, "steps_per_second": None, "steps": 1}
+    first = Comparison([result("unchanged", **none), scored("ddp", 100)], None)
+    assert first.counts_samples
+    said = " ".join(notes(first, ["train.py"], "cpu"))
+    assert "Runs of unchanged have made fewer than two steps, from which no speed follows." in said
+    assert "batches are counted" not in said
+    assert list(choice_lines(first, ["train.py"])) == [
+        "Keep the script unchanged: its run has made fewer than two steps, so nothing can be compared with its speed."
+    ]
+
+
+def test_a_loop_that_tests_in_each_epoch_has_a_test_when_it_is_cut() -> None:
+    cut = result("unchanged", is_cut=True, metrics={}, printed={"test": {"test acc": 0.9}})
+    metric = choose_metric(cut.attempts[0])
+    said = " ".join(notes(Comparison([cut], metric), ["train.py"], "cpu"))
+    assert "--steps ends a loop with an Accelerator before its end, so this is its latest test until then." in said
+    assert "no test metric" not in said
 
 
 def test_keeping_the_script() -> None:
     slow = Comparison([scored("unchanged", 100), scored("ddp", 80), scored("compile", 104)], ACCURACY)
     assert list(choice_lines(slow, ["a.py"])) == ["Keep the script unchanged: no other rung is 5% faster."]
     worse = Comparison([scored("unchanged", 100), scored("ddp", 180, 0.5)], ACCURACY)
-    assert list(choice_lines(worse, ["a.py"])) == ["Keep the script unchanged: the faster rungs have a worse metric."]
+    assert list(choice_lines(worse, ["a.py"])) == [
+        "Keep the script unchanged: the faster rungs have a worse metric or none."
+    ]
 
 
 def test_the_table_fits_the_terminal() -> None:

@@ -92,6 +92,24 @@ def test_several_fits_follow_each_other(monkeypatch: pytest.MonkeyPatch, tmp_pat
     assert [second for _, second in record.points] == sorted(second for _, second in record.points)
 
 
+class Evaluating(tw.Callback):
+    """Evaluates with another Trainer after each epoch."""
+
+    def on_train_epoch_end(self, trainer: tw.Trainer, module: tw.Module) -> None:
+        tw.Trainer(**QUIET).validate(Classifier(), make_loader(8), verbose=False)
+
+
+def test_an_evaluation_within_a_fit_does_not_end_its_record(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    set_rung(monkeypatch, tmp_path / "rung")
+    trainer = tw.Trainer(max_epochs=3, accumulate_grad_batches=2, callbacks=Evaluating(), **QUIET)
+    trainer.fit(Classifier(), make_loader(16))
+    record = RunRecord.read(tmp_path / "rung")
+    assert record is not None
+    assert [step for step, _ in record.points] == list(range(1, record.steps + 1)) == [1, 2, 3, 4, 5, 6]
+    assert record.steps_per_second is not None
+    assert record.batches_per_second == pytest.approx(2 * record.steps_per_second)
+
+
 class Loop:
     """A loop with two optimizers, a test within each epoch, and a log."""
 

@@ -109,6 +109,11 @@ def test_seeds(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert torch.initial_seed() == 11
     assert active.has_seeded
     assert active.replaced["seed"] == ("7", "11")
+    job = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+    for name, value in {**job, "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    tw.set_seed(8, device_specific=True)
+    assert torch.initial_seed() == 12
 
 
 def test_a_rung_does_not_resume_what_an_earlier_one_has_left(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -41,16 +41,32 @@ def of(*rates: tuple[str, float | None]) -> dict[str, Result]:
 def test_what_helped_is_kept() -> None:
     first = ("unchanged", 100.0)
     assert settings_of("unchanged", {}, 2) == {}
-    assert settings_of("16-mixed", of(first), 2) == {"precision": "16-mixed"}
+    assert settings_of("16-mixed", of(first), 2) == {"precision": "16-mixed", "compile": None}
     helped = of(first, ("bf16-mixed", 120.0), ("16-mixed", 140.0))
     assert settings_of("compile", helped, 2) == {"precision": "16-mixed", "compile": True}
-    compiled = {**helped, **of(("compile", 150.0))}
+    compiled = {**helped, "compile": compiling(150.0, "16-mixed")}
     plain = {"precision": "16-mixed", "devices": 4, "strategy": "fsdp"}
     assert settings_of("fsdp", compiled, 4) == {**plain, "compile": True}
-    assert settings_of("fsdp", {**helped, **of(("compile", 130.0))}, 4) == {**plain, "compile": None}
+    assert settings_of("fsdp", {**helped, "compile": compiling(130.0, "16-mixed")}, 4) == {**plain, "compile": None}
     assert settings_of("fsdp", {**helped, **of(("compile", None))}, 4) == {**plain, "compile": None}
     slow = settings_of("ddp", of(first, ("bf16-mixed", 90.0)), 2)
     assert slow == {"precision": None, "compile": None, "devices": 2, "strategy": "ddp"}
+
+
+def compiling(rate: float, precision: str | None = None) -> Result:
+    return result("compile", samples_per_second=rate, compile=True, precision=precision)
+
+
+def test_what_helped_is_kept_in_any_order() -> None:
+    first = {**of(("unchanged", 100.0)), "compile": compiling(130.0)}
+    assert settings_of("bf16-mixed", first, 2) == {"precision": "bf16-mixed", "compile": True}
+    slow = {**of(("unchanged", 100.0)), "compile": compiling(90.0)}
+    assert settings_of("bf16-mixed", slow, 2) == {"precision": "bf16-mixed", "compile": None}
+    for rate, kept in ((150.0, "bf16-mixed"), (125.0, None)):  # next to the compiled script
+        half = result("bf16-mixed", samples_per_second=rate, precision="bf16-mixed", compile=True)
+        assert settings_of("ddp", {**first, "bf16-mixed": half}, 2) == {
+            "precision": kept, "compile": True, "devices": 2, "strategy": "ddp",
+        }  # fmt: skip
 
 
 @pytest.mark.slow

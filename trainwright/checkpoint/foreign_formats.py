@@ -29,6 +29,7 @@ from trainwright.checkpoint.reader import Verify, check_verify, open_checkpoint
 from trainwright.checkpoint.shards import METADATA_KEY
 from trainwright.checkpoint.tensors import DTYPES
 from trainwright.compiled_names import clean_name
+from trainwright.distributed.failures import summarize
 from trainwright.errors import CheckpointError, MissingCheckpoint
 
 LARGEST_PLAIN_TENSOR = 1000
@@ -212,8 +213,7 @@ def _refuse(path: str, error: Exception) -> NoReturn:
     text = str(error)
     if "Weights" not in text and "weights_only" not in text:
         raise CheckpointError(
-            f"{path} cannot be read as a file of torch.save; it may be damaged or cut short "
-            f"({type(error).__name__}: {text[:200]})."
+            f"{path} cannot be read as a file of torch.save; it may be damaged or cut short ({summarize(error)})."
         ) from error
     match = _REFUSED.search(text)
     found = next((group for group in match.groups() if group), None) if match else None

@@ -46,7 +46,7 @@ class Climb:
         Raises:
             KeyboardInterrupt: a signal came; the run was ended.
         """
-        folder = self.folder / (name if seed is None else f"{name}-seed{seed}")
+        folder = self.folder_of(name, seed)
         folder.mkdir(parents=True)
         rung = Rung(name, str(folder), **settings, accelerator=self.accelerator, steps=self.steps, seed=seed)
         rung.write(folder / RUNG_NAME)
@@ -84,10 +84,18 @@ class Climb:
         reason = _why_empty(record)
         return Attempt(rung, "failed" if reason else "finished", reason, record, printed, str(log), seconds)
 
+    def folder_of(self, name: str, seed: int | None) -> Path:
+        """Return the folder of a run."""
+        return self.folder / (name if seed is None else f"{name}-seed{seed}")
+
     def _command_of(self, rung: Rung) -> list[str]:
-        arguments = [each if rung.seed is None else each.replace(SEED, str(rung.seed)) for each in self.command]
-        command = [sys.executable, *arguments]
+        command = [sys.executable, *with_seed(self.command, rung.seed)]
         return launcher_command(rung.devices, command) if rung.devices is not None and rung.devices > 1 else command
+
+
+def with_seed(command: Sequence[str], seed: int | None) -> list[str]:
+    """Return a command with a rung's seed in its arguments."""
+    return [each if seed is None else each.replace(SEED, str(seed)) for each in command]
 
 
 def _why_empty(record: RunRecord | None) -> str:
@@ -100,13 +108,15 @@ def _why_empty(record: RunRecord | None) -> str:
 
 
 def end(process: subprocess.Popen[bytes]) -> None:
-    """End a run with all its processes: by SIGTERM, which lets them clean up, then by SIGKILL."""
-    if process.poll() is None:
-        _send(process, signal.SIGTERM)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(LEAVE_SECONDS)
-    _send(process, signal.SIGKILL)  # also to what the run has left, such as loader workers
-    process.wait()
+    """End a run with all its processes: by SIGTERM, which lets them clean up, then by SIGKILL, or at a second signal."""
+    try:
+        if process.poll() is None:
+            _send(process, signal.SIGTERM)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(LEAVE_SECONDS)
+    finally:
+        _send(process, signal.SIGKILL)  # also to what the run has left, such as loader workers
+        process.wait()
 
 
 def _send(process: subprocess.Popen[bytes], number: int) -> None:

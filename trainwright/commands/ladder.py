@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import signal
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 from trainwright.commands.choices import choose
-from trainwright.commands.climb import SEED, Climb
+from trainwright.commands.climb import LOG_NAME, SEED, Climb
 from trainwright.commands.ladder_files import write_files
-from trainwright.commands.ladder_table import choice_lines, notes, terminal_table
+from trainwright.commands.ladder_table import choice_lines, notes, sentence, terminal_table
 from trainwright.commands.machine import why_missing
 from trainwright.commands.rungs import UNCHANGED, choose_devices, known_rungs, settings_of, usual_rungs
 from trainwright.devices.accelerator import resolve_device_type
@@ -27,7 +28,7 @@ from trainwright.ladder.comparison import ComparedMetric, Comparison, choose_met
 from trainwright.launch.cli import Parser, check_script, split_command
 from trainwright.launch.columns import fill, terminal_width
 from trainwright.launch.config import find_config
-from trainwright.launch.variables import with_variables_of
+from trainwright.launch.variables import set_variables_of
 from trainwright.metric_direction import Direction
 from trainwright.rung import Rung
 
@@ -85,7 +86,7 @@ def _ladder(options: argparse.Namespace, command: list[str]) -> Ladder:
         raise ValueError("--higher and --lower exclude each other; pass one.")
     steps, seeds = _whole(options.steps, "--steps"), _whole(options.seeds, "--seeds")
     timeout = _whole(options.timeout, "--timeout")
-    variables = with_variables_of(find_config(options.config_file))
+    variables = set_variables_of(find_config(options.config_file))
     if (job := Environment.detect(variables)).launched_by != "single" or rung_file() is not None:
         raise ValueError(
             f"this process is rank {job.rank} of a job of {job.world_size} process(es), or runs under a ladder itself, and a "
@@ -152,8 +153,13 @@ class Ladder:
                         return 2
         except KeyboardInterrupt:
             code = INTERRUPTED
-        if UNCHANGED in self.results and self.results[UNCHANGED].state == "finished":
+        if (started := self.results.get(UNCHANGED)) is not None and started.state == "finished":
             self._report(f"The ladder of {script}")
+        elif started is not None:
+            self._say(
+                "\nThe ladder was interrupted in its first rung, the unchanged script: there is nothing to compare."
+            )
+            self._say(f"Its output is in {os.path.relpath(started.attempts[-1].log)}.")
         return code
 
     def _climb(self, name: str) -> None:
@@ -170,11 +176,14 @@ class Ladder:
             if reason:
                 attempts.append(Attempt(Rung(name, str(self.climb.folder)), "skipped", reason))
             else:
+                rung = Rung(name, str(self.climb.folder), **settings, seed=seed)
+                log = str(self.climb.folder_of(name, seed) / LOG_NAME)
                 try:
                     attempts.append(self._checked(self.climb.run(name, settings, seed)))
+                except OSError as error:  # of a full disk, for example; what the ladder has must not be lost
+                    attempts.append(Attempt(rung, "failed", str(error), log=log))
                 except KeyboardInterrupt:
-                    rung = Rung(name, str(self.climb.folder), **settings)
-                    attempts.append(Attempt(rung, "interrupted", "the ladder was interrupted"))
+                    attempts.append(Attempt(rung, "interrupted", "the ladder was interrupted", log=log))
                     self.results[name] = Result(tuple(attempts))
                     raise
             self.results[name] = Result(tuple(attempts))
@@ -184,9 +193,13 @@ class Ladder:
 
     def _checked(self, attempt: Attempt) -> Attempt:
         """Return the run, as a failed one if it has resumed a training that the unchanged script did not resume."""
-        first = self.results[UNCHANGED].attempts[0] if UNCHANGED in self.results else attempt
-        record, before = attempt.record, first.record
+        done = self.results[UNCHANGED].attempts if UNCHANGED in self.results else (attempt,)
+        # An argument with the seed may name another checkpoint for each.
+        first = next((each for each in done if each.rung.seed == attempt.rung.seed), None)
+        record, before = attempt.record, (first or done[0]).record
         if attempt.state != "finished" or record is None or before is None or record.resumed == before.resumed:
+            return attempt
+        if first is None and record.resumed and before.resumed:
             return attempt
         reason = (
             f"it resumed from {record.resumed}, where an earlier run has left it; let each run begin at its first step"
@@ -195,7 +208,7 @@ class Ladder:
 
     def _give_up(self, first: Result) -> int:
         failed = first.attempts[-1]
-        self._say(f"\nThe ladder ends at its first rung, the unchanged script: {failed.reason.rstrip('.')}.")
+        self._say(f"\nThe ladder ends at its first rung, the unchanged script: {sentence(failed.reason)}")
         self._say(f"Its output is in {os.path.relpath(failed.log)}.")
         return 1
 
@@ -204,13 +217,17 @@ class Ladder:
         choice = list(choice_lines(comparison, self.climb.command))
         sentences = list(notes(comparison, self.climb.command, self.device_type))
         # First, since what has interrupted the ladder may be the end of its terminal.
-        paths = write_files(self.climb.folder, title, comparison, [*choice, *sentences])
+        try:
+            paths = write_files(self.climb.folder, title, comparison, [*choice, *sentences])
+            written = f"Written: {', '.join(os.path.relpath(path) for path in paths)}"
+        except OSError as error:
+            written = f"The files could not be written: {error}."
         if any(each.state == "interrupted" for each in comparison.results):
             self._say("\nThe ladder was interrupted; this is what it has.")
         print("\n".join(["", *terminal_table(comparison, terminal_width(sys.stdout)), ""]))
         for each in [*sentences, "", *choice]:
             print(each) if each.startswith("    ") else self._say(each)
-        self._say(f"\nWritten: {', '.join(os.path.relpath(path) for path in paths)}")
+        self._say(f"\n{written}")
 
     def _say(self, text: str) -> None:
         head = "\n" if text.startswith("\n") else ""
@@ -234,19 +251,25 @@ def _outcome(attempt: Attempt) -> str:
 
 
 def _new_folder(given: str | None, command: Sequence[str]) -> Path:
-    """Return the folder of this ladder, which is not there yet or empty (ValueError)."""
+    """Make and return the folder of this ladder (ValueError if it is there and not empty, OSError if it cannot be made)."""
     if given is not None:
         folder = Path(given).absolute()
         if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
             raise ValueError(
                 f"--out {given} is there already; give a new folder, so that no earlier result is replaced."
             )
+        folder.mkdir(parents=True, exist_ok=True)
+        if not os.access(folder, os.W_OK):
+            raise ValueError(f"--out {given} cannot be written; give another folder.")
         return folder
     stem = command[1].replace(".", "_") if command[0] == "-m" else Path(command[0]).resolve().stem
-    number = 1
-    while (folder := Path("ladder", f"{stem}-{number}").absolute()).exists():
-        number += 1
-    return folder
+    Path("ladder").mkdir(exist_ok=True)
+    for number in itertools.count(1):
+        folder = Path("ladder", f"{stem}-{number}").absolute()
+        with suppress(FileExistsError):  # perhaps made by another ladder at this moment
+            folder.mkdir()
+            return folder
+    raise AssertionError("the numbers do not end")
 
 
 def _whole(text: str | None, flag: str) -> int | None:

@@ -8,7 +8,7 @@ import shlex
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from trainwright.commands.climb import SEED
+from trainwright.commands.climb import SEED, with_seed
 from trainwright.engine.memory import size_text
 from trainwright.engine.rung_settings import COMPILER
 from trainwright.ladder.attempt import Attempt, Figure, Result
@@ -103,16 +103,24 @@ def notes(comparison: Comparison, command: Sequence[str], device_type: str) -> I
             if each.state != "finished":
                 seed = "" if each.rung.seed is None else f" with seed {each.rung.seed}"
                 log = f" Its output is in {each.log}." if each.log else ""
-                yield f"{each.rung.name}{seed} {_verb(each)}: {each.reason.rstrip('.')}.{log}"
+                yield f"{each.rung.name}{seed} {_verb(each)}: {sentence(each.reason)}{log}"
                 break
     ran = [run.record for each in comparison.finished for run in each.finished if run.record is not None]
+    for result in comparison.finished:
+        if result is not comparison.first and not comparison.replaced(result):
+            yield f"The script has the settings of {result.rung.name} already: what differs between the two is noise."
     if device_type == "cpu" and any((each.facts.get("processes") or 1) > 1 for each in ran):
         yield "Several processes have divided this machine's cores: their figures say nothing of several GPUs."
     if not comparison.counts_samples:
         yield "The batches do not show their samples, so batches are counted, those of all ranks together."
-    if any(each.is_cut for each in ran):
-        yield "--steps ends a loop with an Accelerator before its test, so its runs have no test metric."
+    if no_rate := [each.rung.name for each in comparison.finished if comparison.rate(each) is None]:
+        yield f"Runs of {', '.join(no_rate)} have made fewer than two steps, from which no speed follows."
     yield from _metric_notes(comparison)
+    if any(each.is_cut for each in ran):
+        has_test = comparison.metric is not None and comparison.metric.source.endswith(", test")
+        yield "--steps ends a loop with an Accelerator before its " + (
+            "end, so this is its latest test until then." if has_test else "test, so its runs have no test metric."
+        )
     has_seeds = any(each.rung.seed is not None for each in comparison.results)
     if has_seeds and not any(SEED in each for each in command) and not any(each.has_seeded for each in ran):
         yield (
@@ -144,7 +152,11 @@ def choice_lines(comparison: Comparison, command: Sequence[str]) -> Iterator[str
     speed_up = comparison.speed_up(chosen)
     if chosen is first or speed_up is None:
         slower = any(comparison.is_worse(each) and comparison.is_faster(each, first) for each in comparison.finished)
-        reason = "the faster rungs have a worse metric" if slower else f"no other rung is {SPEED_NOISE:.0%} faster"
+        reason = (
+            "the faster rungs have a worse metric or none" if slower else f"no other rung is {SPEED_NOISE:.0%} faster"
+        )
+        if comparison.rate(first) is None:
+            reason = "its run has made fewer than two steps, so nothing can be compared with its speed"
         yield f"Keep the script unchanged: {reason}."
         return
     yield f"Choose {chosen.rung.name}, {speed_up:.2f} times as fast as the unchanged script{_about(comparison, chosen)}."
@@ -153,7 +165,7 @@ def choice_lines(comparison: Comparison, command: Sequence[str]) -> Iterator[str
     yield f"    {_code(chosen, record.owner)}"
     devices = chosen.rung.devices or 1
     if record.owner == "Accelerator" and devices > 1:
-        yield f"    trainwright launch --devices {devices} {shlex.join(command)}"
+        yield f"    trainwright launch --devices {devices} {shlex.join(with_seed(command, chosen.rung.seed))}"
     own, before = comparison.seconds_to_common(chosen), comparison.seconds_to_common(first)
     if (
         own is not None and before is not None and own.mean > devices * before.mean
@@ -164,9 +176,7 @@ def choice_lines(comparison: Comparison, command: Sequence[str]) -> Iterator[str
             f"Its first {comparison.common_steps} steps took {_seconds(own)}, unchanged {_seconds(before)}: what comes before "
             f"the steady steps, such as compiling, pays off {when}."
         )
-    of_rung = ("devices", "strategy", "precision", "compile", "dynamo_backend")
-    replaced = [f"{name}={was}" for name, (was, _) in record.replaced.items() if name in of_rung]
-    yield f"The script had {', '.join(replaced)}."
+    yield f"The script had {', '.join(f'{name}={was}' for name, was in comparison.replaced(chosen).items())}."
 
 
 def _about(comparison: Comparison, chosen: Result) -> str:
@@ -203,6 +213,11 @@ def _with(result: Result) -> str:
     devices = f"{rung.devices} device{'s' * (rung.devices > 1)}" if rung.devices else ""
     parts = [rung.precision or "", "compile" if rung.compile else "", devices]
     return ", ".join(part for part in parts if part and part != rung.name)
+
+
+def sentence(text: str) -> str:
+    """Return a text with a full stop, or with the "..." that it ends in."""
+    return text if text.endswith("...") else f"{text.rstrip('.')}."
 
 
 def _verb(attempt: Attempt) -> str:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import re
 import signal
 
+from trainwright.distributed.failures import shortened
+
 _FIRST_FAILURE = re.compile(r"trainwright: rank \d+ of \d+.*? failed first \((?P<summary>.*)\); the job was ended\.")
 _TRACEBACK = "Traceback (most recent call last)"
 _ERROR = re.compile(r"(?:[\w.]+\.)?\w*(?:Error|Exception|Interrupt|Warning|Exit)\b.*")
 _RANK_PREFIX = re.compile(r"\[rank\d+\]:? ?")
-LONGEST = 300
 
 
 def lines_of(output: str) -> list[str]:
@@ -23,7 +24,7 @@ def reason_of(output: str, code: int) -> str:
     for line in reversed(lines):
         if found := _FIRST_FAILURE.fullmatch(line.strip()):
             if not found["summary"].startswith("exit code"):
-                return _cut(found["summary"])
+                return shortened(found["summary"])
             break
     starts = [number for number, line in enumerate(lines) if line.startswith(_TRACEBACK)]
     after = lines[starts[-1] + 1 :] if starts else []
@@ -33,7 +34,7 @@ def reason_of(output: str, code: int) -> str:
     if error is None and code < 0:
         hint = ", on Linux often by the out-of-memory killer" if -code == signal.SIGKILL else ""
         return f"killed by {_signal_name(-code)}{hint}"
-    return _cut(error or (lines[-1].strip() if lines else "it printed nothing"))
+    return shortened(error or (lines[-1].strip() if lines else "it printed nothing"))
 
 
 def _signal_name(number: int) -> str:
@@ -41,7 +42,3 @@ def _signal_name(number: int) -> str:
         return signal.Signals(number).name
     except ValueError:
         return f"signal {number}"
-
-
-def _cut(text: str) -> str:
-    return text if len(text) <= LONGEST else f"{text[:LONGEST]} ..."

@@ -52,16 +52,21 @@ def settings_of(name: str, results: Mapping[str, Result], num_devices: int) -> d
     """Return what a rung sets; each one keeps what has made the earlier ones faster, where it can."""
     if name == UNCHANGED:
         return {}
-    if name in NAMES:
-        return {"precision": name}
     comparison = Comparison(list(results.values()), None)
-    fast = [name for name in results if name in NAMES and comparison.is_faster(results[name], results[UNCHANGED])]
+    helps = COMPILE in results and comparison.is_faster(
+        results[COMPILE], results[results[COMPILE].rung.precision or UNCHANGED]
+    )
+    if name in NAMES:
+        return {"precision": name, "compile": True if helps else None}
+    fast = [
+        each
+        for each, own in results.items()
+        if each in NAMES and comparison.is_faster(own, results[COMPILE if own.rung.compile else UNCHANGED])
+    ]
     rates = {name: comparison.rate(results[name]) for name in fast}
     precision = max(fast, key=lambda each: rates[each] or (0.0, None), default=None)
     if name == COMPILE:
         return {"precision": precision, "compile": True}
-    base = results[UNCHANGED if precision is None else precision]
-    helps = COMPILE in results and comparison.is_faster(results[COMPILE], base)
     # False where it cannot hold, in case the script compiles.
     compiles = None if resolve_strategy(name, num_devices).takes_compile else False
     return {

@@ -21,7 +21,7 @@ from trainwright.devices.inventory import describe_devices
 from trainwright.distributed.environment import Environment
 from trainwright.launch.cli import Parser
 from trainwright.launch.config import find_config
-from trainwright.launch.variables import with_variables_of
+from trainwright.launch.variables import set_variables_of
 from trainwright.strategies import SPAWNING, STRATEGIES, VARIANTS
 from trainwright.strategies.memory_plan import ALONE
 
@@ -62,7 +62,7 @@ def trials_command(arguments: Sequence[str], _: Any) -> int:
         if not options.timeout.isdigit() or int(options.timeout) < 1:
             raise ValueError(f"--timeout {options.timeout}: expected a whole number of seconds from 1.")
         config = find_config(options.config_file)
-        variables = with_variables_of(config)
+        variables = set_variables_of(config)
         if (job := Environment.detect(variables)).launched_by != "single":
             raise ValueError(
                 f"the environment is that of rank {job.rank} of a job of {job.world_size} process(es), started by "

@@ -34,10 +34,17 @@ def seed_everything(seed: int | None = None, workers: bool = False, verbose: boo
     >>> tw.seed_everything(42)
     42
     """
+    return seed_rank(seed, 0, verbose)
+
+
+def seed_rank(seed: int | None, offset: int, verbose: bool) -> int:
+    """Seed this rank as `seed_everything` does, with a number that is higher by its offset."""
     if (active := active_rung()) is not None:
         seed = active.seed_instead_of(seed)
     if seed is None:
         seed = _choose_seed(Environment.detect())
+    if isinstance(seed, int) and not isinstance(seed, bool):
+        seed += offset
     if isinstance(seed, bool) or not isinstance(seed, int):
         raise TypeError(f"seed={seed!r} is a {type(seed).__name__}; accepted is an int from 0 to 2**32 - 1, or None.")
     if not 0 <= seed < 2**32:

@@ -100,6 +100,10 @@ class GraphGradients:
             self._copies = [(each, 0) for each in self._module.parameters() if each.is_cuda]
         for number, (parameter, copy) in enumerate(self._copies):
             gradient = parameter.grad
-            if type(gradient) is Tensor and gradient.data_ptr() != copy:
+            if type(gradient) is not Tensor:
+                continue
+            if gradient.layout is not torch.strided:  # it has no address
+                parameter.grad = gradient.clone()
+            elif gradient.data_ptr() != copy:
                 parameter.grad = gradient.clone()
                 self._copies[number] = (parameter, parameter.grad.data_ptr())

@@ -23,6 +23,8 @@ PRINT_SECONDS = 0.5
 
 SECONDARY_SECONDS = 2.0
 """How long an error that only reports a lost peer waits for that peer's own error: a process takes a moment to end."""
+LONGEST = 300
+"""The most characters that are shown of an error's message."""
 LOST_PEER_TEXTS = ("connection closed by peer", "connection reset by peer", "connection was closed", "broken pipe")
 """What gloo, NCCL and the store report, in lower case, when the other end of a connection has gone."""
 
@@ -213,9 +215,18 @@ def _wait_until(is_done: Callable[[], bool], timeout_seconds: float) -> bool:
 
 
 def summarize(error: BaseException) -> str:
-    """Return the kind of an error and the first line of its text."""
-    first = str(error).strip().partition("\n")[0][:300]
+    """Return the kind of an error and the first line of its text, shortened."""
+    first = shortened(str(error).strip().partition("\n")[0])
     return f"{type(error).__name__}: {first}" if first else type(error).__name__
+
+
+def shortened(text: str) -> str:
+    """Return a text, or its first words and "..." if it is longer than LONGEST."""
+    if len(text) <= LONGEST:
+        return text
+    start = text[: LONGEST - 3]
+    words = start.rpartition(" ")[0]
+    return f"{words if len(words) > LONGEST // 2 else start[:-1]} ..."  # a path may be one word
 
 
 def is_secondary_failure(error: BaseException) -> bool:

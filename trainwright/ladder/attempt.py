@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -11,6 +12,14 @@ from trainwright.ladder.run_record import RunRecord
 from trainwright.rung import Rung
 
 State = Literal["finished", "failed", "timed out", "skipped", "interrupted"]
+
+
+WORDS = {
+    "test": re.compile(r"(?<![a-z])test"),  # not that of "latest"
+    "validation": re.compile(r"(?<![a-z])(?:e?val|valid|validation|evaluation)(?![a-z])|(?<![a-z])val(?=loss|acc)"),
+}
+"""What names of a stage's metrics have."""
+_HUMP = re.compile(r"(?<=[a-z])(?=[A-Z])")
 
 
 @dataclass(frozen=True)
@@ -33,15 +42,19 @@ class Attempt:
         """Yield where metrics come from, and their values: those of tests first, and a Trainer's before what is printed."""
         if self.record is None:
             return
-        for stage, word in (("test", "test"), ("validation", "val")):
+        for stage, word in WORDS.items():
             evaluated = self.record.metrics.get(stage, {})
             yield (
                 f"trainer, {stage}",
-                {name: evaluated[name] for name in evaluated if word in name.lower()} or evaluated,
+                {name: evaluated[name] for name in evaluated if _holds(name, word)} or evaluated,
             )
-            yield f"log, {stage}", {name: value for name, value in self.record.logged.items() if word in name.lower()}
+            yield f"log, {stage}", {name: value for name, value in self.record.logged.items() if _holds(name, word)}
             yield f"output, {stage}", self.printed.get(stage, {})
         yield "log", self.record.logged
+
+
+def _holds(name: str, word: re.Pattern[str]) -> bool:
+    return word.search(_HUMP.sub("_", name).lower()) is not None
 
 
 class Figure(NamedTuple):

@@ -16,6 +16,9 @@ SPEED_NOISE = 0.05
 DEVIATIONS = 2
 """The same in standard deviations of the unchanged script's seeds, if there are several."""
 
+SETTINGS = ("devices", "strategy", "precision", "compile", "dynamo_backend")
+"""The arguments of a script that a rung may be chosen for."""
+
 
 @dataclass(frozen=True)
 class ComparedMetric:
@@ -79,7 +82,8 @@ class Comparison:
     @property
     def counts_samples(self) -> bool:
         """Whether the samples of each batch are known; otherwise batches are counted."""
-        return all(each.figure(lambda record: record.samples_per_second) is not None for each in self.finished)
+        ran = [run.record for each in self.finished for run in each.finished if run.record is not None]
+        return not any(each.samples_per_second is None and each.batches_per_second is not None for each in ran)
 
     @property
     def common_steps(self) -> int | None:
@@ -116,17 +120,26 @@ class Comparison:
         return NOISE * abs(first.mean) if first.spread is None else DEVIATIONS * first.spread
 
     def is_worse(self, result: Result) -> bool | None:
-        """Return whether a rung's metric is worse by more than noise; None if that is unknown."""
+        """Return whether a rung's metric is worse by more than noise, or missing; None if that is unknown."""
         first, own, tolerance = self.score(self.first), self.score(result), self.tolerance
-        if first is None or own is None or tolerance is None or self.metric is None:
+        if first is None or tolerance is None or self.metric is None:
             return None
+        if own is None:
+            return True
         lost = own.mean - first.mean if self.metric.direction == "min" else first.mean - own.mean
         return not lost <= tolerance  # also if it is NaN
 
     def choice(self) -> Result:
         """Return the fastest rung whose metric is not worse; the unchanged script if no other is faster."""
-        faster = [each for each in self.finished if self.is_faster(each, self.first) and not self.is_worse(each)]
+        changed = [each for each in self.finished if self.replaced(each)]
+        faster = [each for each in changed if self.is_faster(each, self.first) and not self.is_worse(each)]
         return max(faster, key=lambda each: self.speed_up(each) or 0.0, default=self.first)
+
+    def replaced(self, result: Result) -> dict[str, str]:
+        """Return the script's values of the settings that a rung has replaced; none if the script has the rung's already."""
+        record = result.attempts[0].record
+        known = {} if record is None else record.replaced
+        return {name: was for name, (was, _) in known.items() if name in SETTINGS}
 
     def is_faster(self, result: Result, other: Result) -> bool:
         """Return whether a rung has finished and is faster than another by more than noise."""
@@ -137,7 +150,7 @@ class Comparison:
 
     def break_even(self, result: Result) -> int | None:
         """Return after how many steps a rung on one process overtakes the unchanged script, which began sooner."""
-        rates = [each.figure(lambda record: record.batches_per_second) for each in (result, self.first)]
+        rates = [each.figure(lambda record: record.steps_per_second) for each in (result, self.first)]
         seconds = [self.seconds_to_common(each) for each in (result, self.first)]
         if None in rates or None in seconds or self.common_steps is None or (result.rung.devices or 1) > 1:
             return None

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 _PRINTED = re.compile(
-    r"(?<![\w.])(?P<name>(?P<stage>test|val|valid|validation)[ _/-]+[a-z][\w/@-]*(?: [a-z][\w/@-]*)?)"
-    r"\s*(?:[:=]|\bis\b)?\s*(?P<value>[-+]?\d+(?:\.\d*)?(?:e[-+]?\d+)?)\s*(?P<unit>%)?(?![\w.])",
+    r"(?<![\w.])(?P<name>(?P<stage>test|val|valid|validation)[ _/-]+[a-z][\w/@-]*(?: (?!is\b)[a-z][\w/@-]*)?)"
+    r"\s*(?:[:=]|\bis\b)?\s*(?P<value>[-+]?(?:\d+(?:\.\d*)?(?:e[-+]?\d+)?|nan|inf))\s*(?P<unit>%)?(?!\w|\.\w)",
     re.IGNORECASE,
 )
 _RANK_PREFIX = re.compile(r"\[rank ?[1-9]\d*\]")

@@ -64,7 +64,8 @@ class RungRecorder(Callback):
         self._recording.end()
 
     def teardown(self, trainer: Trainer, module: Module, stage: str) -> None:
-        self._recording.write()
+        if stage == "fit" or not self._recording.is_running:  # an evaluation by a callback of a fit does not end that
+            self._recording.write()
 
 
 def trainer_arguments(active: ActiveRung, given: Mapping[str, Any]) -> dict[str, Any]:

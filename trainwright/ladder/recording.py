@@ -8,6 +8,7 @@ import json
 import os
 import sys
 from collections.abc import Mapping
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -85,6 +86,11 @@ class Recording:
         self._clock, self._is_steady = StepClock(strategy.device), False
         self._samples, self._batches = 0.0, 0
 
+    @property
+    def is_running(self) -> bool:
+        """Whether a fit or a loop is under way."""
+        return self._clock is not None
+
     def note_resumed(self, source: str) -> None:
         """Note that the training does not begin at its first step; a load after a step, as of the best weights, is none."""
         if not self._steps:
@@ -147,7 +153,7 @@ class Recording:
     def write(self) -> None:
         """Write the record, as a whole."""
         self.end(at_latest_step=True)
-        ends = [row[1] for row in self._points]
+        made, ends = [row[0] for row in self._points], [row[1] for row in self._points]
         steady = [row[4] for row in self._points]
         spacing = -(-len(self._points) // MOST_POINTS) or 1
         kept = self._points[spacing - 1 :: spacing]
@@ -160,6 +166,7 @@ class Recording:
             if self._lacks_samples
             else steady_rate(ends, [row[2] for row in self._points], steady),
             "batches_per_second": steady_rate(ends, [row[3] for row in self._points], steady),
+            "steps_per_second": steady_rate(ends, [own - last for last, own in pairwise([0, *made])], steady),
             "peak_bytes": peak_bytes(self._device),
             "metrics": self._metrics,
             "logged": {name: number for name, value in self._logged.items() if (number := _number(value)) is not None},

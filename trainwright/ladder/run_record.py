@@ -22,6 +22,8 @@ class RunRecord:
     """Steps, and the second at which each ended."""
     samples_per_second: float | None
     batches_per_second: float | None
+    steps_per_second: float | None
+    """Optimizer steps of each rank; with accumulation a step takes several batches."""
     peak_bytes: int | None
     metrics: dict[str, dict[str, float]]
     """What a Trainer's evaluations gave, by stage."""

@@ -39,9 +39,10 @@ def of_jobs(variables: Mapping[str, str] | None = None) -> dict[str, str]:
     }
 
 
-def with_variables_of(config: Config) -> dict[str, str]:
-    """Return this process's variables and those of the config that are not set."""
-    return {name: entry.text for name, entry in config.variables.items()} | dict(os.environ)
+def set_variables_of(config: Config) -> dict[str, str]:
+    """Set the variables of a config that are not set yet, before torch looks for GPUs; return all that are."""
+    os.environ.update({name: entry.text for name, entry in config.variables.items() if name not in os.environ})
+    return dict(os.environ)
 
 
 def printable(text: str) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from trainwright.data.seeding import seed_everything
+from trainwright.data.seeding import seed_rank
 from trainwright.devices import cuda
 from trainwright.distributed.environment import Environment, prepare_deterministic
 from trainwright.raw_loop.known_arguments import refuses_unknown
@@ -30,8 +30,7 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
     >>> torch.equal(noise, torch.rand(3))
     True
     """
-    is_number = isinstance(seed, int) and not isinstance(seed, bool)  # seed_everything refuses the rest
-    seed_everything(seed + Environment.detect().rank if device_specific and is_number else seed, verbose=False)
+    seed_rank(seed, Environment.detect().rank if device_specific else 0, verbose=False)
     if deterministic:
         prepare_deterministic()
         torch.use_deterministic_algorithms(True)

@@ -23,6 +23,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 
 from trainwright.data.seeding import isolate_rng
 from trainwright.distributed import collectives
+from trainwright.distributed.failures import summarize
 
 KNOWN = (SGD, Adam, Adagrad, NAdam, RAdam, Adamax, ASGD, Rprop, RMSprop, Adadelta)  # AdamW is an Adam
 """torch's optimizers that step each element independently."""
@@ -88,7 +89,7 @@ def refuse_sharded_steps(optimizer: Optimizer, mesh: DeviceMesh) -> None:
     except Untried:  # its first step will show
         pass
     except Exception as error:
-        distance, reason = math.inf, f" ({type(error).__name__}: {str(error).partition(chr(10))[0][:200]})"
+        distance, reason = math.inf, f" ({summarize(error)})"
     found = collectives.gather_object([distance if math.isfinite(distance) else None, reason])
     if any(each is None or each > TOLERANCE for each, _ in found):
         raise ValueError(no_shards(optimizer, next((f" as on whole ones{each}" for _, each in found if each), "")))
