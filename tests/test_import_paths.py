@@ -34,6 +34,7 @@ def test_names_that_are_found_there_alone() -> None:
 
     assert found("core.optimizer", "LightningOptimizer") is PreparedOptimizer
     assert found("trainer", "Trainer") is tw.Trainer
+    assert found("trainer", "seed_everything") is tw.seed_everything
     assert found("utilities", "grad_norm") is grad_norm
     assert found("utilities", "move_data_to_device") is to_device
     assert found("utilities.types", "STEP_OUTPUT") is STEP_OUTPUT
@@ -87,6 +88,12 @@ def test_what_to_use_instead_of_names_of_accelerate() -> None:
         ("cli", "instantiate_module", "stored_config"),
         ("callbacks", "EarlyStoping", "Did you mean 'EarlyStopping'"),
         ("tuner.lr_finder", "_LRFinder", "private"),
+        ("trainer.states", "TrainerState", "fn, stage and status"),
+        ("callbacks.timer", "Interval", "'step' or 'epoch'"),
+        ("callbacks.prediction_writer", "WriteInterval", "write_interval takes"),
+        ("profilers.pytorch", "ScheduleWrapper", "torch.profiler.profile"),
+        ("utilities.warnings", "PossibleUserWarning", "filter UserWarning"),
+        ("trainer", "Fabric", "tw.Accelerator"),
     ],
 )
 def test_what_to_use_instead_of_names_of_lightning(path: str, name: str, instead: str) -> None:

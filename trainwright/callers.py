@@ -7,8 +7,10 @@ import sys
 import warnings
 from types import FrameType
 
-_OWN = os.path.dirname(os.path.abspath(__file__)) + os.sep
-_PYTHON = os.path.dirname(os.path.abspath(os.__file__)) + os.sep
+_OWN = os.path.dirname(__file__) + os.sep  # not normalized, like the names of the frames' files
+_PYTHON = os.path.dirname(os.__file__) + os.sep
+_INSTALLED = tuple(f"{_PYTHON}{name}{os.sep}" for name in ("site-packages", "dist-packages"))
+"""What is installed within Python's folder, outside of a virtual environment: it does not count as Python's."""
 
 
 def warn(message: str | Warning, category: type[Warning] = UserWarning, stacklevel: int = 1) -> None:
@@ -20,7 +22,7 @@ def warn(message: str | Warning, category: type[Warning] = UserWarning, stacklev
     for _ in range(stacklevel - 1):
         frame = None if frame is None else frame.f_back
     inner = _inner()
-    while frame is not None and frame.f_code.co_filename.startswith(inner):
+    while frame is not None and _is_inner(frame.f_code.co_filename, inner):
         frame = frame.f_back
     if frame is None:  # nothing of the user's has called it, as in a thread
         warnings.warn(message, category, stacklevel=stacklevel + 1)
@@ -32,6 +34,11 @@ def warn(message: str | Warning, category: type[Warning] = UserWarning, stacklev
 
 
 def _inner() -> tuple[str, ...]:
-    """Return what the file names of frames begin with that are not the user's: the package's, Python's and torch's."""
+    """Return what the file names of the package's frames and of torch's begin with, and those of frozen modules."""
     torch = getattr(sys.modules.get("torch"), "__file__", None)
-    return (_OWN, _PYTHON, "<frozen ", *(() if torch is None else (os.path.dirname(torch) + os.sep,)))
+    return (_OWN, "<frozen ", *(() if torch is None else (os.path.dirname(torch) + os.sep,)))
+
+
+def _is_inner(file: str, inner: tuple[str, ...]) -> bool:
+    """Return whether a frame's file belongs to the package, to torch or to Python."""
+    return file.startswith(inner) or (file.startswith(_PYTHON) and not file.startswith(_INSTALLED))

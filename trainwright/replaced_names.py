@@ -36,6 +36,8 @@ _GROUPS = {
     "Interval": "interval of the Timer takes 'step' or 'epoch'",
     "GradClipAlgorithmType": "gradient_clip_algorithm takes 'norm' or 'value'",
     "LightningEnum": "use enum.StrEnum",
+    "PossibleUserWarning": "filter UserWarning",
+    "LightningDeprecationWarning": "filter DeprecationWarning",
     "SIGTERMException": "a signal ends fit with tw.RunStopped",
     "AbstractClosure Closure ClosureResult ManualResult OutputResult RestartStage": "the loops are functions here; "
     "trainer.fit_loop has their limits and counters",

@@ -144,6 +144,15 @@ def test_bars_of_a_subclass(capsys: pytest.CaptureFixture[str], monkeypatch: pyt
     assert "4/4" in shown.out
 
 
+def test_a_format_of_the_class(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    class Short(tw.TQDMProgressBar):
+        BAR_FORMAT = "({desc} {n_fmt})"
+
+    terminal(monkeypatch)
+    tw.Trainer(callbacks=[Short(refresh_seconds=0.0)], **SETTINGS).test(Predictor(), make_loader(8))
+    assert "(Test 2)" in capsys.readouterr().err
+
+
 class Reached(tw.TQDMProgressBar):
     """Reaches its bars from hooks, and notes what each is."""
 

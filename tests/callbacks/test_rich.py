@@ -145,6 +145,15 @@ def test_bars_in_a_terminal_with_prints_and_logs(monkeypatch: pytest.MonkeyPatch
     assert "\x1b[?25l" not in shown  # the cursor is never hidden: a killed run could not show it again
 
 
+def test_the_speed_of_a_loop_that_is_over_at_its_first_update(monkeypatch: pytest.MonkeyPatch) -> None:
+    def work() -> None:
+        bar = tw.RichProgressBar(refresh_seconds=1e3)
+        tw.Trainer(callbacks=[bar], **SETTINGS).test(Shown(), make_loader(8), verbose=False)
+
+    [line, _] = screen(in_terminal(monkeypatch, work))
+    assert float(re.search(r" 2/2 .* ([\d.]+)it/s", line)[1]) > 0  # type: ignore[index]
+
+
 class Streamed(torch.utils.data.IterableDataset[Any]):
     """Has no length."""
 

@@ -337,7 +337,7 @@ def test_a_missing_checkpoint_is_a_wrong_argument(
     )
 
 
-@pytest.mark.parametrize("text", ["", "# only\n", "- a\n- b\n"])
+@pytest.mark.parametrize("text", ["", "# only\n", "- a\n- b\n", "trainer:\n"])
 def test_a_config_without_settings(
     text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], parser: TrainwrightArgumentParser
 ) -> None:
@@ -374,6 +374,7 @@ def test_a_config_of_another_version_is_named(
         (["--trainer.callbacks+=ModelChekpoint"], "Did you mean 'ModelCheckpoint'?"),
         (["--config=missing.yaml"], "File does not exist"),
         (["--model.width=wide"], "Expected a <class 'int'>"),
+        (["--optimizer=SGD", "--optimizer.lr=high"], "Expected a <class 'float'>"),  # or a tensor
     ],
 )
 def test_wrong_arguments(
@@ -390,6 +391,11 @@ def test_wrong_arguments_of_a_subcommand(tmp_path: Path, capsys: pytest.CaptureF
     (tmp_path / "all.yaml").write_text("fit:\n  model:\n    widht: 3\n")
     said = refused(capsys, parse, "--config", str(tmp_path / "all.yaml"), "fit")
     assert "line 3: 'fit.model' has no argument 'widht'. Did you mean 'width'?" in said
+    (tmp_path / "all.yaml").write_text("fit:\n  trainer:\n    max_epochs: many\n")
+    for given in (["--model.width=3"], [f"--config={tmp_path / 'right.yaml'}"], ["--trainer.max_epochs=2"]):
+        (tmp_path / "right.yaml").write_text("trainer: {max_epochs: 1}\nmodel: {width: 3}\n")
+        said = refused(capsys, parse, "--config", str(tmp_path / "all.yaml"), "fit", *given)
+        assert said.startswith(f'{tmp_path / "all.yaml"}, line 3: Parser key "trainer.max_epochs"')
     assert "{fit,validate,test,predict}" in refused(capsys, parse)
     scheduler = ("--lr_scheduler=StepLR", "--lr_scheduler.step_size=1")
     assert "give --optimizer too" in refused(capsys, parse, "fit", "--model.width=3", *scheduler)

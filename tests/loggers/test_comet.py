@@ -47,6 +47,10 @@ class Experiment:
     def log_other(self, key: str, value: Any) -> None:
         self.logged.append((key, value))
 
+    @property
+    def ended(self) -> bool:
+        return not self.alive
+
     def end(self) -> None:
         self.alive = False
 
@@ -73,6 +77,8 @@ class Client(types.ModuleType):
         return options
 
     def start(self, **options: Any) -> Experiment:
+        for each in self.experiments:  # the client has one at a time
+            each.end()
         self.experiments.append(Experiment(options))
         return self.experiments[-1]
 
@@ -118,6 +124,28 @@ def test_a_resumed_run(client: Client, tmp_path: Path, online: bool, is_killed: 
     ]
     assert client.experiments[1].logged == [("trainwright_status", "success")]
     assert (resumed.name, resumed.version) == ("p", "new0")
+
+
+def test_an_experiment_that_another_one_has_ended(client: Client, tmp_path: Path) -> None:
+    first = began(tw.CometLogger(save_dir=tmp_path, experiment_key="a" * 32))
+    first.finalize("success")
+    assert first.experiment is client.experiments[-1]  # opened by hand
+    second = began(tw.CometLogger(save_dir=tmp_path, experiment_key="b" * 32))
+    log_steps(second, 1)
+    second.finalize("success")
+    with pytest.warns(
+        UserWarning, match="could not write: RuntimeError: the experiment was ended, as the client has one"
+    ):
+        log_steps(first, 2)
+    log_steps(began(first), 3)
+    assert (client.experiments[-1].get_key(), client.experiments[-1].rows) == (
+        "a" * 32,
+        [(2, {"loss": 0.5}), (3, {"loss": 0.5})],
+    )
+    client.experiments[-1].end()
+    first.log_hyperparams({"lr": 0.1})
+    assert (len(client.experiments), client.experiments[-1].logged) == (5, [{"lr": 0.1}])
+    assert first.experiment is client.experiments[-1]
 
 
 def test_what_else_it_logs(client: Client, tmp_path: Path) -> None:

@@ -418,6 +418,8 @@ def test_wandb(tmp_path: Path) -> None:
     tw.Trainer(**{**QUIET, "logger": resumed}).validate(Trained(), make_loader())
     assert len(list(tmp_path.glob("wandb/offline-run-*"))) == 2  # the one that failed, and this one
     wandb.finish()
+    # The client's own process may write the file a moment later.
+    wait_until(lambda: any("val_loss" in row for row in history(tmp_path)))
     rows = history(tmp_path)
     assert [row["trainer/global_step"] for row in rows if "loss_step" in row] == list(range(22))
     assert [row["by_hand"] for row in rows if "by_hand" in row] == [1]

@@ -215,6 +215,45 @@ def test_the_run_stays_open_after_a_call(client: Client, tmp_path: Path) -> None
     logger.end_run()
 
 
+def test_a_run_that_was_used_by_hand_after_a_call(client: Client, tmp_path: Path) -> None:
+    first = began(tw.WandbLogger(save_dir=tmp_path, id="a"))
+    log_steps(first, 1)
+    first.finalize("success")
+    first.experiment.log({"by hand": 1.0})
+    first.log_metrics({"loss": 0.5}, 2)
+    second = began(tw.WandbLogger(save_dir=tmp_path, id="b"))
+    assert (client.runs[0].exit_code, client.steps("a"), client.active) == (0, [1, 2], client.runs[1:])
+    assert "reinit" not in client.runs[1].options  # so that wandb.log writes into it
+    second.finalize("success")
+    second.experiment.log({"by hand": 1.0})
+    client.runs[1].finish()  # as wandb.finish does
+    log_steps(began(second), 3)
+    second.finalize("success")
+    log_steps(began(first), 4)
+    assert [each.id for each in client.runs] == ["a", "b", "b", "a"]
+    assert (client.steps("a"), client.steps("b"), client.active) == ([1, 2, 4], [3], client.runs[3:])
+
+
+def test_the_name_and_the_policy_of_artifacts(client: Client, tmp_path: Path) -> None:
+    made: list[Any] = []
+
+    class Artifact:
+        def __init__(self, name: str, type: str) -> None:
+            self.name = name
+
+        def add_dir(self, path: str, policy: str) -> None:
+            made.append((self.name, path, policy))
+
+    client.Artifact = Artifact  # type: ignore[attr-defined]
+    Run.log_artifact = lambda self, artifact, aliases: None  # type: ignore[attr-defined]
+    named = began(tw.WandbLogger(save_dir=tmp_path, id="a", checkpoint_name="best", add_file_policy="immutable"))
+    named.log_model(tmp_path)
+    named.log_model(tmp_path, "other")
+    began(tw.WandbLogger(save_dir=tmp_path, id="b")).log_model(tmp_path)
+    path = str(tmp_path)
+    assert made == [("best", path, "immutable"), ("other", path, "immutable"), ("model-b", path, "mutable")]
+
+
 def test_end_training_finishes_the_run(client: Client, tmp_path: Path) -> None:
     accelerator = tw.Accelerator(cpu=True, log_with=tw.WandbLogger(save_dir=tmp_path, id="a"))
     accelerator.init_trackers("loop")

@@ -171,6 +171,23 @@ def test_actions_may_lie_within_each_other(kind: type[Profiler]) -> None:
     profiler.teardown("validate")
 
 
+def test_own_times_of_actions_that_overlap(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter(range(100))
+    monkeypatch.setattr("time.perf_counter", lambda: float(next(clock)))
+    profiler = tw.SimpleProfiler()
+    for call, action in (
+        ("start", "all"),
+        ("start", "a"),
+        ("start", "b"),
+        ("stop", "a"),
+        ("stop", "b"),
+        ("stop", "all"),
+    ):
+        getattr(profiler, call)(action)
+    times = {action: (each.seconds, each.own_seconds) for action, each in profiler.durations.items()}
+    assert times == {"a": (2.0, 2.0), "b": (2.0, 2.0), "all": (5.0, 2.0)}  # a and b from 1 to 4
+
+
 def test_the_advanced_profiler_names_functions(tmp_path: Path) -> None:
     profiler = AdvancedProfiler(dirpath=tmp_path, filename="calls", line_count_restriction=12, dump_stats=True)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import uuid
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -23,6 +24,7 @@ from trainwright.checkpoint.codec import decode, encode
 from trainwright.checkpoint.filesystem import resolve
 from trainwright.data.transfer import to_device
 from trainwright.distributed import collectives
+from trainwright.import_paths import missing
 from trainwright.paths import absolute
 
 if TYPE_CHECKING:
@@ -309,3 +311,9 @@ def _read(dirpath: str, nest: Any, names: list[str]) -> Any:
     is_new = torch.ones_like(keys, dtype=torch.bool)
     is_new[1:] = keys[1:] != keys[:-1]  # a user's sampler may yield a sample twice
     return decode(nest, {key.removeprefix("rows/"): torch.cat(each)[order[is_new]] for key, each in parts.items()})
+
+
+if not TYPE_CHECKING:  # a type checker names unknown attributes itself
+
+    def __getattr__(name: str) -> Any:
+        raise missing(name, __name__, sys._getframe(1))

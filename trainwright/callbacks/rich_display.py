@@ -56,7 +56,10 @@ class SpeedColumn(ProgressColumn):
         self._style = style
 
     def render(self, task: Task) -> Text:
-        return Text(f"{task.finished_speed or task.speed or 0.0:.2f}it/s", style=self._style)
+        speed = task.finished_speed or task.speed
+        if not speed and task.elapsed:  # rich knows it from the second update on
+            speed = (task.completed - task.fields.get("begun", 0)) / task.elapsed
+        return Text(f"{speed or 0.0:.2f}it/s", style=self._style)
 
 
 class TimeColumn(ProgressColumn):
@@ -168,7 +171,7 @@ class RichBar:
 
     def restart(self, title: str, total: int | None, count: int) -> None:
         self._remove()  # rich keeps a known total if the new one is None
-        self._task = self._progress.add_task(title, total=total, completed=count, metrics=self._metrics)
+        self._task = self._progress.add_task(title, total=total, completed=count, metrics=self._metrics, begun=count)
         self._progress.refresh()
 
     def show(self, metrics: dict[str, Any]) -> None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainwright.callbacks.base import Callback
 from trainwright.duration import to_seconds
+from trainwright.import_paths import missing
 
 if TYPE_CHECKING:
     from trainwright.callbacks.trainer_protocol import TrainerProtocol
@@ -162,3 +163,9 @@ def _of(stage: str, times: dict[str, float | None]) -> float | None:
     if stage not in STAGES:
         raise ValueError(f"stage={stage!r} is unknown; choose from {', '.join(STAGES)}.")
     return times[stage]
+
+
+if not TYPE_CHECKING:  # a type checker names unknown attributes itself
+
+    def __getattr__(name: str) -> Any:
+        raise missing(name, __name__, sys._getframe(1))

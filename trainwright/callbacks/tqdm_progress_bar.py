@@ -41,6 +41,9 @@ class TQDMProgressBar(LiveProgressBar):
         line_seconds: outside of a terminal, minimum time between two plain lines within an epoch.
     """
 
+    BAR_FORMAT: str | None = None
+    """The format of the bars, as tqdm takes it; None for tqdm's own, which leaves a long line's bar its width."""
+
     def __init__(
         self,
         refresh_rate: int = 1,
@@ -147,6 +150,7 @@ class TQDMProgressBar(LiveProgressBar):
             "mininterval": 0.0,  # the callback decides when an update is due
             "miniters": 1,
             "unit": "it",
+            "bar_format": self.BAR_FORMAT,
         }
         make = {
             "train": self.init_train_tqdm,

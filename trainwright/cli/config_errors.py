@@ -121,27 +121,44 @@ def explain(
         return "\n".join(damaged)
     if message.startswith("Unexpected config"):
         for source in sources:
-            if not isinstance(source.root, yaml.MappingNode):
+            if not _has_values(source.root):
                 return f"{source.title} holds no settings; a config has names and values, such as trainer: {{max_epochs: 5}}."
     found = [(source, key) for source in sources for key in _unknown_in(source)]
     if found:
         lines = [f"{source.line(key.node)}: {_unknown(key)}" for source, key in found]
         lines += [_other_version(source) for source in dict.fromkeys(source for source, _ in found)]
         return "\n".join(each for each in lines if each)
-    if (name := re.search(r"Expected a dot import path string: (\w+)$", message, re.MULTILINE)) is not None:
+    takes_number = re.search(
+        r"Expected a <class '(?:int|float)'>", message
+    )  # or a class, such as a rate that may be a tensor
+    if not takes_number and (name := re.search(r"Expected a dot import path string: (\w+)$", message, re.MULTILINE)):
         key = re.match(r'Parser key "([\w.]+)"', message)
         message = f"{key[0] if key else 'the arguments'}: {_unknown_class(name[1], message)}"
     if named := re.search(r"[Kk]ey ['\"]([\w.]+)['\"]", message):
         # Once all configs are read, a value is that of an option, or of the last config that has the key.
         is_option = not unfinished and _gives(arguments, named[1])
         for source in () if is_option else [*reversed(unfinished), *reversed(sources)]:
-            if (node := _node_of(source.root, named[1].split("."))) is not None:
+            # A config of the program has the settings of the command below its name.
+            within = [each for each in arguments if each in source.parser.subcommands][:1]
+            keys = named[1].split(".")
+            if (node := _node_of(source.root, keys if keys[:1] == within else [*within, *keys])) is not None:
                 return f"{source.line(node)}: {message}\n{_other_version(source)}".rstrip()
     if (named := re.match(r"[Uu]nrecognized arguments: --(\S+)", message)) is not None:
         return f"{message}{_near_option(named[1], _names(parser))}"
     if unknown := _unknown_option(arguments):
         return unknown
     return message
+
+
+def _has_values(node: yaml.Node | None) -> bool:
+    """Return whether a config has names with values: an empty section has none."""
+    if not isinstance(node, yaml.MappingNode):
+        return False
+    return any(_has_values(value) or not _is_empty(value) for _, value in node.value)
+
+
+def _is_empty(node: yaml.Node) -> bool:
+    return isinstance(node, yaml.MappingNode) or node.tag.endswith(":null")
 
 
 def misplaced(sources: Sequence[ConfigSource]) -> str:

@@ -7,13 +7,13 @@ import importlib.util
 import os
 import warnings
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Self
 
 from trainwright.loggers.base import RunResult
 from trainwright.loggers.noted_rows import NotedRows
-from trainwright.loggers.remote import RemoteLogger, Row, channels_last
+from trainwright.loggers.remote import RemoteLogger, Row, channels_last, unseeded
 
 MODES = ("get_or_create", "get", "create")
 QUIET = {"log_code": False, "log_graph": False, "auto_output_logging": False, "display_summary_level": 0}
@@ -89,7 +89,18 @@ class CometLogger(RemoteLogger):
     @property
     def experiment(self) -> Any:
         """Return the client's experiment; on all ranks but 0 an object that does nothing. Before a fit it opens it."""
-        return self._experiment if self._begin() else self._silent()
+        return self._current() if self._begin() else self._silent()
+
+    def start(self, agreed: Callable[[str], str], *, is_writer: bool) -> None:
+        self._is_open = self._is_open and not self._experiment.ended
+        super().start(agreed, is_writer=is_writer)
+
+    def _current(self) -> Any:
+        """Return the experiment, opened again if another one has ended it since."""
+        if self._experiment.ended:
+            with unseeded():
+                self._open(self._id)
+        return self._experiment
 
     def _open(self, run_id: str | None) -> str:
         comet = _client()
@@ -127,13 +138,15 @@ class CometLogger(RemoteLogger):
 
     def _write(self, rows: deque[Row]) -> None:
         while rows:
+            if self._experiment.ended:  # it would drop them
+                raise RuntimeError("the experiment was ended, as the client has one at a time and another was opened")
             row = rows[0]
             self._experiment.log_metrics(row.values, step=row.step)
             rows.popleft()
             self._noted.note(self._rows_file, row)
 
     def _write_hyperparams(self, params: dict[str, Any]) -> None:
-        self._experiment.log_parameters(params)
+        self._current().log_parameters(params)
 
     def _upload(self, path: str, is_best: bool) -> None:
         self.log_model(path)
@@ -154,14 +167,14 @@ class CometLogger(RemoteLogger):
                 if self._begin() and self._unseen(at, {f"image {key}": None}):
                     value = channels_last(image) if "image_channels" not in options else image
                     name = f"{self.prefix}-{key}" if self.prefix else key
-                    self._experiment.log_image(value, name=name, step=at, **options)
+                    self._current().log_image(value, name=name, step=at, **options)
                     self._noted.note(self._rows_file, Row(at, self._next_time(), {f"image {key}": None}))
 
     def log_model(self, path: str | os.PathLike[str], name: str | None = None) -> None:
         """Upload a checkpoint, or another folder or file, as a model of the experiment."""
         if self._begin():
             source = os.fspath(path).rstrip("/")
-            self._experiment.log_model(name or os.path.basename(source), source)
+            self._current().log_model(name or os.path.basename(source), source)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_experiment": None}

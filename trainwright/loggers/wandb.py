@@ -7,7 +7,7 @@ import importlib.util
 import os
 import warnings
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -40,6 +40,8 @@ class WandbLogger(RemoteLogger):
         log_model: True uploads the checkpoints of each ModelCheckpoint as artifacts at the end of the run, "all" each one
             once it is complete.
         prefix: put before the name of every metric, with a dash.
+        checkpoint_name: the name of the artifacts of checkpoints; None for model- and the run's id.
+        add_file_policy: "immutable" uploads checkpoints without copying them first.
         kwargs: further arguments of wandb.init, such as entity=, group=, tags= and mode=.
 
     Raises:
@@ -52,8 +54,8 @@ class WandbLogger(RemoteLogger):
     'digits'
     """
 
-    _idle: ClassVar[list[Any]] = []
-    """Our runs that calls have left open."""
+    _idle: ClassVar[list[WandbLogger]] = []
+    """Those whose runs calls have left open."""
 
     shown_in = "the run's page (experiment.url; that of an offline run exists after `wandb sync`)"
 
@@ -69,6 +71,8 @@ class WandbLogger(RemoteLogger):
         log_model: bool | str = False,
         experiment: Any = None,
         prefix: str = "",
+        checkpoint_name: str | None = None,
+        add_file_policy: str = "mutable",
         **kwargs: Any,
     ) -> None:
         if importlib.util.find_spec("wandb") is None:
@@ -76,6 +80,7 @@ class WandbLogger(RemoteLogger):
         super().__init__(prefix, log_model, version or id or (experiment.id if experiment is not None else None))
         self._name, self._group, self._offline, self._options = name, project, offline, kwargs
         self.save_dir: str = os.path.abspath(os.fspath(dir if dir is not None else save_dir))
+        self._artifact_name, self._policy = checkpoint_name, add_file_policy
         self._run: Any = experiment
         self._is_own = experiment is None
         """Whether the run is ours to finish."""
@@ -95,20 +100,24 @@ class WandbLogger(RemoteLogger):
         """Return the run of wandb; on all ranks but 0 an object that does nothing. Before a fit it opens the run."""
         return self._run if self._begin() else self._silent()
 
+    def start(self, agreed: Callable[[str], str], *, is_writer: bool) -> None:
+        self._is_open = False  # what was opened by hand may have been finished since: `_open` finds out
+        super().start(agreed, is_writer=is_writer)
+        self._leave_idle()
+
     def _open(self, run_id: str | None) -> str:
         if self._is_own and self._run is not None and run_id != self._run.id:
-            self._run = None  # it is idle: the run resumes from a checkpoint of another one
+            self._finish()  # it is idle: the run resumes from a checkpoint of another one
         if self._run is not None:
             try:
                 self._define_axis()
             except _client().errors.UsageError:  # its maker has finished it since
                 self._run = None
         if self._run is None:
-            while self._idle:
-                self._idle.pop().finish(exit_code=0)
+            for each in [*self._idle]:
+                each.end_run()
             self._run, self._is_own = self._begun(run_id), True
             self._define_axis()
-        self._idle[:] = (each for each in self._idle if each is not self._run)
         if not getattr(self._run, "disabled", False):
             self._group = self._run.project or self._group
         return str(self._run.id)
@@ -164,18 +173,25 @@ class WandbLogger(RemoteLogger):
         self.log_model(path, aliases=["latest", "best"] if is_best else ["latest"])
 
     def _close(self, status: RunResult) -> None:
+        self._leave_idle()
         if self._is_own and status == "success":
-            self._idle.append(self._run)  # wandb.log and the Trainer's next call may use it
+            self._idle.append(self)  # wandb.log and the Trainer's next call may use the run
         elif self._is_own:
+            self._finish(exit_code=1)
+
+    def _leave_idle(self) -> None:
+        self._idle[:] = (each for each in self._idle if each is not self)
+
+    def _finish(self, exit_code: int = 0) -> None:
+        """Finish the run if it is ours."""
+        if self._is_own and self._run is not None:
             run, self._run = self._run, None
-            run.finish(exit_code=1)
+            run.finish(exit_code=exit_code)
 
     def end_run(self) -> None:
         super().end_run()
-        if self._is_own and self._run is not None:
-            run, self._run = self._run, None
-            self._idle[:] = (each for each in self._idle if each is not run)
-            run.finish(exit_code=0)
+        self._leave_idle()
+        self._finish()
 
     # -- beyond numbers ----------------------------------------------------------------------------------------------------
 
@@ -255,8 +271,8 @@ class WandbLogger(RemoteLogger):
     def log_model(self, path: str | os.PathLike[str], name: str | None = None, aliases: Sequence[str] = ()) -> None:
         """Upload a checkpoint, or another folder or file, as an artifact of type "model"."""
         if self._begin():
-            artifact = _client().Artifact(name or f"model-{self._run.id}", type="model")
-            (artifact.add_dir if os.path.isdir(path) else artifact.add_file)(os.fspath(path))
+            artifact = _client().Artifact(name or self._artifact_name or f"model-{self._run.id}", type="model")
+            (artifact.add_dir if os.path.isdir(path) else artifact.add_file)(os.fspath(path), policy=self._policy)
             self._run.log_artifact(artifact, aliases=list(aliases) or None)
 
     def __getstate__(self) -> dict[str, Any]:

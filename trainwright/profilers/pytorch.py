@@ -5,8 +5,9 @@ from __future__ import annotations
 import difflib
 import inspect
 import os
+import sys
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -15,6 +16,7 @@ from torch.autograd.profiler_util import EventList
 from torch.profiler import ProfilerAction, ProfilerActivity, profile, record_function, schedule
 
 from trainwright.devices import cuda
+from trainwright.import_paths import missing
 from trainwright.profilers.base import Profiler
 
 STEP_ACTIONS = {"fit": "training_step", "validate": "validation_step", "test": "test_step", "predict": "predict_step"}
@@ -231,3 +233,9 @@ def _unknown(what: str, name: str, accepted: tuple[str, ...] | list[str]) -> str
     close = difflib.get_close_matches(name, accepted, n=1)
     hint = f" Did you mean {close[0]!r}?" if close else ""
     return f"{what}={name!r} is unknown; choose from {', '.join(accepted)}.{hint}"
+
+
+if not TYPE_CHECKING:  # a type checker names unknown attributes itself
+
+    def __getattr__(name: str) -> Any:
+        raise missing(name, __name__, sys._getframe(1))

@@ -86,8 +86,9 @@ class SimpleProfiler(Profiler):
             raise RuntimeError(f"action={action!r} was stopped, but it is not running; start it first.")
         running = self._running.pop(index)
         seconds = now - running.began
-        if index:
-            self._running[index - 1].inner_seconds += seconds
+        if index:  # what is still running counts from its own start, so that no time counts twice
+            until = self._running[index].began if index < len(self._running) else now
+            self._running[index - 1].inner_seconds += until - running.began
         duration = self.durations.setdefault(action, Duration())
         duration.calls += 1
         duration.of_each.append(seconds)

@@ -1,6 +1,9 @@
 """The Trainer: the training loop and what surrounds it."""
 
+import sys
 from typing import Any
+
+from trainwright.import_paths import missing
 
 
 def __getattr__(name: str) -> Any:
@@ -8,4 +11,8 @@ def __getattr__(name: str) -> Any:
         from trainwright.trainer.trainer import Trainer
 
         return Trainer
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}", name=name)
+    if name == "seed_everything":
+        from trainwright.data.seeding import seed_everything
+
+        return seed_everything
+    raise missing(name, __name__, sys._getframe(1))

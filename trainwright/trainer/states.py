@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from enum import StrEnum
+from typing import TYPE_CHECKING, Any
+
+from trainwright.import_paths import missing
 
 
 class TrainerStatus(StrEnum):
@@ -41,3 +45,9 @@ class RunningStage(StrEnum):
     def evaluating(self) -> bool:
         """Return whether this is an evaluation."""
         return self in (RunningStage.VALIDATING, RunningStage.TESTING, RunningStage.SANITY_CHECKING)
+
+
+if not TYPE_CHECKING:  # a type checker names unknown attributes itself
+
+    def __getattr__(name: str) -> Any:
+        raise missing(name, __name__, sys._getframe(1))
