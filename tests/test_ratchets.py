@@ -360,6 +360,8 @@ PACKAGE_LINES = [
     (
         112,
         "the ladder ends runs at a second Ctrl-C, keeps what it has on a full disk, and leaves out rungs without a metric",
+    ),
+    (
         103,
         "runs that another logger has ended, Lightning's options of W&B and of bars, missing names in its own modules",
     ),
