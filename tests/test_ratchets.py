@@ -357,6 +357,7 @@ PACKAGE_LINES = [
         "what to use for Lightning's missing names, module paths and options; warnings at the user's line; values in configs",
     ),
     (51, "gradients kept from CUDA graphs, and fsdp over gloo refused, as the first GPU showed; when a rung pays off"),
+    (36, "an error about a folder that cannot be made says what to set; long errors end in an ellipsis"),
 ]
 """Lines of the package: what is added to it, or taken off, with the reason. The sum is the limit."""
 

@@ -122,6 +122,10 @@ def test_a_first_rung_that_nothing_can_be_compared_with(
         (["--steps", "0", "train.py"], "--steps 0: expected a whole number from 1."),
         (["--lower", "--higher", "train.py"], "--higher and --lower exclude each other; pass one."),
         (["--out", "full", "train.py"], "--out full is there already; give a new folder"),
+        (
+            ["--out", "train.py/out", "train.py"],
+            "train.py/out cannot be made (Not a directory); pass another one by --out.",
+        ),
         (["--step", "3", "train.py"], "'--step' is not an option of trainwright ladder. Did you mean '--steps'?"),
     ],
 )

@@ -50,6 +50,8 @@ def test_a_secondary_failure_is_told_from_an_error() -> None:
     assert is_secondary_failure(outer)
     assert not is_secondary_failure(RuntimeError("shape mismatch"))
     assert summarize(RuntimeError()) == "RuntimeError"
+    assert summarize(ValueError("x" * 500)).endswith("xxx")
+    assert summarize(ValueError("x" * 900)).endswith("xxx ...")
 
 
 def test_the_error_file_is_elastics(tmp_path: Path) -> None:

@@ -234,7 +234,18 @@ def _outcome(attempt: Attempt) -> str:
 
 
 def _new_folder(given: str | None, command: Sequence[str]) -> Path:
-    """Return the folder of this ladder, which is not there yet or empty (ValueError)."""
+    """Make and return the folder of this ladder, which is not there yet or empty (ValueError)."""
+    folder = _free_folder(given, command)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(
+            f"the folder {folder} cannot be made ({error.strerror}); pass another one by --out."
+        ) from error
+    return folder
+
+
+def _free_folder(given: str | None, command: Sequence[str]) -> Path:
     if given is not None:
         folder = Path(given).absolute()
         if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):

@@ -107,34 +107,38 @@ def notes(comparison: Comparison, command: Sequence[str], device_type: str) -> I
                 break
     ran = [run.record for each in comparison.finished for run in each.finished if run.record is not None]
     if device_type == "cpu" and any((each.facts.get("processes") or 1) > 1 for each in ran):
-        yield "Several processes have divided this machine's cores: their figures say nothing of several GPUs."
+        yield "Several processes shared this machine's cores, so their figures say nothing about several GPUs."
     if not comparison.counts_samples:
-        yield "The batches do not show their samples, so batches are counted, those of all ranks together."
+        yield "The number of samples in a batch is unknown, so batches are counted, those of all processes together."
     if any(each.is_cut for each in ran):
         yield "--steps ends a loop with an Accelerator before its test, so its runs have no test metric."
     yield from _metric_notes(comparison)
     has_seeds = any(each.rung.seed is not None for each in comparison.results)
     if has_seeds and not any(SEED in each for each in command) and not any(each.has_seeded for each in ran):
         yield (
-            f"The script calls neither tw.seed_everything nor tw.set_seed, and has no {SEED} in its arguments: its runs have "
-            "the seeds that it sets itself."
+            f"The script calls neither tw.seed_everything nor tw.set_seed, and has no {SEED} in its arguments: each run uses "
+            "whatever seeds the script sets itself."
         )
 
 
 def _metric_notes(comparison: Comparison) -> Iterator[str]:
     metric = comparison.metric
     if metric is None:
-        yield "No run has a metric of a test or a validation, so speed alone is compared."
+        yield "No run has a test or validation metric, so only speed is compared."
         return
     source, _, stage = metric.source.partition(", ")
-    where = {"trainer": "the Trainer's", "log": "what the loop has logged", "output": "what the script has printed"}
-    of = f" of the {stage}" if stage else ""
-    last = " The runs have no metric of a test." if stage == "validation" else ""
-    yield f"{metric.name} is {where[source]}{of}.{last}"
+    where = {
+        "trainer": "comes from the Trainer",
+        "log": "was logged by the loop",
+        "output": "was printed by the script",
+    }
+    of = f" ({stage})" if stage else ""
+    last = " The runs have no test metric." if stage == "validation" else ""
+    yield f"{metric.name} {where[source]}{of}.{last}"
     if metric.direction is None:
         yield (
             f"The name {metric.name} does not say whether lower or higher is better: pass --lower or --higher. Until then "
-            "speed alone is compared."
+            "only speed is compared."
         )
 
 
@@ -165,8 +169,9 @@ def choice_lines(comparison: Comparison, command: Sequence[str]) -> Iterator[str
             f"the steady steps, such as compiling, pays off {when}."
         )
     of_rung = ("devices", "strategy", "precision", "compile", "dynamo_backend")
-    replaced = [f"{name}={was}" for name, (was, _) in record.replaced.items() if name in of_rung]
-    yield f"The script had {', '.join(replaced)}."
+    replaced = [f"{name}={was}" for name, (was, _) in record.replaced.items() if name in of_rung and was != "None"]
+    if replaced:
+        yield f"The script had {', '.join(replaced)}."
 
 
 def _about(comparison: Comparison, chosen: Result) -> str:

@@ -9,7 +9,7 @@ _FIRST_FAILURE = re.compile(r"trainwright: rank \d+ of \d+.*? failed first \((?P
 _TRACEBACK = "Traceback (most recent call last)"
 _ERROR = re.compile(r"(?:[\w.]+\.)?\w*(?:Error|Exception|Interrupt|Warning|Exit)\b.*")
 _RANK_PREFIX = re.compile(r"\[rank\d+\]:? ?")
-LONGEST = 300
+LONGEST = 700
 
 
 def lines_of(output: str) -> list[str]:

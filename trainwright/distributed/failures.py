@@ -23,6 +23,8 @@ PRINT_SECONDS = 0.5
 
 SECONDARY_SECONDS = 2.0
 """How long an error that only reports a lost peer waits for that peer's own error: a process takes a moment to end."""
+LONGEST_SUMMARY = 600
+"""Where the line about an error is cut."""
 LOST_PEER_TEXTS = ("connection closed by peer", "connection reset by peer", "connection was closed", "broken pipe")
 """What gloo, NCCL and the store report, in lower case, when the other end of a connection has gone."""
 
@@ -214,7 +216,8 @@ def _wait_until(is_done: Callable[[], bool], timeout_seconds: float) -> bool:
 
 def summarize(error: BaseException) -> str:
     """Return the kind of an error and the first line of its text."""
-    first = str(error).strip().partition("\n")[0][:300]
+    first = str(error).strip().partition("\n")[0]
+    first = first if len(first) <= LONGEST_SUMMARY else f"{first[:LONGEST_SUMMARY]} ..."
     return f"{type(error).__name__}: {first}" if first else type(error).__name__
 
 
