@@ -30,12 +30,16 @@ class Digits(tw.Module):
         return loss
 
     def validation_step(self, batch, batch_idx):
+        return self.evaluate(batch, "val_loss")
+
+    def test_step(self, batch, batch_idx):
+        return self.evaluate(batch, "test_loss")
+
+    def evaluate(self, batch, name):
         images, labels = batch
         logits = self.net(images)
-        self.log("val_loss", nn.functional.cross_entropy(logits, labels), prog_bar=True)
+        self.log(name, nn.functional.cross_entropy(logits, labels), prog_bar=True)
         return {"preds": logits, "target": labels}  # what the report counts
-
-    test_step = validation_step
 
     def configure_optimizers(self):
         return torch.optim.AdamW(self.parameters(), lr=self.hparams.lr)

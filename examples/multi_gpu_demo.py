@@ -71,9 +71,12 @@ class Curve(tw.Callback):
 class SaveOnRankZero(tw.Callback):
     """A mistake: a checkpoint is written by all processes together, and the others do not come."""
 
+    def __init__(self, path):
+        self.path = path
+
     def on_train_epoch_end(self, trainer, module):
         if trainer.is_global_zero:
-            trainer.save_checkpoint("alone.ckpt")
+            trainer.save_checkpoint(self.path, overwrite=True)
 
 
 def make_trainer(options, strategy, *callbacks):
@@ -150,7 +153,9 @@ def main():
         f"samplers: in {options.epochs} epochs the image used least was used {int(uses.min())} times, the one used most "
         f"{int(uses.max())} times, without a DistributedSampler"
     )
-    trainer.print(f"a save on rank 0 alone: {refusal(options, Digits(), SaveOnRankZero())}")
+    trainer.print(
+        f"a save on rank 0 alone: {refusal(options, Digits(), SaveOnRankZero(options.folder / 'alone.ckpt'))}"
+    )
     trainer.print(f"a layer that no loss uses: {refusal(options, Digits(has_spare_layer=True))}")
     if trainer.is_global_zero:
         options.folder.mkdir(parents=True, exist_ok=True)

@@ -365,6 +365,7 @@ PACKAGE_LINES = [
         103,
         "runs that another logger has ended, Lightning's options of W&B and of bars, missing names in its own modules",
     ),
+    (36, "an error about a folder that cannot be made says what to set; long errors end in an ellipsis"),
 ]
 """Lines of the package: what is added to it, or taken off, with the reason. The sum is the limit."""
 

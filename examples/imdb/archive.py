@@ -11,6 +11,7 @@ import tarfile
 import tempfile
 import urllib.error
 import urllib.request
+import zlib
 from pathlib import Path
 
 from tqdm import tqdm
@@ -91,7 +92,7 @@ def download(url: str, path: Path) -> None:
         of = f" of {total:,}" if total else ""
         raise ConnectionError(
             f"the download of {url} was cut short ({error}): {part} has {have:,}{of} bytes. "
-            "The same command continues from there."
+            "The same command continues from there, or begins again if the server cannot send a part of a file."
         ) from error
     part.rename(path)
 
@@ -127,9 +128,12 @@ def extract(path: Path, folder: Path) -> None:
         safe = tarfile.data_filter(member, destination)  # raises for whatever would be written elsewhere
         return safe if re.fullmatch(r"(\./)?aclImdb/(train|test)/(pos|neg)/[^/]+\.txt", member.name) else None
 
-    with tempfile.TemporaryDirectory(dir=folder.parent) as place, tarfile.open(path) as archive:
+    with tempfile.TemporaryDirectory(dir=folder.parent) as place:
         try:
-            archive.extractall(place, filter=labelled)
+            with tarfile.open(path) as archive:
+                archive.extractall(place, filter=labelled)
         except tarfile.FilterError as error:
             raise ValueError(f"{path} is not safe to extract, and nothing of it was kept: {error}") from error
+        except (tarfile.ReadError, EOFError, zlib.error) as error:
+            raise ValueError(f"{path} is not a whole tar archive, and nothing of it was kept: {error}") from error
         reviews_in(Path(place), path).rename(folder)

@@ -91,6 +91,8 @@ def split(reviews: list[tuple[str, int]]) -> list[list[tuple[str, int]]]:
         first, second = len(ordered) * 7 // 10, len(ordered) * 8 // 10
         for part, chosen in zip(parts, (ordered[:first], ordered[first:second], ordered[second:]), strict=True):
             part += chosen
+    if not all(parts):
+        raise ValueError(f"{len(reviews)} reviews are too few for training, validation and test; 8 or more are needed.")
     return parts
 
 

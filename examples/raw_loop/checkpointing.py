@@ -45,6 +45,7 @@ def main():
 
     if "--resume" in sys.argv:
         accelerator.load_state()
+        accelerator.print(f"resumed after {train_loader.epoch} of {EPOCHS} epochs")
 
     for epoch in range(train_loader.epoch, EPOCHS):
         model.train()

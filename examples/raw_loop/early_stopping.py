@@ -62,6 +62,7 @@ def main():
         correct, total = accelerator.reduce([correct, total])
         accelerator.print(f"epoch {epoch}: val_acc {correct / total:.4f}")
         if accelerator.step_count < (epoch + 1) * len(train_loader):  # the trigger has ended the epoch
+            accelerator.print(f"stopped after step {accelerator.step_count}")
             break
 
 

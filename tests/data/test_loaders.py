@@ -187,6 +187,15 @@ def test_a_distributed_sampler_of_the_users_is_respected() -> None:
         assert batches(shard) == [[rank, rank + 2, rank + 4], [rank + 6, rank + 8, rank + 10]]
 
 
+def test_the_warning_names_the_class_of_a_stream() -> None:
+    named = type(
+        "IterableDataset", (IterableDataset,), {"__iter__": lambda self: iter(range(8))}
+    )  # as that of datasets
+    for kind, said in ((named, "the dataset is an IterableDataset: each of"), (Endless, "a Endless is an Iterable")):
+        with pytest.warns(UserWarning, match=said):
+            ShardedLoader(DataLoader(kind(), 2), rank=0, world_size=2, mode="train")
+
+
 class Endless(IterableDataset[Any]):
     def __iter__(self) -> Iterator[Any]:
         return iter(itertools.count())

@@ -50,9 +50,9 @@ def test_a_secondary_failure_is_told_from_an_error() -> None:
     assert is_secondary_failure(outer)
     assert not is_secondary_failure(RuntimeError("shape mismatch"))
     assert summarize(RuntimeError()) == "RuntimeError"
-    assert summarize(ValueError(f"{'a ' * 149}b\nmore")) == f"ValueError: {'a ' * 149}b"  # 299 characters
-    assert summarize(ValueError("word " * 100)) == "ValueError: " + "word " * 59 + "..."
-    assert summarize(ValueError("/path" * 100)) == f"ValueError: {('/path' * 100)[:296]} ..."
+    assert summarize(ValueError(f"{'a ' * 299}b\nmore")) == f"ValueError: {'a ' * 299}b"  # 599 characters
+    assert summarize(ValueError("word " * 200)) == "ValueError: " + "word " * 119 + "..."
+    assert summarize(ValueError("/path" * 200)) == f"ValueError: {('/path' * 200)[:596]} ..."
 
 
 def test_the_error_file_is_elastics(tmp_path: Path) -> None:

@@ -97,6 +97,9 @@ def test_the_published_reviews_are_split_evenly() -> None:
     assert [sum(label for _, label in part) for part in parts] == [17_500, 2_500, 5_000]
     assert sorted(each for part in parts for each in part) == sorted(everything)
     assert reviews.split(everything[::-1]) == parts
+    assert [len(part) for part in reviews.split(everything[:8])] == [4, 2, 2]
+    with pytest.raises(ValueError, match="6 reviews are too few for training, validation and test"):
+        reviews.split(everything[:6])
 
 
 def test_batches_hold_what_was_read() -> None:

@@ -90,6 +90,10 @@ def test_what_is_wrong_with_a_path_is_said(tmp_path: Path) -> None:
     Path("other.tar.gz").write_bytes(other)
     with pytest.raises(FileNotFoundError, match=r"--data .*other\.tar\.gz: there are no train/pos"):
         archive.find_folder("other.tar.gz", digest, tmp_path)
+    for name, content in (("short.tar.gz", data[: len(data) // 2]), ("page.tar.gz", b"<html>")):
+        Path(name).write_bytes(content)
+        with pytest.raises(ValueError, match=rf"{name} is not a whole tar archive, and nothing of it was kept"):
+            archive.find_folder(name, hashlib.md5(content).hexdigest(), tmp_path)
 
 
 def link(name: str, target: str) -> tarfile.TarInfo:

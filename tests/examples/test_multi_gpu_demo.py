@@ -18,6 +18,7 @@ from unittest import mock
 
 import pytest
 from deadlines import deadline
+from forked import run_python
 from jobs import run_job
 
 ROOT = Path(__file__).parents[2]
@@ -52,6 +53,14 @@ def test_two_strategies_and_what_people_stumble_over(tmp_path: Path) -> None:
     assert re.search(r"a layer that no loss uses: RuntimeError: .*\(spare_layer\.weight, spare_layer\.bias\)", output)
     assert (tmp_path / "strategies.png").read_bytes().startswith(b"\x89PNG")
     assert not (tmp_path / "alone.ckpt").exists()
+
+
+def test_on_one_process_twice(tmp_path: Path) -> None:
+    """A checkpoint that rank 0 saves is no mistake there, also if an earlier run has left one."""
+    for _ in range(2):
+        done = run_python(SCRIPT, "--devices", "1", "--epochs", "2", folder=tmp_path)
+        assert "a save on rank 0 alone: no error on one process" in done.stdout, done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["runs"]
 
 
 # -- the notebook ----------------------------------------------------------------------------------------------------

@@ -26,9 +26,9 @@ FOLDER = Path(__file__).parents[2] / "examples" / "raw_loop"
 MOST_CHANGES = {
     "gradient_accumulation": (2, 3),
     "multi_process_metrics": (1, 1),
-    "checkpointing": (3, 9),
+    "checkpointing": (3, 10),
     "tracking": (1, 5),
-    "early_stopping": (0, 7),
+    "early_stopping": (0, 8),
     "profiler": (2, 11),
     "local_sgd": (1, 3),
     "batch_size": (4, 9),

@@ -176,8 +176,8 @@ def test_the_lines_of_a_trainer() -> None:
         "fsdp failed: exit code 1: ValueError: it does not fit. Its output is in ladder/fsdp/output.log."
     )
     assert said[1].startswith("ddp_sharded was left out: fairscale is missing: pip install fairscale.")
-    assert "their figures say nothing of several GPUs" in said[2]
-    assert said[3] == "test_acc is the Trainer's of the test."
+    assert "their figures say nothing about several GPUs" in said[2]
+    assert said[3] == "test_acc comes from the Trainer (test)."
 
 
 def test_the_lines_of_an_accelerator() -> None:
@@ -193,9 +193,13 @@ def test_the_lines_of_an_accelerator() -> None:
         '    tw.Accelerator(devices=2, strategy="fsdp", mixed_precision="bf16", dynamo_backend="inductor")',
         "    trainwright launch --devices 2 'my train.py' --lr 1",
     ]
+    record = comparison.results[1].attempts[0].record
+    assert record is not None
+    record.replaced["precision"] = ("None", "'bf16-mixed'")
+    assert "The script had" not in " ".join(choice_lines(comparison, ["train.py"]))  # it gave none
     said = " ".join(notes(comparison, ["train.py"], "cuda"))
     assert "--steps ends a loop with an Accelerator before its test" in said
-    assert "No run has a metric" in said
+    assert "No run has a test or validation metric" in said
     assert "calls neither tw.seed_everything nor tw.set_seed" in said
     assert "calls neither" not in " ".join(notes(comparison, ["train.py", "{seed}"], "cuda"))
 

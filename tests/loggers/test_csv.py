@@ -403,3 +403,11 @@ def test_a_stop_within_an_epoch_leaves_no_trace_in_the_table(tmp_path: Path) -> 
         return Path(logger.metrics_path).read_bytes()
 
     assert table("stopped", 4, 27) == table("whole", 27)
+
+
+def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
+    """The error says which argument to change."""
+    (tmp_path / "file").touch()
+    trainer = tw.Trainer(**QUIET | {"logger": True}, max_steps=1, default_root_dir=str(tmp_path / "file"))
+    with pytest.raises(OSError, match=r"file/trainwright_logs \(Not a directory\); set another default_root_dir"):
+        trainer.fit(Classifier(), make_loader())

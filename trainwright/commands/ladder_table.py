@@ -110,9 +110,9 @@ def notes(comparison: Comparison, command: Sequence[str], device_type: str) -> I
         if result is not comparison.first and not comparison.replaced(result):
             yield f"The script has the settings of {result.rung.name} already: what differs between the two is noise."
     if device_type == "cpu" and any((each.facts.get("processes") or 1) > 1 for each in ran):
-        yield "Several processes have divided this machine's cores: their figures say nothing of several GPUs."
+        yield "Several processes shared this machine's cores, so their figures say nothing about several GPUs."
     if not comparison.counts_samples:
-        yield "The batches do not show their samples, so batches are counted, those of all ranks together."
+        yield "The number of samples in a batch is unknown, so batches are counted, those of all processes together."
     if no_rate := [each.rung.name for each in comparison.finished if comparison.rate(each) is None]:
         yield f"Runs of {', '.join(no_rate)} have made fewer than two steps, from which no speed follows."
     yield from _metric_notes(comparison)
@@ -124,25 +124,29 @@ def notes(comparison: Comparison, command: Sequence[str], device_type: str) -> I
     has_seeds = any(each.rung.seed is not None for each in comparison.results)
     if has_seeds and not any(SEED in each for each in command) and not any(each.has_seeded for each in ran):
         yield (
-            f"The script calls neither tw.seed_everything nor tw.set_seed, and has no {SEED} in its arguments: its runs have "
-            "the seeds that it sets itself."
+            f"The script calls neither tw.seed_everything nor tw.set_seed, and has no {SEED} in its arguments: each run uses "
+            "whatever seeds the script sets itself."
         )
 
 
 def _metric_notes(comparison: Comparison) -> Iterator[str]:
     metric = comparison.metric
     if metric is None:
-        yield "No run has a metric of a test or a validation, so speed alone is compared."
+        yield "No run has a test or validation metric, so only speed is compared."
         return
     source, _, stage = metric.source.partition(", ")
-    where = {"trainer": "the Trainer's", "log": "what the loop has logged", "output": "what the script has printed"}
-    of = f" of the {stage}" if stage else ""
-    last = " The runs have no metric of a test." if stage == "validation" else ""
-    yield f"{metric.name} is {where[source]}{of}.{last}"
+    where = {
+        "trainer": "comes from the Trainer",
+        "log": "was logged by the loop",
+        "output": "was printed by the script",
+    }
+    of = f" ({stage})" if stage else ""
+    last = " The runs have no test metric." if stage == "validation" else ""
+    yield f"{metric.name} {where[source]}{of}.{last}"
     if metric.direction is None:
         yield (
             f"The name {metric.name} does not say whether lower or higher is better: pass --lower or --higher. Until then "
-            "speed alone is compared."
+            "only speed is compared."
         )
 
 
@@ -176,7 +180,9 @@ def choice_lines(comparison: Comparison, command: Sequence[str]) -> Iterator[str
             f"Its first {comparison.common_steps} steps took {_seconds(own)}, unchanged {_seconds(before)}: what comes before "
             f"the steady steps, such as compiling, pays off {when}."
         )
-    yield f"The script had {', '.join(f'{name}={was}' for name, was in comparison.replaced(chosen).items())}."
+    replaced = [f"{name}={was}" for name, was in comparison.replaced(chosen).items() if was != "None"]
+    if replaced:
+        yield f"The script had {', '.join(replaced)}."
 
 
 def _about(comparison: Comparison, chosen: Result) -> str:

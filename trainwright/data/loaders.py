@@ -356,8 +356,11 @@ def _check_shardable(loader: Iterable[Any], rank: int, world_size: int) -> None:
         )
     if rank == 0 and isinstance(loader.dataset, IterableDataset):
         # One that splits itself by rank would be split twice, and nothing else would show that.
+        name = type(loader.dataset).__name__
+        # The class of the package datasets has torch's name.
+        what = "the dataset" if name == "IterableDataset" else f"a {name}"
         warnings.warn(
-            f"a {type(loader.dataset).__name__} is an IterableDataset: each of the {world_size} ranks reads all of it and "
+            f"{what} is an IterableDataset: each of the {world_size} ranks reads all of it and "
             f"keeps one batch in {world_size}. If it splits itself by rank, set use_distributed_sampler=False (or leave its "
             "loader out of prepare).",
             stacklevel=2,

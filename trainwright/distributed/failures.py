@@ -23,7 +23,7 @@ PRINT_SECONDS = 0.5
 
 SECONDARY_SECONDS = 2.0
 """How long an error that only reports a lost peer waits for that peer's own error: a process takes a moment to end."""
-LONGEST = 300
+LONGEST = 600
 """The most characters that are shown of an error's message."""
 LOST_PEER_TEXTS = ("connection closed by peer", "connection reset by peer", "connection was closed", "broken pipe")
 """What gloo, NCCL and the store report, in lower case, when the other end of a connection has gone."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
+from collections.abc import Iterator
 
 import fsspec
 from fsspec.implementations.local import LocalFileSystem
@@ -12,6 +13,18 @@ from fsspec.implementations.local import LocalFileSystem
 
 def is_local(path: str) -> bool:
     return isinstance(fsspec.core.url_to_fs(path)[0], LocalFileSystem)
+
+
+@contextlib.contextmanager
+def explained_for(root: str) -> Iterator[None]:
+    """Let an error of the block, which makes a run's folder, say what to set instead (OSError)."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(
+            f"the run cannot write to {root} ({error.strerror or error}); set another default_root_dir, or another save_dir of "
+            "the logger."
+        ) from error
 
 
 def write_file(path: str, data: bytes) -> None:

@@ -19,7 +19,7 @@ import yaml
 from trainwright.distributed.environment import Environment
 from trainwright.loggers.background import BackgroundWriter
 from trainwright.loggers.base import KeptCheckpoints, Logger, RunResult, to_dict, to_numbers
-from trainwright.loggers.files import is_local, write_file
+from trainwright.loggers.files import explained_for, is_local, write_file
 from trainwright.loggers.run_record import LOOP, RunRecorder
 from trainwright.paths import absolute
 from trainwright.plots.history import History
@@ -394,25 +394,26 @@ def withdraw_loggers(loggers: Sequence[Logger], is_alone: bool) -> None:
 def claim_folder(root: str, version: int | str | None) -> str:
     """Create the folder of a run and return its path; without a version the next free number."""
     filesystem, inside = fsspec.core.url_to_fs(root)
-    filesystem.makedirs(inside, exist_ok=True)
-    if version is not None:
-        folder = f"version_{version}" if isinstance(version, int) else version
-        filesystem.makedirs(f"{inside}/{folder}", exist_ok=True)
-        return f"{root}/{folder}"
-    number = _next_number(filesystem, inside)
-    while True:
-        path = f"{inside}/version_{number}"
-        try:
-            filesystem.mkdir(path, create_parents=False)  # only one of several processes succeeds
-        except FileExistsError:
-            number += 1
-            continue
-        except FileNotFoundError:  # a refused run has removed the root
-            filesystem.makedirs(inside, exist_ok=True)
-            continue
-        if not filesystem.exists(path):  # an object store has no empty folders
-            filesystem.pipe_file(f"{path}/{HPARAMS_NAME}", b"{}\n")
-        return f"{root}/version_{number}"
+    with explained_for(root):
+        filesystem.makedirs(inside, exist_ok=True)
+        if version is not None:
+            folder = f"version_{version}" if isinstance(version, int) else version
+            filesystem.makedirs(f"{inside}/{folder}", exist_ok=True)
+            return f"{root}/{folder}"
+        number = _next_number(filesystem, inside)
+        while True:
+            path = f"{inside}/version_{number}"
+            try:
+                filesystem.mkdir(path, create_parents=False)  # only one of several processes succeeds
+            except FileExistsError:
+                number += 1
+                continue
+            except FileNotFoundError:  # a refused run has removed the root
+                filesystem.makedirs(inside, exist_ok=True)
+                continue
+            if not filesystem.exists(path):  # an object store has no empty folders
+                filesystem.pipe_file(f"{path}/{HPARAMS_NAME}", b"{}\n")
+            return f"{root}/version_{number}"
 
 
 def _numbers(filesystem: Any, inside: str) -> list[int]:
