@@ -174,7 +174,7 @@ def test_a_few_seeds() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "seeds"),
-    [("resume", 3), ("cuts", 3), ("ranks", 2), ("raw", 4), ("state", 6), ("layers", 6), ("peer", 3)],
+    [("resume", 6), ("cuts", 6), ("ranks", 4), ("raw", 6), ("state", 6), ("layers", 6), ("peer", 6)],
 )
 def test_seeds_of_each_kind(kind: str, seeds: int) -> None:
     """A few, or of the cells one under each strategy; `make fuzz` has more."""

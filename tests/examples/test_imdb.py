@@ -18,6 +18,7 @@ from unittest import mock
 import pytest
 import torch
 from deadlines import deadline
+from forked import run_python
 from jobs import run_job
 
 FOLDER = Path(__file__).parents[2] / "examples" / "imdb"
@@ -228,6 +229,13 @@ def test_the_scripts_of_two_processes(tmp_path: Path) -> None:
     found = {name: accuracy(output) for name, output in outputs.items()}
     assert min(found.values()) > 75, found
     assert best_checkpoints(tmp_path) == 4
+
+
+@pytest.mark.slow  # the message has a fast test in test_imdb_archive.py
+def test_a_script_says_what_is_wrong_with_its_data(tmp_path: Path) -> None:
+    done = run_python(FOLDER / "1_plain.py", "--data", "gone.tar.gz", folder=tmp_path)
+    assert done.returncode == 1
+    assert "--data gone.tar.gz: there is no such file or folder" in done.stderr.splitlines()[-1]
 
 
 @pytest.mark.slow

@@ -210,7 +210,7 @@ def test_a_wrong_number_of_grace_seconds_is_refused(given: str, tmp_path: Path, 
 @pytest.mark.parametrize(
     ("strategy", "signals"),
     [
-        ("ddp", ("launcher", "rank")),
+        ("ddp", ("launcher", "rank", "launcher")),
         ("ddp_sharded", ("launcher",)),
         ("fsdp", ("launcher",)),
         ("deepspeed_stage_2", ("launcher",)),

@@ -119,7 +119,7 @@ def test_low_precision(job: Any, expected: tuple[dict[str, Any], Path]) -> None:
 
 
 @pytest.mark.launch
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "deepspeed_stage_3"])
+@pytest.mark.parametrize("strategy", PARALLEL)
 def test_failing_rank(strategy: str, tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(
@@ -144,13 +144,13 @@ def test_failing_rank(strategy: str, tmp_path: Path) -> None:
     assert time.monotonic() - started < deadline(90.0)
 
 
-MORE_RANKS = {"deepspeed_stage_1": [4], "fsdp": [3, 4]}
-"""Four ranks divide what there is evenly, three do not. Stages 1 and 2 have the optimizer's state in the same pieces."""
+MORE_RANKS = {"deepspeed_stage_1": [4], "deepspeed_stage_2": [3]}
+"""Both have the optimizer's state in pieces, and differ in when they release gradients."""
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("strategy", "ranks"), [(strategy, ranks) for strategy in PARALLEL for ranks in MORE_RANKS.get(strategy, [3])]
+    ("strategy", "ranks"), [(strategy, ranks) for strategy in PARALLEL for ranks in MORE_RANKS.get(strategy, [3, 4])]
 )
 def test_more_ranks(strategy: str, ranks: int, tmp_path: Path) -> None:
     folder, other = tmp_path / f"{strategy}@{ranks}", tmp_path / "alone"
