@@ -12,7 +12,7 @@ import importlib
 import importlib.abc
 import importlib.machinery
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import FrameType, ModuleType
 from typing import Any
 
@@ -112,6 +112,15 @@ def find(name: str, path: str) -> Any:
 def missing(name: str, path: str, frame: FrameType) -> Exception:
     """Return the error for a name that a module does not have: an ImportError where `frame` imports it."""
     return error_of(_text(name, path), name, path, frame)
+
+
+def refusing(path: str) -> Callable[[str], Any]:
+    """Return the `__getattr__` of a module, which explains each name that the module does not have."""
+
+    def refuse(name: str) -> Any:
+        raise missing(name, path, sys._getframe(1))
+
+    return refuse
 
 
 def error_of(text: str, name: str, path: str, frame: FrameType) -> Exception:

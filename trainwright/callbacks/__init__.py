@@ -1,7 +1,6 @@
 """Callbacks: what watches a run without being part of the model. One file each; subclass `Callback` for your own."""
 
-import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from trainwright.callbacks.base import Callback, Checkpoint
 from trainwright.callbacks.batch_size_finder import BatchSizeFinder
@@ -30,7 +29,7 @@ from trainwright.callbacks.timer import Timer
 from trainwright.callbacks.tqdm_progress_bar import TQDMProgressBar
 from trainwright.callbacks.trainer_protocol import TrainerProtocol
 from trainwright.callbacks.weight_averaging import EMAWeightAveraging, WeightAveraging
-from trainwright.import_paths import missing
+from trainwright.import_paths import refusing
 
 __all__ = [
     "BackboneFinetuning",
@@ -72,6 +71,4 @@ __all__ = [
 
 
 if not TYPE_CHECKING:  # a type checker names unknown attributes itself
-
-    def __getattr__(name: str) -> Any:
-        raise missing(name, __name__, sys._getframe(1))
+    __getattr__ = refusing(__name__)

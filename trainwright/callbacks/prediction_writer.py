@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 import uuid
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -24,7 +23,7 @@ from trainwright.checkpoint.codec import decode, encode
 from trainwright.checkpoint.filesystem import resolve
 from trainwright.data.transfer import to_device
 from trainwright.distributed import collectives
-from trainwright.import_paths import missing
+from trainwright.import_paths import refusing
 from trainwright.paths import absolute
 
 if TYPE_CHECKING:
@@ -314,6 +313,4 @@ def _read(dirpath: str, nest: Any, names: list[str]) -> Any:
 
 
 if not TYPE_CHECKING:  # a type checker names unknown attributes itself
-
-    def __getattr__(name: str) -> Any:
-        raise missing(name, __name__, sys._getframe(1))
+    __getattr__ = refusing(__name__)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainwright.callbacks.base import Callback
 from trainwright.duration import to_seconds
-from trainwright.import_paths import missing
+from trainwright.import_paths import refusing
 
 if TYPE_CHECKING:
     from trainwright.callbacks.trainer_protocol import TrainerProtocol
@@ -166,6 +166,4 @@ def _of(stage: str, times: dict[str, float | None]) -> float | None:
 
 
 if not TYPE_CHECKING:  # a type checker names unknown attributes itself
-
-    def __getattr__(name: str) -> Any:
-        raise missing(name, __name__, sys._getframe(1))
+    __getattr__ = refusing(__name__)

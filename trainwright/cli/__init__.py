@@ -6,8 +6,7 @@ config.yaml                       saved_config.py: where a run's config is kept,
 a wrong key                       config_errors.py: its file and line, and the nearest name
 """
 
-import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 try:
     import jsonargparse as _jsonargparse  # noqa: F401 - for a plain error, before the files that need it
@@ -27,7 +26,7 @@ from trainwright.cli.argument_parser import TrainwrightArgumentParser as Lightni
 from trainwright.cli.command_line import ArgsType, TrainwrightCLI
 from trainwright.cli.command_line import TrainwrightCLI as LightningCLI
 from trainwright.cli.saved_config import SaveConfigCallback, stored_config
-from trainwright.import_paths import missing
+from trainwright.import_paths import refusing
 
 __all__ = [
     "ArgsType",
@@ -45,6 +44,4 @@ __all__ = [
 
 
 if not TYPE_CHECKING:  # a type checker names unknown attributes itself
-
-    def __getattr__(name: str) -> Any:
-        raise missing(name, __name__, sys._getframe(1))
+    __getattr__ = refusing(__name__)

@@ -128,9 +128,8 @@ def explain(
         lines = [f"{source.line(key.node)}: {_unknown(key)}" for source, key in found]
         lines += [_other_version(source) for source in dict.fromkeys(source for source, _ in found)]
         return "\n".join(each for each in lines if each)
-    takes_number = re.search(
-        r"Expected a <class '(?:int|float)'>", message
-    )  # or a class, such as a rate that may be a tensor
+    # A number or a class, such as a rate that may be a tensor.
+    takes_number = re.search(r"Expected a <class '(?:int|float)'>", message)
     if not takes_number and (name := re.search(r"Expected a dot import path string: (\w+)$", message, re.MULTILINE)):
         key = re.match(r'Parser key "([\w.]+)"', message)
         message = f"{key[0] if key else 'the arguments'}: {_unknown_class(name[1], message)}"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import itertools
 import os
 import signal
 import sys
@@ -264,12 +263,13 @@ def _new_folder(given: str | None, command: Sequence[str]) -> Path:
         return folder
     stem = command[1].replace(".", "_") if command[0] == "-m" else Path(command[0]).resolve().stem
     Path("ladder").mkdir(exist_ok=True)
-    for number in itertools.count(1):
+    number = 1
+    while True:
         folder = Path("ladder", f"{stem}-{number}").absolute()
         with suppress(FileExistsError):  # perhaps made by another ladder at this moment
             folder.mkdir()
             return folder
-    raise AssertionError("the numbers do not end")
+        number += 1
 
 
 def _whole(text: str | None, flag: str) -> int | None:

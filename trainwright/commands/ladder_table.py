@@ -171,9 +171,8 @@ def choice_lines(comparison: Comparison, command: Sequence[str]) -> Iterator[str
     if record.owner == "Accelerator" and devices > 1:
         yield f"    trainwright launch --devices {devices} {shlex.join(with_seed(command, chosen.rung.seed))}"
     own, before = comparison.seconds_to_common(chosen), comparison.seconds_to_common(first)
-    if (
-        own is not None and before is not None and own.mean > devices * before.mean
-    ):  # each device has a batch of its own
+    # A step has a batch for each device.
+    if own is not None and before is not None and own.mean > devices * before.mean:
         steps = comparison.break_even(chosen)
         when = "in longer runs only" if steps is None else f"after {steps:,} steps"
         yield (

@@ -91,12 +91,12 @@ class GraphGradients:
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
-        self._copies: list[tuple[nn.Parameter, int]] = []
-        """Each parameter on a GPU, with the address of the last copy of its gradient."""
+        self._copies: list[tuple[nn.Parameter, int]] | None = None
+        """Each parameter on a GPU, with the address of the last copy of its gradient; None before the first call."""
 
     def keep(self) -> None:
         """Replace each gradient by a copy, unless it is one."""
-        if not self._copies:
+        if self._copies is None:
             self._copies = [(each, 0) for each in self._module.parameters() if each.is_cuda]
         for number, (parameter, copy) in enumerate(self._copies):
             gradient = parameter.grad

@@ -221,6 +221,12 @@ class _GatherWithGradients(torch.autograd.Function):
         return all_reduce(torch.stack(gradients))[dist.get_rank()]
 
 
+def group_backends() -> dict[str, str]:
+    """Return the backend of the default process group for each type of device that it serves."""
+    pairs = (each.partition(":") for each in dist.get_backend_config().split(","))  # "cpu:gloo,cuda:nccl"
+    return {device_type: backend for device_type, _, backend in pairs}
+
+
 def _world_size() -> int:
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
@@ -229,10 +235,11 @@ def _to_group(tensor: Tensor) -> Tensor:
     """Move a tensor to a device that the group's backend can read."""
     if dist.get_backend() == "gloo":  # gloo has only some collectives for other devices
         return tensor.cpu().contiguous()
-    devices = [entry.split(":")[0] for entry in dist.get_backend_config().split(",")]
-    if tensor.device.type in devices:
+    served = group_backends()
+    if tensor.device.type in served:
         return tensor.contiguous()
-    return tensor.to(torch.device(devices[0], torch.get_device_module(devices[0]).current_device())).contiguous()
+    first = next(iter(served))
+    return tensor.to(torch.device(first, torch.get_device_module(first).current_device())).contiguous()
 
 
 def _gather_shapes(tensor: Tensor, name: str, structure: int = 0) -> list[tuple[int, ...]]:

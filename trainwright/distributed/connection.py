@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from trainwright.devices.abilities import collective_backend
+from trainwright.distributed.collectives import group_backends
 from trainwright.distributed.environment import Environment, choose_interface
 from trainwright.distributed.failures import FailureLog, PeerWatch
 from trainwright.distributed.rank_positions import RankPositions
@@ -255,11 +256,10 @@ def _check_joined_group(environment: Environment) -> None:
 
 
 def _check_backends(device_types: Sequence[str]) -> None:
-    config = dist.get_backend_config()  # "cpu:gloo,cuda:nccl"
-    served = [each.partition(":")[0] for each in config.split(",")]
+    served = group_backends()
     if missing := [each for each in device_types if each not in served]:
         wanted = ",".join(f"{each}:{pick_backend(each)}" for each in device_types)
         raise RuntimeError(
-            f"the process group of this process was opened with {config!r}, which has no backend for {missing[0]!r}; this run "
+            f"the process group of this process was opened with {dist.get_backend_config()!r}, which has no backend for {missing[0]!r}; this run "
             f"needs {wanted!r}. Run it in another process, or before the run that opened the group."
         )

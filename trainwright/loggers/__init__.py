@@ -1,9 +1,8 @@
 """Loggers: where the numbers of a run are written. One file each; subclass `Logger` for your own."""
 
-import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from trainwright.import_paths import missing
+from trainwright.import_paths import refusing
 from trainwright.loggers.base import Logger, SilentLogger, rank_zero_experiment
 from trainwright.loggers.comet import CometLogger
 from trainwright.loggers.csv import CSVLogger
@@ -36,6 +35,4 @@ __all__ = [
 
 
 if not TYPE_CHECKING:  # a type checker names unknown attributes itself
-
-    def __getattr__(name: str) -> Any:
-        raise missing(name, __name__, sys._getframe(1))
+    __getattr__ = refusing(__name__)

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import difflib
-import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from trainwright.arguments import foreign_hint
-from trainwright.import_paths import missing
+from trainwright.import_paths import refusing
 from trainwright.profilers.advanced import AdvancedProfiler
 from trainwright.profilers.base import PassThroughProfiler, Profiler
 from trainwright.profilers.pytorch import PyTorchProfiler
@@ -52,6 +51,4 @@ __all__ = [
 
 
 if not TYPE_CHECKING:  # a type checker names unknown attributes itself
-
-    def __getattr__(name: str) -> Any:
-        raise missing(name, __name__, sys._getframe(1))
+    __getattr__ = refusing(__name__)

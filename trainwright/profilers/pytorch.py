@@ -5,7 +5,6 @@ from __future__ import annotations
 import difflib
 import inspect
 import os
-import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +15,7 @@ from torch.autograd.profiler_util import EventList
 from torch.profiler import ProfilerAction, ProfilerActivity, profile, record_function, schedule
 
 from trainwright.devices import cuda
-from trainwright.import_paths import missing
+from trainwright.import_paths import refusing
 from trainwright.profilers.base import Profiler
 
 STEP_ACTIONS = {"fit": "training_step", "validate": "validation_step", "test": "test_step", "predict": "predict_step"}
@@ -236,6 +235,4 @@ def _unknown(what: str, name: str, accepted: tuple[str, ...] | list[str]) -> str
 
 
 if not TYPE_CHECKING:  # a type checker names unknown attributes itself
-
-    def __getattr__(name: str) -> Any:
-        raise missing(name, __name__, sys._getframe(1))
+    __getattr__ = refusing(__name__)

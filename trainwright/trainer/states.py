@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from trainwright.import_paths import missing
+from trainwright.import_paths import refusing
 
 
 class TrainerStatus(StrEnum):
@@ -48,6 +47,4 @@ class RunningStage(StrEnum):
 
 
 if not TYPE_CHECKING:  # a type checker names unknown attributes itself
-
-    def __getattr__(name: str) -> Any:
-        raise missing(name, __name__, sys._getframe(1))
+    __getattr__ = refusing(__name__)
