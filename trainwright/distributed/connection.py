@@ -260,6 +260,6 @@ def _check_backends(device_types: Sequence[str]) -> None:
     if missing := [each for each in device_types if each not in served]:
         wanted = ",".join(f"{each}:{pick_backend(each)}" for each in device_types)
         raise RuntimeError(
-            f"the process group of this process was opened with {dist.get_backend_config()!r}, which has no backend for {missing[0]!r}; this run "
-            f"needs {wanted!r}. Run it in another process, or before the run that opened the group."
+            f"the process group of this process was opened with {dist.get_backend_config()!r}, which has no backend for "
+            f"{missing[0]!r}; this run needs {wanted!r}. Run it in another process, or before the run that opened the group."
         )
