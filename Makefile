@@ -59,6 +59,12 @@ endif
 # A file's tests stay in one process, and the longest files begin (tests/conftest.py has their order).
 SHARED_OUT := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
+# None of these tests are in the fast sets, and their imports take seconds.
+QUICK := --ignore tests/programs --ignore tests/device
+# The folders of the fast tests are in memory, if it has 2 GiB for them: on a disk they would spend a tenth of their time on making files.
+IN_MEMORY := $(shell test "$$(df --output=avail /dev/shm 2> /dev/null | tail -n 1)" -gt 2000000 2> /dev/null && test -w /dev/shm \
+	&& echo PYTEST_DEBUG_TEMPROOT=/dev/shm)
+
 ON_SIMULATED := PYTHONPATH=$(CURDIR)/tests/simulated_device $(BIN)/python -m pytest
 
 .PHONY: demo examples test test-launch test-slow test-all test-device test-gpu test-versions check format docs bench bench-gpu soak fuzz clean
@@ -70,10 +76,10 @@ examples: $(VENV)/tour.stamp
 	$(BIN)/python examples/tour.py $(ARGS)
 
 test: $(VENV)/test.stamp
-	$(BIN)/python -m pytest -m "not slow and not launch and not gpu and not device" $(SHARED_OUT) $(ARGS)
+	$(IN_MEMORY) $(BIN)/python -m pytest -m "not slow and not launch and not gpu and not device" $(QUICK) $(SHARED_OUT) $(ARGS)
 
 test-launch: $(VENV)/test.stamp
-	$(BIN)/python -m pytest -m "launch and not slow and not gpu and not device" $(SHARED_OUT) $(ARGS)
+	$(BIN)/python -m pytest -m "launch and not slow and not gpu and not device" $(QUICK) $(SHARED_OUT) $(ARGS)
 
 test-slow: $(VENV)/programs.stamp $(VENV)/docs.stamp
 	$(BIN)/python -m pytest -m "slow and not gpu and not device" $(SHARED_OUT) $(ARGS)

@@ -9,6 +9,7 @@ import gc
 import importlib.util
 import os
 import signal
+import sys
 import tempfile
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
@@ -16,6 +17,7 @@ from typing import Any
 
 import pytest
 from deadlines import load
+from huge_pages import collapse
 
 # On a CPU with AMX, oneDNN's gradient of a small bfloat16 convolution is now and then not finite (torch 2.13).
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE")
@@ -25,6 +27,14 @@ STARTS_PROCESSES = {"run_job", "run_alone", "run_python", "subprocess", "start_j
 
 
 LONGEST = (
+    "data/test_positions.py",
+    "trainer/test_resume_data.py",
+    "data/test_epoch_listeners.py",
+    "trainer/test_streams.py",
+    "data/test_workers.py",
+    "checkpoint/test_lock.py",
+    "data/test_batch_stream.py",
+    "data/test_loaders.py",
     "test_soak.py",
     "launch/test_graceful_shutdown.py",
     "strategies/test_contract.py",
@@ -38,7 +48,6 @@ LONGEST = (
     "strategies/test_seam.py",
     "strategies/test_fsdp.py",
     "test_benchmarks.py",
-    "trainer/test_streams.py",
     "test_packaging.py",
     "launch/test_processes.py",
     "strategies/test_zero_optimizers.py",
@@ -48,7 +57,6 @@ LONGEST = (
     "programs/test_entry_points.py",
     "launch/test_cli.py",
     "trainer/test_cuts.py",
-    "trainer/test_resume_data.py",
 )
 """Files that begin where tests are shared out among processes, so that none of them is begun last."""
 
@@ -68,9 +76,20 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    """Keep what is there by now, torch above all, out of every later collection of garbage."""
+    _freeze()
+
+
+def _freeze() -> None:
+    """Keep what is loaded by now, torch above all, out of every later collection of garbage."""
     gc.collect()
     gc.freeze()
+    gc.enable()
+    collapse()
+    _frozen.update(sys.modules)
+
+
+_frozen: set[str] = set()
+"""The modules that were loaded then."""
 
 
 def _starts_processes(item: pytest.Item) -> bool:
@@ -97,6 +116,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    gc.disable()  # until the tests are collected: almost all that is made until then stays
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell without job control does so for what it runs with &
         signal.signal(signal.SIGINT, signal.default_int_handler)
     # torch's compiler makes a folder for its cache when it is imported, in the folder that a test checks for what a job leaves.
@@ -108,6 +128,8 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, Any, Any]:
     """Give a test more time on a busy machine."""
+    if len(sys.modules) > len(_frozen) + 100:
+        _freeze()
     if item.config.getoption("timeout", None) is None:
         marker = item.get_closest_marker("timeout")
         seconds = float(marker.args[0] if marker else item.config.getini("timeout"))

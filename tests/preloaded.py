@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import gc
 import importlib
+import weakref
+
+from huge_pages import collapse
 
 import trainwright as tw
 
@@ -21,5 +24,8 @@ for module in MODULES:
     importlib.import_module(module)
 for name in tw.__all__:
     getattr(tw, name)
+for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]
+    finalizer.atexit = False  # or each rank would take torch's operators apart when it ends
+collapse()
 gc.collect()
 gc.freeze()  # so that a rank's collections leave it alone, and its pages stay shared

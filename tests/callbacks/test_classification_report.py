@@ -10,7 +10,6 @@ import numpy
 import pytest
 import torch
 from jobs import run_job
-from sklearn.metrics import classification_report, confusion_matrix
 from small import QUIET, Classifier, make_data, make_loader
 from torch.utils.data import DataLoader
 
@@ -61,6 +60,8 @@ def report(folder: Path) -> Any:
 
 
 def check(found: Any) -> None:
+    from sklearn.metrics import classification_report, confusion_matrix  # which takes a second
+
     module = Reports()
     module.load_state_dict(found["weights"])
     actual, predicted = expected(module)
@@ -91,6 +92,8 @@ def test_two_ranks(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("seed", range(5))
 def test_scores_are_scikit_learns_to_the_last_digit(seed: int) -> None:
+    from sklearn.metrics import classification_report, confusion_matrix
+
     random = numpy.random.default_rng(seed)
     count = int(random.integers(1, 9))
     actual, predicted = random.integers(0, count, (2, int(random.integers(1, 60))))

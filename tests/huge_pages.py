@@ -1,0 +1,28 @@
+"""Huge pages for a process that forks others: a fork copies its page table, which has an entry for each page.
+
+With torch and a thousand tests loaded, a fork and the end of the forked process take a third of the time on huge pages.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from pathlib import Path
+
+_SIZE = 2 << 20
+_MADV_COLLAPSE = 25
+"""Linux 6.1 and later; see madvise(2)."""
+
+
+def collapse() -> None:
+    """Join the pages that this process has by now into huge ones; without effect where the kernel does not do it."""
+    maps = Path("/proc/self/maps")
+    if not maps.exists():
+        return
+    madvise = ctypes.CDLL(None).madvise
+    for line in maps.read_text().splitlines():
+        addresses, rights, *_, inode_or_name = line.split()
+        if rights.startswith("rw") and inode_or_name in ("0", "[heap]"):  # memory without a file behind it
+            first, last = (int(each, 16) for each in addresses.split("-"))
+            first, last = -(-first // _SIZE) * _SIZE, last // _SIZE * _SIZE
+            if first < last:
+                madvise(ctypes.c_void_p(first), ctypes.c_size_t(last - first), _MADV_COLLAPSE)
