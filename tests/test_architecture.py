@@ -13,11 +13,10 @@ from package import FILES, ROOT, imports, part_of, tree_of
 from trainwright.strategies import STRATEGIES
 
 LAYERS = [
-    {"replaced_names"},
+    {"errors", "replaced_names"},
     {
         "arguments",
         "callers",
-        "errors",
         "duration",
         "compiled_names",
         "gradient_norms",

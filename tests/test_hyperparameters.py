@@ -220,8 +220,8 @@ def test_logged_ones_of_module_and_datamodule() -> None:
     [
         (("widht",), ValueError, r"got 'widht', which Wrong\.__init__ does not take; its arguments are size"),
         ((3, 0.1), TypeError, "2 values that are not all names"),
-        ((3,), TypeError, "given as 3, a int; accepted are names"),
-        (({1: 2},), TypeError, "named by str; 1 is a int"),
+        ((3,), TypeError, "given as 3, an int; accepted are names"),
+        (({1: 2},), TypeError, "named by str; 1 is an int"),
     ],
 )
 def test_wrong_uses(arguments: tuple[Any, ...], error: type[Exception], message: str) -> None:

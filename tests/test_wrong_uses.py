@@ -215,7 +215,7 @@ CONSTRUCTION = [
     ("max_time without days", {"max_time": "01:00:00"}, ValueError,
      r"max_time='01:00:00' is malformed; accepted are 'DD:HH:MM:SS'"),
     ("max_time, seconds", {"max_time": 60}, ValueError,
-     r"max_time=60 is a int; accepted are 'DD:HH:MM:SS' .*. Give for"),
+     r"max_time=60 is an int; accepted are 'DD:HH:MM:SS' .*. Give for"),
     ("limit, a fraction above 1", {"limit_val_batches": 1.5}, ValueError,
      r"limit_val_batches=1.5: accepted is a number of "),
     ("limit, a percentage", {"limit_train_batches": "10%"}, ValueError,
@@ -235,7 +235,7 @@ CONSTRUCTION = [
      r"deterministic='warning': accepted are True, False, 'warn'"),
     ("several at once", {"max_epochs": "3", "min_steps": -1}, ValueError, r"max_epochs='3': .*; min_steps=-1: "),
     ("default_root_dir, a number", {"default_root_dir": 3}, TypeError,
-     r"default_root_dir=3 is a int; accepted are a path"),
+     r"default_root_dir=3 is an int; accepted are a path"),
     ("min above max", {"min_epochs": 3, "max_epochs": 2}, ValueError, r"min_epochs=3 is above max_epochs=2"),
     ("min steps above max", {"min_steps": 3, "max_steps": 2}, ValueError, r"min_steps=3 is above max_steps=2"),
     ("overfit and limit", {"overfit_batches": 2, "limit_train_batches": 3}, ValueError,
@@ -255,7 +255,7 @@ CONSTRUCTION = [
     ("callbacks, none of them", {"callbacks": [print]}, TypeError,
      r"callbacks= holds <built-in .* accepted are instances of"),
     ("callbacks, a number", {"callbacks": 3}, TypeError,
-     r"callbacks=3 is a int; accepted are a Callback or a list of them"),
+     r"callbacks=3 is an int; accepted are a Callback or a list of them"),
     ("callbacks, a name", {"callbacks": "early_stopping"}, TypeError,
      r"callbacks='early_stopping' is a str; accepted are"),
     ("two of one state", {"callbacks": [tw.ModelCheckpoint(), tw.ModelCheckpoint()]}, ValueError,
@@ -269,7 +269,7 @@ CONSTRUCTION = [
     ("plugins, a strategy", {"plugins": "ddp_sharded"}, ValueError,
      r"plugins='ddp_sharded' .*; pass strategy='ddp_sharded'"),
     ("plugins, something", {"plugins": [OBJECT]}, TypeError,
-     r"plugins= holds <.*>, a object; accepted is a Precision\..*checkpoints have one format"),
+     r"plugins= holds <.*>, an object; accepted is a Precision\..*checkpoints have one format"),
     ("plugins, a word", {"plugins": ["x"]}, TypeError, r"plugins= holds 'x', a str; accepted is a Precision"),
     ("gpus=", {"gpus": 2}, TypeError, r"no gpus= \(it was given gpus=2\): pass devices=, with accelerator='gpu'"),
     ("tpu_cores=", {"tpu_cores": 8}, TypeError, r"no tpu_cores= .*TPUs are not supported; pass devices="),
@@ -303,7 +303,7 @@ FIT = [
      r"train_dataloaders is a str; accepted are a torch Data"),
     ("a dataset's class", {"train_dataloaders": TensorDataset}, TypeError,
      r"train_dataloaders is a type; accepted are a tor"),
-    ("a number", {"train_dataloaders": 3}, TypeError, r"train_dataloaders is a int; accepted are a torch DataLoader"),
+    ("a number", {"train_dataloaders": 3}, TypeError, r"train_dataloaders is an int; accepted are a torch DataLoader"),
     ("an empty list", {"train_dataloaders": []}, ValueError, r"training loader has no batch .*; give it data"),
     ("an empty dict", {"train_dataloaders": {}}, ValueError,
      r"CombinedLoader got an empty dict; pass at least one loader"),
@@ -327,14 +327,14 @@ FIT = [
     ("train_dataloader returns None", {"train_dataloaders": None, "train_dataloader": returns(None)}, TypeError,
      r"Classifier.train_dataloader\(\) returned None; return a torch DataLoader"),
     ("train_dataloader returns a number", {"train_dataloaders": None, "train_dataloader": returns(3)}, TypeError,
-     r"what Classifier.train_dataloader\(\) returned is a int; accepted are"),
+     r"what Classifier.train_dataloader\(\) returned is an int; accepted are"),
     ("interval beyond the epoch", {"val_check_interval": 100, "val_dataloaders": make_loader(8)}, ValueError,
      r"val_check_interval=100 is more than the 3 training batches .*; pass at most"),
     ("a fraction of no length", {"val_check_interval": 0.5, "val_dataloaders": make_loader(8),
      "train_dataloaders": DataLoader(NoLength(), batch_size=4)}, ValueError,
      r"val_check_interval=0.5 .* no length; pass a nu"),
     ("configure_optimizers: a number", optimizers(lambda m: 3), TypeError,
-     r"configure_optimizers returned a int; accepted a"),
+     r"configure_optimizers returned an int; accepted a"),
     ("configure_optimizers: a name", optimizers(lambda m: "adam"), TypeError,
      r"returned a str; accepted are an Optimizer"),
     ("configure_optimizers: a class", optimizers(lambda m: [CLASS]), TypeError,
@@ -356,7 +356,7 @@ FIT = [
     ("a scheduler of another optimizer", optimizers(lambda m: ([adam(m)], [StepLR(other_adam(), 1)])), ValueError,
      r"StepLR that configure_optimizers returned schedules an optimizer that it did not return; make it"),
     ("a scheduler that is none", optimizers(lambda m: {"optimizer": adam(m), "lr_scheduler": 3}), TypeError,
-     r"a scheduler was expected, got a int; pass a torch LRScheduler"),
+     r"a scheduler was expected, got an int; pass a torch LRScheduler"),
     ("plateau without monitor", optimizers(plateau), ValueError,
      r"ReduceLROnPlateau needs the metric .*'monitor': 'val_loss'"),
     ("unknown interval", optimizers(lambda m: step_lr(m, interval="batch")), ValueError,
@@ -395,7 +395,7 @@ FIT = [
     ("ckpt_path: a Lightning file", {"ckpt_path": "SAVED/lightning.ckpt"}, tw.CheckpointError,
      r"lightning.ckpt is not a checkpoint: it is a file.*load_from_checkpoint"),
     ("ckpt_path: another type", {"ckpt_path": 3}, TypeError,
-     r"ckpt_path=3 is a int; accepted are a path, 'best', 'last' and 'auto'"),
+     r"ckpt_path=3 is an int; accepted are a path, 'best', 'last' and 'auto'"),
     ("ckpt_path: True", {"ckpt_path": True}, TypeError,
      r"ckpt_path=True is a bool; accepted are a path, 'best', 'last' and 'auto'"),
     ("ckpt_path: best of none", {"ckpt_path": "best"}, tw.CheckpointError,
@@ -460,7 +460,7 @@ RUNNING = [
     ("a list", {"training_step": logs("a", [1.0])}, TypeError, r"'a', .*got a list; accepted are a number, a tensor"),
     ("None", {"training_step": logs("a", None)}, TypeError, r"'a', .*got a NoneType; accepted are a number, a tensor"),
     ("a name that is none", {"training_step": logs(3, 1.0)}, TypeError,
-     r"a metric's name is a str; self.log got 3, a int"),
+     r"a metric's name is a str; self.log got 3, an int"),
     ("a dict in a dict", {"training_step": logs("a", {"b": {"c": 1.0}})}, ValueError,
      r"dict under 'b'; accepted is a flat on"),
     ("a group of ranks", {"training_step": logs("a", 1.0, sync_dist_group=1)}, ValueError,
@@ -480,7 +480,7 @@ RUNNING = [
      self.manual_backward(loss_of(self.net, batch))}, RuntimeError,
      r"manual_backward was called, but .* set automatic_optimization = False"),
     ("an optimizer of nobody is toggled", {"automatic_optimization": False, "training_step": lambda self, batch, index:
-     self.toggle_optimizer(3)}, TypeError, r"toggle_optimizer was given a int; accepted is .*self.optimizers\(\)"),
+     self.toggle_optimizer(3)}, TypeError, r"toggle_optimizer was given an int; accepted is .*self.optimizers\(\)"),
     ("clipping by another way", {"automatic_optimization": False, "training_step": lambda self, batch, index:
      self.clip_gradients(self.optimizers(), 1.0, "agc")}, ValueError,
      r"gradient_clip_algorithm='agc' .*choose from norm"),
@@ -599,7 +599,7 @@ OTHERS = [
     WrongUse("a hook that is none", lambda s: tw.LambdaCallback(on_fit_strat=print), (TypeError, ValueError),
              r"on_fit_strat.*on_fit_start"),
     WrongUse("a hook that is no function", lambda s: tw.LambdaCallback(on_fit_start=3), TypeError,
-             r"on_fit_start=3 is a int; accepted are a function"),
+             r"on_fit_start=3 is an int; accepted are a function"),
     WrongUse("a schedule of accumulation", lambda s: tw.GradientAccumulationScheduler({0: 0}), ValueError,
              r"0: 0.*from 1|0"),
     WrongUse("a Timer of nothing", lambda s: tw.Timer("soon"), ValueError,
@@ -762,12 +762,12 @@ def test_a_refused_run_takes_back_its_own_empty_folder_alone(tmp_path: Path) -> 
     before = files(tmp_path)
     for logger in (True, tw.CSVLogger(tmp_path, version="mine")):
         trainer = tw.Trainer(**SETTINGS, enable_checkpointing=False, default_root_dir=tmp_path, logger=logger)
-        with pytest.raises(TypeError, match="returned a int"):
+        with pytest.raises(TypeError, match="returned an int"):
             trainer.fit(Recorded(3), make_loader(12))
     assert [each for each in files(tmp_path) if "mine" not in each] == before
     assert (tmp_path / "trainwright_logs" / "mine" / "hparams.json").exists()  # a folder that the user named stays
 
-    with pytest.raises(TypeError, match="returned a int"):
+    with pytest.raises(TypeError, match="returned an int"):
         earlier.fit(Recorded(3), make_loader(12))
     assert set(before) <= set(files(tmp_path))  # the folder of an earlier run stays
 

@@ -6,6 +6,8 @@ import math
 import re
 from datetime import timedelta
 
+from trainwright.errors import a_type_of
+
 UNITS = ("weeks", "days", "hours", "minutes", "seconds", "milliseconds", "microseconds")
 _CLOCK = re.compile(r"(\d{2,}):(\d{2,}):(\d{2,}):(\d{2,})", re.ASCII)
 
@@ -25,7 +27,7 @@ def to_seconds(
         elif isinstance(value, dict):
             length = _from_units(value)
         else:
-            raise TypeError(f"{given} is a {type(value).__name__}; {accepted}. {example}")
+            raise TypeError(f"{given} is {a_type_of(value)}; {accepted}. {example}")
     except (ValueError, OverflowError) as error:
         raise ValueError(f"{given} {error}; {accepted}. {example}") from None
     seconds = length.total_seconds()

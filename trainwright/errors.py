@@ -72,3 +72,9 @@ class RunStopped(SystemExit):
     ...     print(f"the job was stopped; it ends with exit code {stop.code}")
     ...     raise
     """
+
+
+def a_type_of(value: object) -> str:
+    """Return the name of a value's type with its article, for the text of an error: "an int", "a Tensor"."""
+    name = type(value).__name__
+    return f"{'an' if name[0] in 'AEIOaeio' else 'a'} {name}"

@@ -26,6 +26,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from trainwright.callers import warn
+from trainwright.errors import a_type_of
 from trainwright.plain_forms import LEFT_OUT, Form, form_of, is_same, readable, rebuild
 
 T = TypeVar("T")
@@ -290,7 +291,7 @@ def read_hyper_parameters(path: str) -> dict[str, Any]:
     except Exception as error:  # the parsers have no common error
         raise ValueError(f"hparams_file={str(path)!r} cannot be read as {kind}: {error}") from error
     if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
-        raise ValueError(f"hparams_file={str(path)!r} holds a {type(values).__name__}; it must hold names and values.")
+        raise ValueError(f"hparams_file={str(path)!r} holds {a_type_of(values)}; it must hold names and values.")
     return values
 
 
@@ -348,12 +349,12 @@ def _from_collection(value: Any) -> AttributeDict:
         value = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
     if not isinstance(value, Mapping):
         raise TypeError(
-            f"hyper-parameters were given as {value!r:.80}, a {type(value).__name__}; accepted are names of arguments, "
+            f"hyper-parameters were given as {value!r:.80}, {a_type_of(value)}; accepted are names of arguments, "
             "or one dict, Namespace or dataclass instance."
         )
     wrong = [key for key in value if not isinstance(key, str)]
     if wrong:
-        raise TypeError(f"hyper-parameters are named by str; {wrong[0]!r:.80} is a {type(wrong[0]).__name__}.")
+        raise TypeError(f"hyper-parameters are named by str; {wrong[0]!r:.80} is {a_type_of(wrong[0])}.")
     return AttributeDict(value if isinstance(value, dict) else _opened(value))
 
 

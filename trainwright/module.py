@@ -21,6 +21,7 @@ from trainwright.checkpoint.reader import Verify
 from trainwright.compiled_names import register_clean_names
 from trainwright.data.transfer import map_leaves, to_device
 from trainwright.distributed import collectives
+from trainwright.errors import a_type_of
 from trainwright.hyperparameters import HyperParameters, build, classonly, read_hyper_parameters
 from trainwright.module_hooks import ModuleHooks
 from trainwright.rank_zero import rank_zero_only
@@ -194,7 +195,7 @@ class Module(HyperParameters, ModuleHooks, nn.Module):
         """Log each value of a flat dict, or each metric of a MetricCollection; the other arguments are those of `log`."""
         if is_metric(dictionary):
             raise TypeError(
-                f"log_dict was given a {type(dictionary).__name__}, which is one Metric; log it with self.log(name, metric): "
+                f"log_dict was given {a_type_of(dictionary)}, which is one Metric; log it with self.log(name, metric): "
                 "the items that it computes are then logged as name_key."
             )
         items: Callable[..., Any] = dictionary.items
@@ -226,7 +227,7 @@ class Module(HyperParameters, ModuleHooks, nn.Module):
                 "backward on the loss that training_step returns; return it, or set automatic_optimization = False."
             )
         if not isinstance(loss, Tensor):
-            raise TypeError(f"manual_backward was given a {type(loss).__name__}; accepted is a loss tensor.")
+            raise TypeError(f"manual_backward was given {a_type_of(loss)}; accepted is a loss tensor.")
         names = ("gradient", "retain_graph", "create_graph", "inputs")  # of Tensor.backward, in its order
         options = {**dict(zip(names, args, strict=False)), **kwargs}
         send = self.backward if is_overridden("backward", self, Module) else None
@@ -244,9 +245,7 @@ class Module(HyperParameters, ModuleHooks, nn.Module):
     def toggle_optimizer(self, optimizer: Optimizer) -> None:
         """Freeze the parameters of all other optimizers until `untoggle_optimizer`."""
         if not isinstance(optimizer, Optimizer):
-            raise TypeError(
-                f"toggle_optimizer was given a {type(optimizer).__name__}; accepted is one of self.optimizers()."
-            )
+            raise TypeError(f"toggle_optimizer was given {a_type_of(optimizer)}; accepted is one of self.optimizers().")
         self.untoggle_optimizer(optimizer)  # of an optimizer that was toggled before
         own = {parameter for group in optimizer.param_groups for parameter in group["params"]}
         groups = [group for each in self.trainer.optimizers for group in each.param_groups]

@@ -40,11 +40,14 @@ def parse_options() -> argparse.Namespace:
 
 
 def load(options: argparse.Namespace) -> list[DataLoader]:
-    """Return loaders of the training, validation and test reviews."""
-    options.cache.mkdir(parents=True, exist_ok=True)
-    with FileLock(options.cache / "lock"):  # the first process prepares what is missing, the others find it
-        parts = split(read(options))
-        tokenizer = load_tokenizer(options, [text for text, _ in parts[0]])
+    """Return loaders of the training, validation and test reviews; if these cannot be had, end the script and say why."""
+    try:
+        options.cache.mkdir(parents=True, exist_ok=True)
+        with FileLock(options.cache / "lock"):  # the first process prepares what is missing, the others find it
+            parts = split(read(options))
+            tokenizer = load_tokenizer(options, [text for text, _ in parts[0]])
+    except (OSError, ValueError, ImportError) as error:
+        raise SystemExit(f"{type(error).__name__}: {error}") from error
     collate = functools.partial(make_batch, padding=tokenizer.pad_token_id)
     loaders = []
     for part in parts:

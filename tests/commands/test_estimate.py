@@ -182,7 +182,7 @@ def test_the_usual_precisions_are_shown(capsys: pytest.CaptureFixture[str]) -> N
         (["net.py:Net", "--args", "[2]"], "--args [2] is not an object; pass one such as"),
         (["net.py:Net", "--args", '{"width": "wide"}'], "Net cannot be made on the meta device"),
         (["net.py:Reads"], "Reads cannot be made on the meta device, whose tensors have no values (RuntimeError"),
-        (["net.py:number"], "number is a int; name a class of a torch module, or a function that returns one."),
+        (["net.py:number"], "number is an int; name a class of a torch module, or a function that returns one."),
         (["json:dumps", "--args", '{"obj": 1}'], "dumps gave a str; name a torch module"),
         (["fails.py"], "fails.py failed while it was imported (SystemExit: 3); put its work under"),
         (["net.py:small", "--params", "3"], "pass either SCRIPT_OR_MODULE[:CLASS] or --params N."),

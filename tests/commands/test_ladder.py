@@ -164,6 +164,26 @@ def test_variables_of_the_config_are_set_before_devices_are_counted(
     assert seen == ["1"]
 
 
+@pytest.mark.parametrize(("flags", "kind"), [([], "cpu"), (["--no-cpu"], "auto")])
+def test_the_config_says_cpu(
+    flags: list[str], kind: str, fake: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (fake / "config.yaml").write_text("cpu: true\n")
+    seen = []
+
+    def resolve(name: str) -> str:
+        seen.append(name)
+        return "cpu"
+
+    monkeypatch.setattr(ladder, "resolve_device_type", resolve)
+    options = ["--config-file", str(fake / "config.yaml"), "--rungs", "unchanged", *flags]
+    assert ladder_command([*options, "-m", "json.tool", "--", "--indent"], None) == 0
+    assert seen == [kind]
+    rung = json.loads(Path("ladder/json_tool-1/unchanged/rung.json").read_text())
+    assert rung["accelerator"] == (None if flags else "cpu")
+    assert Path("ladder/json_tool-1/unchanged/arguments").read_text() == "-m json.tool --indent\n"
+
+
 @pytest.mark.parametrize(
     ("program", "code", "said"),
     [

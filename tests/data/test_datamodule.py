@@ -89,7 +89,7 @@ def test_from_datasets() -> None:
     assert len(pickle.loads(pickle.dumps(data)).train_dataloader()) == 2
     with pytest.raises(TypeError, match="val_dataset has a DataLoader; accepted are datasets"):
         DataModule.from_datasets(dataset, train)
-    with pytest.raises(TypeError, match="train_dataset has a int"):
+    with pytest.raises(TypeError, match="train_dataset has an int"):
         DataModule.from_datasets([dataset, 3])  # type: ignore[list-item]
 
 

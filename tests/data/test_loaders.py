@@ -191,7 +191,7 @@ def test_the_warning_names_the_class_of_a_stream() -> None:
     named = type(
         "IterableDataset", (IterableDataset,), {"__iter__": lambda self: iter(range(8))}
     )  # as that of datasets
-    for kind, said in ((named, "the dataset is an IterableDataset: each of"), (Endless, "a Endless is an Iterable")):
+    for kind, said in ((named, "the dataset is an IterableDataset: each of"), (Endless, "an Endless is an Iterable")):
         with pytest.warns(UserWarning, match=said):
             ShardedLoader(DataLoader(kind(), 2), rank=0, world_size=2, mode="train")
 

@@ -76,7 +76,7 @@ def test_forms(returned: Any, optimizers: list[Any], schedulers: list[Any]) -> N
             TypeError,
             r"item 1 of .* is a StepLR, not an Optimizer.*Return \(\[optimizers\], \[schedulers\]\)",
         ),
-        (([SGD, 3], [STEP]), TypeError, "item 1 of the optimizers .* is a int"),
+        (([SGD, 3], [STEP]), TypeError, "item 1 of the optimizers .* is an int"),
         (([SGD], [SGD]), TypeError, "a scheduler was expected, got the optimizer SGD"),
         ([{"optimizer": SGD}, SGD], TypeError, "item 1 of .* is a SGD, but the first is a dict"),
         ([{"optimizer": SGD}, {"optimizer": None}], TypeError, "'optimizer' of item 1 of .* is a NoneType"),
@@ -103,7 +103,7 @@ def test_forms(returned: Any, optimizers: list[Any], schedulers: list[Any]) -> N
         ),
         ({"optimizer": SGD, "lr_scheduler": {"scheduler": STEP, "frequency": 0}}, ValueError, "below 1"),
         ({"optimizer": SGD, "lr_scheduler": PLATEAU}, ValueError, "needs the metric to follow"),
-        ({"optimizer": SGD, "lr_scheduler": 3}, TypeError, "a scheduler was expected, got a int"),
+        ({"optimizer": SGD, "lr_scheduler": 3}, TypeError, "a scheduler was expected, got an int"),
     ],
 )
 def test_refusals(returned: Any, error: type[Exception], match: str) -> None:

@@ -154,6 +154,10 @@ def test_pretrained_weights_come_with_their_tokenizer() -> None:
     Path("gone").mkdir()
     with pytest.raises(OSError, match=r"--pretrained gone cannot be loaded: .* Without it the script makes a small"):
         reviews.make_model(options(pretrained="gone"))
+    with pytest.raises(SystemExit, match=r"OSError: --pretrained gone cannot be loaded"):  # without a traceback
+        reviews.load(options(reviews=200, pretrained="gone"))
+    with pytest.raises(SystemExit, match=r"FileNotFoundError: --data none: there is no such file or folder"):
+        reviews.load(options(data="none"))
 
 
 def test_the_data_set_of_the_hub() -> None:

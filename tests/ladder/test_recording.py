@@ -110,6 +110,41 @@ def test_an_evaluation_within_a_fit_does_not_end_its_record(monkeypatch: pytest.
     assert record.batches_per_second == pytest.approx(2 * record.steps_per_second)
 
 
+class Fitting(tw.Callback):
+    """Trains another model after each epoch."""
+
+    def on_train_epoch_end(self, trainer: tw.Trainer, module: tw.Module) -> None:
+        tw.Trainer(max_epochs=1, **QUIET).fit(Classifier(), make_loader(12), make_loader(4))
+
+
+def test_a_fit_within_a_fit_is_not_recorded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    set_rung(monkeypatch, tmp_path / "rung")
+    trainer = tw.Trainer(max_epochs=3, callbacks=Fitting(), **QUIET)
+    trainer.fit(Classifier(), make_loader(8), make_loader(8))
+    record = RunRecord.read(tmp_path / "rung")
+    assert record is not None
+    assert [step for step, _ in record.points] == [1, 2, 3, 4, 5, 6]
+    assert record.steps == 6
+    assert record.metrics["validation"]["count"] == 8
+
+
+class Failing(Classifier):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if batch_idx == 1:
+            raise RuntimeError("it does not train")
+        return super().training_step(batch, batch_idx)
+
+
+def test_a_fit_after_one_that_has_failed_is_recorded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    set_rung(monkeypatch, tmp_path / "rung")
+    with pytest.raises(RuntimeError, match="it does not train"):
+        tw.Trainer(max_epochs=1, **QUIET).fit(Failing(), make_loader(8))
+    tw.Trainer(max_epochs=2, **QUIET).fit(Classifier(), make_loader(8))
+    record = RunRecord.read(tmp_path / "rung")
+    assert record is not None
+    assert [step for step, _ in record.points] == [1, 2, 3, 4, 5]
+
+
 class Loop:
     """A loop with two optimizers, a test within each epoch, and a log."""
 
@@ -194,8 +229,12 @@ def test_a_loop_without_prepared_loaders(monkeypatch: pytest.MonkeyPatch, tmp_pa
 
     with pytest.raises(SystemExit):
         loop()
+    with pytest.raises(SystemExit):
+        loop()  # as one that catches whatever a step raises
+    active_recording().write()  # type: ignore[union-attr]
     record = RunRecord.read(tmp_path / "rung")
     assert record is not None
+    assert record.steps == 4
     assert record.samples_per_second is None
     assert record.batches_per_second is not None
 

@@ -177,7 +177,7 @@ def test_hyper_parameters_become_json(place: str) -> None:
     logger.log_hyperparams({"lr": 0.2})
     logger.close()
     assert hyper_parameters(logger) == {**expected, "lr": 0.2}
-    with pytest.raises(TypeError, match="log_hyperparams got 3, a int"):
+    with pytest.raises(TypeError, match="log_hyperparams got 3, an int"):
         logger.log_hyperparams(3)  # type: ignore[arg-type]
 
 
@@ -309,7 +309,7 @@ def test_the_thread_ends_when_nothing_is_to_be_done(tmp_path: Path, monkeypatch:
 @pytest.mark.parametrize(
     ("settings", "error", "message"),
     [
-        ({"save_dir": 3}, TypeError, r"CSVLogger\(save_dir=3\) is a int; accepted are a path"),
+        ({"save_dir": 3}, TypeError, r"CSVLogger\(save_dir=3\) is an int; accepted are a path"),
         ({"version": 1.5}, TypeError, r"version=1\.5\) is a float; accepted are int, str or None"),
         ({"flush_logs_every_n_steps": 0}, ValueError, "must be at least 1"),
         ({"flush_logs_every_n_steps": "1"}, TypeError, "is not an int"),

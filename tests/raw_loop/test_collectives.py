@@ -219,7 +219,7 @@ def test_what_is_refused() -> None:
         accelerator.prepare(tw.skip_first_batches(DataLoader([1, 2])))
     with pytest.raises(ValueError, match="num_batches=-1 is not accepted"):
         tw.skip_first_batches([1, 2], -1)
-    with pytest.raises(TypeError, match="skip_first_batches was given a int; accepted is a loader"):
+    with pytest.raises(TypeError, match="skip_first_batches was given an int; accepted is a loader"):
         tw.skip_first_batches(3)
     with pytest.raises(ValueError, match="this loader was not prepared"):
         accelerator.gather_for_metrics(1, loader=DataLoader([1]))

@@ -157,7 +157,7 @@ def test_no_batch_size_fits() -> None:
 
 
 def test_wrong_uses_of_the_search() -> None:
-    with pytest.raises(TypeError, match=r"was given a int.*starting_batch_size="):
+    with pytest.raises(TypeError, match=r"was given an int.*starting_batch_size="):
         tw.find_executable_batch_size(64)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="starting_batch_size 0 is not accepted"):
         tw.find_executable_batch_size(print, starting_batch_size=0)
@@ -322,7 +322,7 @@ def test_what_the_launchers_refuse() -> None:
     for kind, arguments, text in refusals:
         with pytest.raises(kind, match=text):
             tw.notebook_launcher(print, **arguments)
-    with pytest.raises(TypeError, match=r"debug_launcher was given a int"):
+    with pytest.raises(TypeError, match=r"debug_launcher was given an int"):
         tw.debug_launcher(3)  # type: ignore[arg-type]
 
 

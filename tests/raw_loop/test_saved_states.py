@@ -273,7 +273,7 @@ def test_bad_arguments(tmp_path: Path) -> None:
     ):
         with pytest.raises(ValueError, match=match):
             tw.ProjectConfiguration(**wrong)
-    with pytest.raises(TypeError, match="project_dir=3 is a int"):
+    with pytest.raises(TypeError, match="project_dir=3 is an int"):
         tw.ProjectConfiguration(3)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="needs a folder; pass project_dir="):
         tw.Accelerator(cpu=ON_HOST, project_config=tw.ProjectConfiguration(automatic_checkpoint_naming=True))
@@ -409,7 +409,7 @@ def test_hooks_write_into_the_checkpoint(tmp_path: Path) -> None:
     handle.remove()
     last = Path(accelerator.save_state())
     assert not (last / "note.txt").exists()
-    with pytest.raises(TypeError, match="register_save_state_pre_hook was given a int"):
+    with pytest.raises(TypeError, match="register_save_state_pre_hook was given an int"):
         accelerator.register_save_state_pre_hook(3)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"<lambda>\(models\) cannot be called: it is given \(models, input_dir\)"):
         accelerator.register_load_state_pre_hook(lambda models: None)

@@ -251,7 +251,7 @@ class Vector(Classifier):
         (NoSuper(), None, TypeError, r"did not call super\(\).__init__\(\)"),
         (Classifier, None, TypeError, "the class Classifier; pass an instance"),
         (nn.Linear(1, 1), None, TypeError, "given a Linear; accepted is an instance of trainwright.Module"),
-        (Classifier(), 3, TypeError, "is a int; accepted"),
+        (Classifier(), 3, TypeError, "is an int; accepted"),
         (Classifier(), [], ValueError, "no batch"),
         (Classifier(), iter([]), RuntimeError, "no batch, or none left: an iterator can be read once"),
         (Classifier(), Nothing(), RuntimeError, "gave no batch"),

@@ -229,7 +229,7 @@ def test_a_hook_may_log_a_name_of_another_hook_with_other_settings() -> None:
         ("x", torch.zeros((), dtype=torch.complex64), {}, TypeError, r"complex tensor.*\.abs\(\)"),
         ("x", "text", {}, TypeError, "got a str; accepted are a number"),
         ("x", {"a": {"b": 1.0}}, {}, ValueError, "a dict under 'a'; accepted is a flat one.*as 'x/a'"),
-        (3, 1.0, {}, TypeError, "a metric's name is a str; self.log got 3, a int"),
+        (3, 1.0, {}, TypeError, "a metric's name is a str; self.log got 3, an int"),
         ("x", 1.0, {"reduce_fx": "median"}, ValueError, "choose from mean, sum, min, max"),
         ("x", 1.0, {"reduce_fx": []}, ValueError, "choose from mean, sum, min, max"),
         ("x", 1.0, {"on_step": False, "on_epoch": False}, ValueError, "set at least one of them"),

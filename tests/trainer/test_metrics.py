@@ -186,5 +186,5 @@ def test_numbers_of_other_kinds_and_batches_without_tensors() -> None:
         def validation_step(self, batch: Any, batch_idx: int) -> None:
             self.log("x", 1.0)
 
-    with pytest.warns(UserWarning, match="found no tensor in this batch .a object"):
+    with pytest.warns(UserWarning, match="found no tensor in this batch .an object"):
         tw.Trainer(**QUIET).validate(Opaque(), [object()])

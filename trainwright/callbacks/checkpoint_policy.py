@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
 from trainwright.callers import warn
 from trainwright.checkpoint.discovery import same_path
 from trainwright.duration import to_seconds
+from trainwright.errors import a_type_of
 
 if TYPE_CHECKING:
     from trainwright.callbacks.trainer_protocol import TrainerProtocol
@@ -38,7 +39,7 @@ def check_choices(mode: Any, save_last: Any, save_top_k: Any, filename: Any, mon
         raise ValueError(f"save_last={save_last!r} is not accepted; choose from True, False, None, 'link'.")
     for name, text in (("filename", filename), ("monitor", monitor)):
         if text is not None and not isinstance(text, str):
-            raise TypeError(f"{name}={text!r} is a {type(text).__name__}; accepted are a str and None.")
+            raise TypeError(f"{name}={text!r} is {a_type_of(text)}; accepted are a str and None.")
     if isinstance(save_top_k, bool) or not isinstance(save_top_k, int) or save_top_k < -1:
         raise ValueError(f"save_top_k={save_top_k!r} is not accepted; pass a number of checkpoints, or -1 for all.")
     if monitor is None and save_top_k > 1:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from trainwright.callbacks.base import Callback
 from trainwright.callers import warn
+from trainwright.errors import a_type_of
 
 if TYPE_CHECKING:
     from trainwright.callbacks.trainer_protocol import TrainerProtocol
@@ -78,9 +79,7 @@ class EarlyStopping(Callback):
         log_rank_zero_only: bool = False,
     ) -> None:
         if not isinstance(monitor, str):
-            raise TypeError(
-                f"monitor={monitor!r} is a {type(monitor).__name__}; pass the name of a metric that you log."
-            )
+            raise TypeError(f"monitor={monitor!r} is {a_type_of(monitor)}; pass the name of a metric that you log.")
         if mode not in ("min", "max"):
             raise ValueError(f"mode={mode!r} is unknown; choose from min, max.")
         if isinstance(patience, bool) or not isinstance(patience, int) or patience < 0:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from trainwright.callbacks.base import Callback
+from trainwright.errors import a_type_of
 
 HOOKS = tuple(name for name in vars(Callback) if name in ("setup", "teardown") or name.startswith("on_"))
 
@@ -34,8 +35,6 @@ class LambdaCallback(Callback):
                     f"Did you mean {near[0]!r}?"
                 )
             if function is not None and not callable(function):
-                raise TypeError(
-                    f"{name}={function!r} is a {type(function).__name__}; accepted are a function and None."
-                )
+                raise TypeError(f"{name}={function!r} is {a_type_of(function)}; accepted are a function and None.")
             if function is not None:
                 setattr(self, name, function)  # on the instance, so that other hooks cost nothing

@@ -23,6 +23,7 @@ from trainwright.checkpoint.codec import decode, encode
 from trainwright.checkpoint.filesystem import resolve
 from trainwright.data.transfer import to_device
 from trainwright.distributed import collectives
+from trainwright.errors import a_type_of
 from trainwright.import_paths import refusing
 from trainwright.paths import absolute
 
@@ -194,7 +195,7 @@ class TensorPredictionWriter(BasePredictionWriter):
             stream.nest = nest
         if nest != stream.nest or not tensors:
             raise TypeError(
-                f"predict_step returned a {type(prediction).__name__} that is nested differently than before, or holds more "
+                f"predict_step returned {a_type_of(prediction)} that is nested differently than before, or holds more "
                 "than tensors; a TensorPredictionWriter takes one tensor, or the same nest of tensors, for each batch."
             )
         rows = {f"rows/{name}": tensor.detach().cpu() for name, tensor in tensors.items()}

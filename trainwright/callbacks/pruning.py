@@ -16,6 +16,7 @@ from trainwright.callbacks.pruning_checks import check_amount, checked_pairs, jo
 from trainwright.callbacks.pruning_method import ORIGINAL, PruningMethod, Target, check_resets, new_values
 from trainwright.compiled_names import clean_name
 from trainwright.data.seeding import derive_seed, isolate_rng, seed_generators
+from trainwright.errors import a_type_of
 from trainwright.rank_zero import rank_zero_warn
 
 if TYPE_CHECKING:
@@ -291,7 +292,7 @@ class ModelPruning(Callback):
                 if is_tolerant:
                     continue
                 raise ValueError(
-                    f"parameters_to_prune holds {attribute!r} of a {type(owner).__name__}, which {type(module).__name__} "
+                    f"parameters_to_prune holds {attribute!r} of {a_type_of(owner)}, which {type(module).__name__} "
                     "does not have as a parameter; pass pairs of one of its modules and the name of that module's parameter, "
                     f"such as (model.layer, 'weight').{early}"
                 )

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import prune
 
+from trainwright.errors import a_type_of
 from trainwright.rank_zero import rank_zero_warn
 
 FUNCTIONS: dict[str, Callable[..., Any]] = {
@@ -97,7 +98,7 @@ class PruningMethod:
         else:
             hint = " Pass the class, not an instance." if isinstance(given, prune.BasePruningMethod) else ""
             raise TypeError(
-                f"pruning_fn={given!r} is a {type(given).__name__}; accepted are the names {', '.join(FUNCTIONS)}, a "
+                f"pruning_fn={given!r} is {a_type_of(given)}; accepted are the names {', '.join(FUNCTIONS)}, a "
                 f"subclass of torch.nn.utils.prune.BasePruningMethod, or a function of (module, name, amount).{hint}"
             )
         if not isinstance(given, str) and (pruning_dim, pruning_norm) != (None, None):

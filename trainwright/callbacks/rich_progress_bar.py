@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from trainwright.callbacks.live_progress_bar import LiveProgressBar
 from trainwright.callbacks.progress_bar import plain, rounded
 from trainwright.callbacks.trainer_protocol import TrainerProtocol
+from trainwright.errors import a_type_of
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -145,7 +146,7 @@ def _check(theme: Any) -> None:
 
     if not isinstance(theme, RichProgressBarTheme):
         raise TypeError(
-            f"theme={theme!r} is a {type(theme).__name__}; accepted is a RichProgressBarTheme, such as "
+            f"theme={theme!r} is {a_type_of(theme)}; accepted is a RichProgressBarTheme, such as "
             'RichProgressBarTheme(progress_bar="green").'
         )
     for name, style in theme.styles().items():

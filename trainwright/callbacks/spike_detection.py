@@ -12,7 +12,7 @@ import torch
 
 from trainwright.callbacks.base import Callback
 from trainwright.checkpoint.filesystem import resolve, temporary_path
-from trainwright.errors import TrainwrightError
+from trainwright.errors import TrainwrightError, a_type_of
 from trainwright.paths import absolute
 
 if TYPE_CHECKING:
@@ -143,7 +143,7 @@ def _add(path: str, batch_idx: int) -> None:
         with files.open(inside) as stream:
             noted = json.loads(stream.read() or b"[]")
         if not isinstance(noted, list):
-            raise ValueError(f"it holds a {type(noted).__name__}, not a list")
+            raise ValueError(f"it holds {a_type_of(noted)}, not a list")
     if batch_idx in noted:
         return
     files.make_directories(os.path.dirname(inside))

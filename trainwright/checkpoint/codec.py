@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from trainwright.checkpoint.tensors import RankPart
-from trainwright.errors import CheckpointError
+from trainwright.errors import CheckpointError, a_type_of
 
 MAX_DEPTH = 64
 ACCEPTED = (
@@ -243,7 +243,7 @@ def _are_plain_integers(values: Sequence[Any]) -> bool:
 
 def _expect(value: Any, kind: type[Any], length: int | None = None) -> Any:
     if type(value) is not kind or (length is not None and len(value) != length):
-        raise ValueError(f"found a {type(value).__name__} where a {kind.__name__} was expected")
+        raise ValueError(f"found {a_type_of(value)} where a {kind.__name__} was expected")
     return value
 
 

@@ -37,7 +37,7 @@ from trainwright.checkpoint.manifest import rank_section
 from trainwright.checkpoint.shards import check_storable
 from trainwright.checkpoint.tensors import Piece, TensorEntry, assign_writers
 from trainwright.compiled_names import clean_name, own_name
-from trainwright.errors import CheckpointError
+from trainwright.errors import CheckpointError, a_type_of
 
 MODEL, TRAINING, AVERAGE = "model", "training", "average"
 """The sections that hold tensors of the model's names and shapes."""
@@ -183,7 +183,7 @@ def check_optimizer(
         )
     if described["type"] != type(optimizer).__name__:
         raise CheckpointError(
-            f"{path}: optimizer {number} was saved by {described['type']}, but this run's is a {type(optimizer).__name__}. "
+            f"{path}: optimizer {number} was saved by {described['type']}, but this run's is {a_type_of(optimizer)}. "
             "Build the same optimizer to resume, or load the weights alone."
         )
 

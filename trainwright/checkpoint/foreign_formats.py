@@ -30,7 +30,7 @@ from trainwright.checkpoint.shards import METADATA_KEY
 from trainwright.checkpoint.tensors import DTYPES
 from trainwright.compiled_names import clean_name
 from trainwright.distributed.failures import summarize
-from trainwright.errors import CheckpointError, MissingCheckpoint
+from trainwright.errors import CheckpointError, MissingCheckpoint, a_type_of
 
 LARGEST_PLAIN_TENSOR = 1000
 INDEX_SUFFIX = ".index.json"
@@ -227,9 +227,7 @@ def _refuse(path: str, error: Exception) -> NoReturn:
 def _checked(path: str, content: Any) -> dict[str, Any]:
     """Check that the content is a state_dict, and return it with clean names."""
     if not isinstance(content, Mapping):
-        raise CheckpointError(
-            f"{path} holds a {type(content).__name__}, not a dict of tensors; accepted is {ACCEPTED}."
-        )
+        raise CheckpointError(f"{path} holds {a_type_of(content)}, not a dict of tensors; accepted is {ACCEPTED}.")
     wrong = [
         key
         for key, value in content.items()

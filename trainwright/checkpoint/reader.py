@@ -18,7 +18,7 @@ from trainwright.checkpoint.manifest import MANIFEST_NAME, MAX_JSON_BYTES, Manif
 from trainwright.checkpoint.shards import CHUNK_BYTES, FileRecord, StoredArray, copy_into, plan_copies, read_header
 from trainwright.checkpoint.tensors import Piece, StoredPiece, TensorEntry
 from trainwright.distributed.ranks import Ranks
-from trainwright.errors import CheckpointError
+from trainwright.errors import CheckpointError, a_type_of
 
 Verify = Literal["full", "size", "off"]
 # Linux lets a process open 1,024 files by default, and a checkpoint of many ranks may have more.
@@ -137,9 +137,7 @@ class StoredCheckpoint:
         """Return the plain state of a run; CheckpointError if it is not a dict, so that no run wrote it."""
         state = self.state()
         if not isinstance(state, dict):
-            raise CheckpointError(
-                f"{self.path}: state.json holds a {type(state).__name__}; a run's is a dict. {REMEDY}"
-            )
+            raise CheckpointError(f"{self.path}: state.json holds {a_type_of(state)}; a run's is a dict. {REMEDY}")
         return state
 
     def rank_state(self, rank: int) -> Any | None:

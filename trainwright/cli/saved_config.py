@@ -16,7 +16,7 @@ from trainwright.checkpoint.discovery import find_checkpoints
 from trainwright.checkpoint.filesystem import resolve
 from trainwright.checkpoint.reader import open_checkpoint
 from trainwright.cli.argument_parser import dumped
-from trainwright.errors import CheckpointError
+from trainwright.errors import CheckpointError, a_type_of
 from trainwright.loggers import CSVLogger
 from trainwright.loggers.files import write_file
 from trainwright.loggers.position import CHECKPOINTS
@@ -192,7 +192,7 @@ def plain_config(text: str) -> dict[str, Any]:
     except yaml.YAMLError as error:
         raise CheckpointError(f"the stored config cannot be read as YAML: {error}") from error
     if not isinstance(values, dict):
-        raise CheckpointError(f"the stored config holds a {type(values).__name__}; it must hold names and values.")
+        raise CheckpointError(f"the stored config holds {a_type_of(values)}; it must hold names and values.")
     return values
 
 

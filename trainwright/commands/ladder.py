@@ -27,6 +27,7 @@ from trainwright.ladder.comparison import ComparedMetric, Comparison, choose_met
 from trainwright.launch.cli import Parser, check_script, split_command
 from trainwright.launch.columns import fill, terminal_width
 from trainwright.launch.config import find_config
+from trainwright.launch.sources import Sources
 from trainwright.launch.variables import set_variables_of
 from trainwright.metric_direction import Direction
 from trainwright.rung import Rung
@@ -39,8 +40,9 @@ def ladder_command(arguments: Sequence[str], _: Any) -> int:
     parser, actions = _parser()
     own, command = split_command(parser, actions, arguments)
     options = parser.parse_args(own)
-    if command[1:2] == ["--"]:
-        del command[1]
+    script_end = 2 if command[:1] == ["-m"] else 1
+    if command[script_end : script_end + 1] == ["--"]:
+        del command[script_end]
     try:
         ladder = _ladder(options, command)
     except (ValueError, RuntimeError, OSError) as error:
@@ -64,7 +66,7 @@ def _parser() -> tuple[Parser, list[argparse.Action]]:
             "(default: all that suit this machine)"),
         add("--devices", metavar="N", default="auto", help="devices of the strategies: a number, -1 for all, or auto (the "
             "default): all of the accelerator, or two processes on the CPU"),
-        add("--cpu", action="store_true", help="compute on the CPU even if there is a GPU"),
+        add("--cpu", action=argparse.BooleanOptionalAction, help="compute on the CPU even if there is a GPU"),
         add("--steps", metavar="N", help="end each training after N optimizer steps"),
         add("--seeds", metavar="K", help=f"run each rung with the seeds 1 to K; {SEED} in the arguments is replaced too"),
         add("--timeout", metavar="SECONDS", help="end a run after that time, and go to the next rung"),
@@ -72,7 +74,7 @@ def _parser() -> tuple[Parser, list[argparse.Action]]:
         add("--metric", metavar="NAME", help="the metric to compare (default: one of the test, else of the validation)"),
         add("--higher", action="store_true", help="a higher metric is better, where its name does not show it"),
         add("--lower", action="store_true", help="a lower metric is better"),
-        add("--config-file", metavar="PATH", help="the config whose variables are set, as launch does"),
+        add("--config-file", metavar="PATH", help="the config whose variables and cpu are used, as by launch"),
         add("-m", "--module", metavar="MODULE", help="run a module, as python -m does, instead of a script"),
     ]  # fmt: skip
     return parser, [*actions, *(each for each in parser._actions if each.dest == "help")]
@@ -85,13 +87,15 @@ def _ladder(options: argparse.Namespace, command: list[str]) -> Ladder:
         raise ValueError("--higher and --lower exclude each other; pass one.")
     steps, seeds = _whole(options.steps, "--steps"), _whole(options.seeds, "--seeds")
     timeout = _whole(options.timeout, "--timeout")
-    variables = set_variables_of(find_config(options.config_file))
+    config = find_config(options.config_file)
+    variables = set_variables_of(config)
     if (job := Environment.detect(variables)).launched_by != "single" or rung_file() is not None:
         raise ValueError(
             f"this process is rank {job.rank} of a job of {job.world_size} process(es), or runs under a ladder itself, and a "
             "ladder starts other jobs; run it in a shell outside of that."
         )
-    kind = resolve_device_type("cpu" if options.cpu else "auto")
+    on_cpu = Sources(options, variables, config).on_cpu()
+    kind = resolve_device_type("cpu" if on_cpu else "auto")
     num_devices = choose_devices(options.devices, kind)
     names = choose(options.rungs, known_rungs(), usual_rungs(kind, num_devices), "--rungs")
     if seeds is None and any(SEED in each for each in command):
@@ -101,7 +105,7 @@ def _ladder(options: argparse.Namespace, command: list[str]) -> Ladder:
         folder=_new_folder(options.out, command),
         variables=variables,
         steps=steps,
-        accelerator="cpu" if options.cpu else None,
+        accelerator="cpu" if on_cpu else None,
         timeout_seconds=timeout,
     )
     direction: Direction | None = "max" if options.higher else "min" if options.lower else None

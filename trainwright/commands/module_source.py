@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from trainwright.errors import a_type_of
 from trainwright.launch.config import nearest
 
 
@@ -68,7 +69,7 @@ def _made(origin: str, name: str, arguments: str | None) -> tuple[nn.Module, str
             "out of its constructor what reads values, or use --params."
         ) from error
     if not isinstance(module, nn.Module):
-        raise ValueError(f"{name} gave a {type(module).__name__}; name a torch module, or a function that returns one.")
+        raise ValueError(f"{name} gave {a_type_of(module)}; name a torch module, or a function that returns one.")
     return _on_meta(module), name
 
 
@@ -154,7 +155,7 @@ def _check_call(found: Callable[..., Any], name: str, options: Mapping[str, Any]
     """Refuse arguments that a constructor does not take, or needs (ValueError)."""
     if not callable(found):
         raise ValueError(
-            f"{name} is a {type(found).__name__}; name a class of a torch module, or a function that returns one."
+            f"{name} is {a_type_of(found)}; name a class of a torch module, or a function that returns one."
         )
     if isinstance(found, type) and not issubclass(found, nn.Module):
         raise ValueError(

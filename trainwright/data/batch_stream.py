@@ -25,6 +25,7 @@ from trainwright.data.source_state import SourceState, SourceStates
 from trainwright.data.stateful_reader import END, ReaderState, StateRejected
 from trainwright.data.stream_shard import Mode, StreamPosition, StreamShard
 from trainwright.data.workers import SeededIterable
+from trainwright.errors import a_type_of
 
 
 class BatchStream(StreamShard):
@@ -94,7 +95,7 @@ class BatchStream(StreamShard):
         if rest and self._from is None:
             raise ValueError(
                 f"{samples // was} batches of {was} samples were consumed, which is not a whole number of batches of "
-                f"{self.item_size}, and a {type(self.source).__name__} without a state is read batch by batch; resume with "
+                f"{self.item_size}, and {a_type_of(self.source)} without a state is read batch by batch; resume with "
                 f"batch_size={was}, or from a checkpoint of an epoch's end."
             )
         return items + (rest > 0)

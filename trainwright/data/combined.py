@@ -15,6 +15,7 @@ from trainwright.data.seeding import derive_seed
 from trainwright.data.source_state import SourceState
 from trainwright.data.stateful_reader import END
 from trainwright.data.stream_shard import Mode, StreamPosition
+from trainwright.errors import a_type_of
 from trainwright.rank_zero import rank_zero_warn
 
 
@@ -40,7 +41,7 @@ class ShardedCombination(StatefulLoader):
         for name, leaf in zip(loader.names, loader.flattened, strict=True):
             if isinstance(leaf, Iterator) and self.combination == "max_size_cycle":
                 raise TypeError(
-                    f"the collection's {name or 'loader'} is a {type(leaf).__name__}, which can be read only once, but "
+                    f"the collection's {name or 'loader'} is {a_type_of(leaf)}, which can be read only once, but "
                     "max_size_cycle restarts shorter loaders; pass a list, a DataLoader, or an object whose __iter__ starts "
                     "from the beginning, or choose another mode."
                 )

@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader
 
 from trainwright.data.stateful_reader import END
 from trainwright.data.transfer import with_values
+from trainwright.errors import a_type_of
 
 Combination = Literal["min_size", "max_size", "max_size_cycle", "sequential"]
 COMBINATIONS = ("min_size", "max_size", "max_size_cycle", "sequential")
@@ -161,6 +162,6 @@ def _check_leaf(name: str, leaf: Any) -> None:
         raise TypeError(f"{subject} is a CombinedLoader, which cannot be combined again; pass its loaders themselves.")
     if isinstance(leaf, (str, bytes, Tensor)) or not isinstance(leaf, Iterable):
         raise TypeError(
-            f"{subject} is a {type(leaf).__name__}; accepted are DataLoaders and other iterables of batches, in lists, tuples "
+            f"{subject} is {a_type_of(leaf)}; accepted are DataLoaders and other iterables of batches, in lists, tuples "
             "and dicts."
         )

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from trainwright.checkpoint.foreign_formats import read_weights
 from trainwright.data.combined_loader import CombinedLoader, leaves
 from trainwright.data.transfer import to_device
+from trainwright.errors import a_type_of
 from trainwright.hyperparameters import HyperParameters, build, classonly, read_hyper_parameters
 
 if TYPE_CHECKING:
@@ -192,7 +193,7 @@ def _check_datasets(datasets: Any, argument: str) -> None:
         is_dataset = isinstance(each, (Dataset, Iterable)) or hasattr(each, "__getitem__")
         if not is_dataset or isinstance(each, (str, DataLoader)):
             raise TypeError(
-                f"{argument} has a {type(each).__name__}; accepted are datasets (a torch Dataset, or anything with "
+                f"{argument} has {a_type_of(each)}; accepted are datasets (a torch Dataset, or anything with "
                 "__getitem__ and __len__), alone, in a list or in a dict."
             )
 

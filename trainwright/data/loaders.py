@@ -39,6 +39,7 @@ from trainwright.data.workers import (
     note_begun,
     refuse_deep_folder,
 )
+from trainwright.errors import a_type_of
 from trainwright.rank_zero import rank_zero_warn
 
 
@@ -383,7 +384,7 @@ def _check_parts(loader: Iterable[Any], parts: int, is_sharded: bool) -> None:
         )
     if type(sampler) is not BatchSampler and not is_sharded:
         raise ValueError(
-            f"split_batches=True cannot divide the batches of a {type(sampler).__name__} where rank 0 reads for all "
+            f"split_batches=True cannot divide the batches of {a_type_of(sampler)} where rank 0 reads for all "
             "(dispatch_batches=True), or with a DistributedSampler; let it make smaller batches, and pass split_batches=False."
         )
 

@@ -16,6 +16,7 @@ import torch
 from trainwright.devices import cuda
 from trainwright.devices.generators import device_state, set_device_state, state_in
 from trainwright.distributed.environment import Environment
+from trainwright.errors import a_type_of
 from trainwright.rung import active_rung
 
 _chosen = itertools.count()
@@ -46,7 +47,7 @@ def seed_rank(seed: int | None, offset: int, verbose: bool) -> int:
     if isinstance(seed, int) and not isinstance(seed, bool):
         seed += offset
     if isinstance(seed, bool) or not isinstance(seed, int):
-        raise TypeError(f"seed={seed!r} is a {type(seed).__name__}; accepted is an int from 0 to 2**32 - 1, or None.")
+        raise TypeError(f"seed={seed!r} is {a_type_of(seed)}; accepted is an int from 0 to 2**32 - 1, or None.")
     if not 0 <= seed < 2**32:
         raise ValueError(f"seed={seed} is out of range; accepted is an int from 0 to 2**32 - 1, or None.")
     # Imported if nothing has yet: its generator would begin unseeded at a later import.

@@ -13,6 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from trainwright.errors import a_type_of
+
 _MAX_DIMS = 8  # the dimensions that the exchange of shapes has room for
 _REDUCE_OPS = {"sum": dist.ReduceOp.SUM, "mean": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
 
@@ -271,6 +273,6 @@ def _check_plain(obj: object, path: str) -> None:
             _check_plain(value, f"{path}[{key!r}]")
     elif not isinstance(obj, (bool, int, float, str, type(None))):
         raise TypeError(
-            f"{path} is a {type(obj).__name__}; None, bool, int, float, str, list and dict are accepted, as nothing is "
+            f"{path} is {a_type_of(obj)}; None, bool, int, float, str, list and dict are accepted, as nothing is "
             "pickled. Convert it first, or gather tensors with all_gather."
         )

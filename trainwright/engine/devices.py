@@ -10,6 +10,7 @@ from trainwright.devices.abilities import num_together
 from trainwright.devices.accelerator import count, names
 from trainwright.distributed.connection import pick_backend
 from trainwright.distributed.environment import Environment
+from trainwright.errors import a_type_of
 
 
 def device_numbers(devices: Any, device_type: str) -> list[int] | None:
@@ -71,7 +72,7 @@ def resolve_num_processes(devices: int | str | list[int], device_type: str, envi
         )
     if isinstance(devices, bool) or not isinstance(devices, int):
         raise TypeError(
-            f"devices={devices!r} is a {type(devices).__name__}; accepted are a number of devices, a list of "
+            f"devices={devices!r} is {a_type_of(devices)}; accepted are a number of devices, a list of "
             "GPUs, -1 for all, or 'auto'."
         )
     if devices == -1:

@@ -14,6 +14,7 @@ from trainwright.data.transfer import to_device, with_values
 from trainwright.distributed import collectives
 from trainwright.distributed.nests import broadcast_tensors, gather_nests, table_of
 from trainwright.distributed.ranks import Ranks
+from trainwright.errors import a_type_of
 
 Exchange = Callable[[Any], list[Any]]
 """Returns the values of all ranks for this rank's, by rank: `Ranks.exchange`."""
@@ -218,7 +219,7 @@ def portion(inputs: Any, rank: int, world_size: int, pad: bool) -> Any:
         return {key: portion(value, rank, world_size, pad) for key, value in inputs.items()}
     if not isinstance(inputs, (list, tuple, Tensor)):
         raise TypeError(
-            f"split_between_processes was given a {type(inputs).__name__}; accepted are a list, a tuple, a tensor, or a dict "
+            f"split_between_processes was given {a_type_of(inputs)}; accepted are a list, a tuple, a tensor, or a dict "
             "of these."
         )
     size, larger = divmod(len(inputs), world_size)
@@ -241,7 +242,7 @@ def _leaves(call: str, value: Any, takes: Callable[[Any], bool], path: str = "th
             yield from _leaves(call, each, takes, f"{path}[{key!r}]")
     else:
         raise TypeError(
-            f"{call} was given a {type(value).__name__} ({path}); accepted are {ACCEPTED[call]}, and lists, tuples and dicts "
+            f"{call} was given {a_type_of(value)} ({path}); accepted are {ACCEPTED[call]}, and lists, tuples and dicts "
             "of these."
         )
 

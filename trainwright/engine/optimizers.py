@@ -11,6 +11,7 @@ from typing import Any
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
+from trainwright.errors import a_type_of
 from trainwright.rank_zero import rank_zero_warn
 from trainwright.strategies.optimizer_proxy import unwrap_optimizer
 
@@ -43,7 +44,7 @@ class SchedulerConfig:
     def __post_init__(self) -> None:
         if not isinstance(self.scheduler, LRScheduler) and not callable(getattr(self.scheduler, "step", None)):
             raise TypeError(
-                f"a scheduler was expected, got a {type(self.scheduler).__name__}; pass a torch LRScheduler, or an object "
+                f"a scheduler was expected, got {a_type_of(self.scheduler)}; pass a torch LRScheduler, or an object "
                 "with step() and state_dict()."
             )
         if isinstance(self.scheduler, Optimizer):
@@ -57,7 +58,7 @@ class SchedulerConfig:
             )
         if isinstance(self.frequency, bool) or not isinstance(self.frequency, int):
             raise TypeError(
-                f"frequency={self.frequency!r} of a scheduler is a {type(self.frequency).__name__}; pass a whole number."
+                f"frequency={self.frequency!r} of a scheduler is {a_type_of(self.frequency)}; pass a whole number."
             )
         if self.frequency < 1:
             raise ValueError(f"frequency={self.frequency} of a scheduler is below 1; pass how many {self.interval}s.")
@@ -144,7 +145,7 @@ def _split(returned: Any) -> tuple[list[Optimizer], list[Any]]:
         for index, each in enumerate(returned):
             if not isinstance(each, Mapping):
                 raise TypeError(
-                    f"item {index} of what configure_optimizers returned is a {type(each).__name__}, but the first is a dict; "
+                    f"item {index} of what configure_optimizers returned is {a_type_of(each)}, but the first is a dict; "
                     "return dicts with 'optimizer' alone."
                 )
             more_optimizers, more_schedulers = _split_mapping(each, f"item {index} of ")
@@ -164,7 +165,7 @@ def _expect_optimizer(value: Any, where: str) -> None:
         hint = " Return ([optimizers], [schedulers]), a pair of lists."
     elif isinstance(value, type):
         hint = f" Make one of {value.__name__}."
-    raise TypeError(f"{where} is a {type(value).__name__}, not an Optimizer; accepted are {ACCEPTED}.{hint}")
+    raise TypeError(f"{where} is {a_type_of(value)}, not an Optimizer; accepted are {ACCEPTED}.{hint}")
 
 
 def _split_mapping(returned: Mapping[str, Any], where: str) -> tuple[list[Optimizer], list[Any]]:
@@ -210,5 +211,5 @@ def _shape(returned: Any) -> str:
     if isinstance(returned, type):
         return f"the class {returned.__name__}, of which it should make an instance"
     if isinstance(returned, (list, tuple)):
-        return f"a {type(returned).__name__} of {[type(part).__name__ for part in returned]}"
-    return f"a {type(returned).__name__}"
+        return f"{a_type_of(returned)} of {[type(part).__name__ for part in returned]}"
+    return a_type_of(returned)

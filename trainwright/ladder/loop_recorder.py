@@ -48,7 +48,9 @@ class LoopRecorder:
             self._recording.note_batch(self._samples)
 
     def note_step(self, count: int) -> None:
-        """Note the step of an optimizer; SystemExit once there are as many as the rung makes."""
+        """Note the step of an optimizer; SystemExit once there are as many as the rung makes, also if the loop catches it."""
+        if self._recording.is_cut:
+            raise SystemExit(0)
         if self._has_trained or not self._has_batches:
             if not self._has_trained:  # the loop reads no prepared loader
                 self._recording.note_batch(None)

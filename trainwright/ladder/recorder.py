@@ -23,6 +23,8 @@ class RungRecorder(Callback):
     def __init__(self) -> None:
         self._steps = 0
         """The run's steps at its latest batch."""
+        self._is_within = False
+        """Whether its run is part of another Trainer's fit, of which it takes time but makes no step."""
 
     @property
     def _recording(self) -> Recording:
@@ -31,12 +33,15 @@ class RungRecorder(Callback):
         return found
 
     def setup(self, trainer: Trainer, module: Module, stage: str) -> None:
-        if stage == "fit":
+        self._is_within = stage == "fit" and self._recording.is_fitting
+        if self._is_within:
+            self._recording.note_pause()
+        elif stage == "fit":
             self._recording.begin("Trainer", trainer.strategy)
 
     def on_train_start(self, trainer: Trainer, module: Module) -> None:
         self._steps = trainer.global_step
-        if trainer.resume_source:
+        if trainer.resume_source and not self._is_within:
             self._recording.note_resumed(trainer.resume_source)
 
     def on_train_epoch_start(self, trainer: Trainer, module: Module) -> None:
@@ -44,6 +49,8 @@ class RungRecorder(Callback):
 
     def on_train_batch_end(self, trainer: Trainer, module: Module, outputs: Any, batch: Any, batch_idx: int) -> None:
         recording, made = self._recording, trainer.global_step - self._steps
+        if self._is_within:
+            return
         if not trainer.is_dummy_batch:
             recording.note_batch(batch_samples(batch))
         if made:
@@ -54,17 +61,20 @@ class RungRecorder(Callback):
         self._recording.note_pause()
 
     def on_validation_end(self, trainer: Trainer, module: Module) -> None:
-        if not trainer.sanity_checking:
+        if not trainer.sanity_checking and not self._is_within:
             self._recording.note_metrics("validation", trainer.callback_metrics)
 
     def on_test_end(self, trainer: Trainer, module: Module) -> None:
         self._recording.note_metrics("test", trainer.callback_metrics)
 
     def on_fit_end(self, trainer: Trainer, module: Module) -> None:
-        self._recording.end()
+        if not self._is_within:
+            self._recording.end()
 
     def teardown(self, trainer: Trainer, module: Module, stage: str) -> None:
-        if stage == "fit" or not self._recording.is_running:  # an evaluation by a callback of a fit does not end that
+        # What a callback of a fit calls does not end that fit.
+        is_own = stage == "fit" and not self._is_within
+        if is_own or not self._recording.is_running:
             self._recording.write()
 
 

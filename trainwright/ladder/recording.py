@@ -91,6 +91,16 @@ class Recording:
         """Whether a fit or a loop is under way."""
         return self._clock is not None
 
+    @property
+    def is_fitting(self) -> bool:
+        """Whether a Trainer's fit is under way, which says when it ends."""
+        return self.is_running and self._owner == "Trainer"
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether the rung has ended a loop."""
+        return self._is_cut
+
     def note_resumed(self, source: str) -> None:
         """Note that the training does not begin at its first step; a load after a step, as of the best weights, is none."""
         if not self._steps:

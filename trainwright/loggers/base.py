@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, Protocol, Self
 
 from trainwright.distributed.environment import Environment
+from trainwright.errors import a_type_of
 
 RunResult = Literal["success", "failed", "interrupted"]
 """Lightning's words, which `finalize` gets. Users read them as the states finished, failed and stopped (run_record.py)."""
@@ -199,7 +200,7 @@ def _number(name: str, value: Any) -> float:
     if hasattr(value, "item") and (size() if callable(size) else size) == 1:
         return value.detach().item() if hasattr(value, "detach") else value.item()  # type: ignore[no-any-return]
     raise TypeError(
-        f"the metric {name!r} was given to a logger as a {type(value).__name__}; accepted are numbers, tensors and arrays of "
+        f"the metric {name!r} was given to a logger as {a_type_of(value)}; accepted are numbers, tensors and arrays of "
         "one element, and dicts of them."
     )
 
@@ -209,7 +210,5 @@ def to_dict(params: Mapping[str, Any] | argparse.Namespace) -> dict[str, Any]:
     if isinstance(params, argparse.Namespace):
         return dict(vars(params))
     if not isinstance(params, Mapping):
-        raise TypeError(
-            f"log_hyperparams got {params!r:.80}, a {type(params).__name__}; accepted are a dict or a Namespace."
-        )
+        raise TypeError(f"log_hyperparams got {params!r:.80}, {a_type_of(params)}; accepted are a dict or a Namespace.")
     return dict(params)

@@ -17,6 +17,7 @@ import fsspec
 import yaml
 
 from trainwright.distributed.environment import Environment
+from trainwright.errors import a_type_of
 from trainwright.loggers.background import BackgroundWriter
 from trainwright.loggers.base import KeptCheckpoints, Logger, RunResult, to_dict, to_numbers
 from trainwright.loggers.files import explained_for, is_local, write_file
@@ -52,12 +53,9 @@ class FolderLogger(Logger):
     ) -> None:
         own = type(self).__name__
         if not isinstance(save_dir, (str, os.PathLike, type(None))):
-            raise TypeError(
-                f"{own}(save_dir={save_dir!r}) is a {type(save_dir).__name__}; accepted are a path, a URL, and None for the "
-                "trainer's default_root_dir."
-            )
+            raise TypeError(f"{own}(save_dir={save_dir!r}) is {a_type_of(save_dir)}; accepted are a path, a URL or None.")
         if version is not None and (isinstance(version, bool) or not isinstance(version, (int, str))):
-            raise TypeError(f"{own}(version={version!r}) is a {type(version).__name__}; accepted are int, str or None.")
+            raise TypeError(f"{own}(version={version!r}) is {a_type_of(version)}; accepted are int, str or None.")
         self.save_dir: str = absolute(save_dir or ".")
         self._follows_root = save_dir is None
         self.name: str = name or ""

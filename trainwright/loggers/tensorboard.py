@@ -19,6 +19,7 @@ from fsspec.core import url_to_fs
 from torch import nn
 
 from trainwright.devices.generators import forked_generators
+from trainwright.errors import a_type_of
 from trainwright.loggers.base import SilentExperiment, to_dict, to_numbers
 from trainwright.loggers.files import is_local
 from trainwright.loggers.folder import FolderLogger, Row
@@ -244,7 +245,7 @@ class TensorBoardLogger(FolderLogger):
         parts = tuple(example) if isinstance(example, (tuple, list)) else (example,)
         if not all(isinstance(part, torch.Tensor) for part in parts):
             warnings.warn(
-                f"the graph was not logged: example_input_array of {type(model).__name__} is a {type(example).__name__}; "
+                f"the graph was not logged: example_input_array of {type(model).__name__} is {a_type_of(example)}; "
                 "set it to a tensor, or a tuple of tensors, that forward takes.",
                 stacklevel=2,
             )

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
+from trainwright.errors import a_type_of
 from trainwright.loggers.base import RunResult
 from trainwright.loggers.noted_rows import NotedRows
 from trainwright.loggers.remote import RemoteLogger, Row
@@ -219,7 +220,7 @@ class WandbLogger(RemoteLogger):
 
     def _log_media(self, kind: str, key: str, items: list[Any], step: int | None, options: Mapping[str, Any]) -> None:
         if not isinstance(items, list):
-            raise TypeError(f"log_{kind.lower()}({key!r}) was given a {type(items).__name__}; accepted is a list.")
+            raise TypeError(f"log_{kind.lower()}({key!r}) was given {a_type_of(items)}; accepted is a list.")
         for name, values in options.items():
             if len(values) != len(items):
                 raise ValueError(

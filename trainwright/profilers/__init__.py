@@ -6,6 +6,7 @@ import difflib
 from typing import TYPE_CHECKING
 
 from trainwright.arguments import foreign_hint
+from trainwright.errors import a_type_of
 from trainwright.import_paths import refusing
 from trainwright.profilers.advanced import AdvancedProfiler
 from trainwright.profilers.base import PassThroughProfiler, Profiler
@@ -33,7 +34,7 @@ def resolve_profiler(profiler: str | Profiler | None) -> Profiler:
         return PROFILERS[profiler]()
     if not isinstance(profiler, Profiler):
         raise TypeError(
-            f"profiler={profiler!r} is a {type(profiler).__name__}; accepted are a name ({', '.join(PROFILERS)}) or a "
+            f"profiler={profiler!r} is {a_type_of(profiler)}; accepted are a name ({', '.join(PROFILERS)}) or a "
             f"Profiler instance. Pass an instance, not its class.{foreign_hint(profiler)}"
         )
     return profiler

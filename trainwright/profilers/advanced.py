@@ -8,6 +8,7 @@ import os
 import pstats
 import re
 
+from trainwright.errors import a_type_of
 from trainwright.profilers.base import Profiler
 
 
@@ -43,7 +44,7 @@ class AdvancedProfiler(Profiler):
         lines = line_count_restriction
         if isinstance(lines, bool) or not isinstance(lines, (int, float)):
             raise TypeError(
-                f"line_count_restriction={lines!r} is a {type(lines).__name__}; a number of lines (int) or a fraction of them "
+                f"line_count_restriction={lines!r} is {a_type_of(lines)}; a number of lines (int) or a fraction of them "
                 "(float) is accepted. Pass for example 20 or 0.1."
             )
         if lines <= 0 or (isinstance(lines, float) and lines > 1):

@@ -12,6 +12,7 @@ from trainwright.distributed.connection import open_connection
 from trainwright.distributed.environment import Environment
 from trainwright.distributed.ranks import Ranks
 from trainwright.distributed.store_channel import CallSkipped
+from trainwright.errors import a_type_of
 from trainwright.raw_loop.processes import PartialState
 
 REDUCED_TO = 0.9
@@ -60,7 +61,7 @@ def find_executable_batch_size(
         )
     if not callable(function):
         raise TypeError(
-            f"find_executable_batch_size was given a {type(function).__name__}; accepted is a function whose first argument is "
+            f"find_executable_batch_size was given {a_type_of(function)}; accepted is a function whose first argument is "
             "the batch size. Give the size by name: starting_batch_size=."
         )
     size = _checked(starting_batch_size, "starting_batch_size")

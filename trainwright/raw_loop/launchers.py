@@ -10,6 +10,7 @@ from trainwright.devices import accelerator
 from trainwright.devices.abilities import num_together
 from trainwright.distributed.network import DEFAULT_PORT, LOOPBACK
 from trainwright.engine.worker_calls import call_in_job
+from trainwright.errors import a_type_of
 from trainwright.precision import MIXED
 
 MEETING = "the nodes meet at master_addr and use_port"
@@ -108,9 +109,7 @@ def _launch(
     defaults: dict[str, str],
 ) -> Any:
     if not callable(function):
-        raise TypeError(
-            f"{name} was given a {type(function).__name__}; accepted is a function, with its arguments in args=."
-        )
+        raise TypeError(f"{name} was given {a_type_of(function)}; accepted is a function, with its arguments in args=.")
     if not isinstance(args, (list, tuple)):
         raise TypeError(
             f"{name} was given args={args!r}; accepted is a tuple of the function's arguments, such as args=(1,)."

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from trainwright.arguments import NamedArguments, check_flags
 from trainwright.engine.engine import Engine
 from trainwright.engine.prepared_loader import Iterations, PreparedLoader
+from trainwright.errors import a_type_of
 
 
 @dataclass
@@ -52,7 +53,7 @@ class DataLoaderConfiguration(NamedArguments):
             value = getattr(self, field.name)
             if field.name == "data_seed":
                 if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
-                    raise TypeError(f"data_seed={value!r} is a {type(value).__name__}; accepted is an int, or None.")
+                    raise TypeError(f"data_seed={value!r} is {a_type_of(value)}; accepted is an int, or None.")
             elif not isinstance(value, bool) and not (field.name == "dispatch_batches" and value is None):
                 raise TypeError(f"{field.name}={value!r} is not accepted; pass True or False.")
 
@@ -93,7 +94,7 @@ def loader_options(
         configuration = DataLoaderConfiguration()
     elif not isinstance(configuration, DataLoaderConfiguration):
         raise TypeError(
-            f"dataloader_config is a {type(configuration).__name__}; accepted is a DataLoaderConfiguration of trainwright."
+            f"dataloader_config is {a_type_of(configuration)}; accepted is a DataLoaderConfiguration of trainwright."
         )
     check_flags(split_batches=split_batches, device_placement=moves)
     if split_batches:
@@ -104,7 +105,7 @@ def loader_options(
 def check_loader(given: Any) -> None:
     """Refuse what is not a loader (TypeError)."""
     if not isinstance(given, (DataLoader, PreparedLoader)):
-        raise TypeError(f"prepare_data_loader was given a {type(given).__name__}; accepted is a torch DataLoader.")
+        raise TypeError(f"prepare_data_loader was given {a_type_of(given)}; accepted is a torch DataLoader.")
 
 
 def synchronize(rng_types: Iterable[Any], generator: torch.Generator | None, broadcast: Callable[[Any], Any]) -> None:
@@ -194,7 +195,7 @@ def skip_first_batches(dataloader: Any, num_batches: int = 0) -> SkippedBatches:
     if isinstance(num_batches, bool) or not isinstance(num_batches, int) or num_batches < 0:
         raise ValueError(f"num_batches={num_batches!r} is not accepted; pass a whole number from 0.")
     if not isinstance(dataloader, Iterable):
-        raise TypeError(f"skip_first_batches was given a {type(dataloader).__name__}; accepted is a loader.")
+        raise TypeError(f"skip_first_batches was given {a_type_of(dataloader)}; accepted is a loader.")
     return SkippedBatches(dataloader, num_batches)
 
 

@@ -10,6 +10,7 @@ from torch.autograd.function import BackwardCFunction
 
 from trainwright.engine.engine import Engine
 from trainwright.engine.prepared import PreparedModule, stepped_by
+from trainwright.errors import a_type_of
 from trainwright.raw_loop.preparation import Preparation
 from trainwright.strategies.autograd_graph import graph_leaves
 
@@ -71,7 +72,7 @@ class LossCheck:
             RuntimeError: nothing was prepared.
         """
         if not isinstance(loss, Tensor):
-            raise TypeError(f"backward was given a {type(loss).__name__}; accepted is a loss tensor.")
+            raise TypeError(f"backward was given {a_type_of(loss)}; accepted is a loss tensor.")
         if loss.numel() != 1 and options.get("gradient") is None:
             raise ValueError(f"backward was given a loss of shape {tuple(loss.shape)}; take its mean or its sum.")
         if not loss.requires_grad:

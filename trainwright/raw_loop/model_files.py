@@ -20,7 +20,7 @@ from trainwright.checkpoint.shards import check_storable, host_bytes, render_hea
 from trainwright.checkpoint.tensors import Piece, tied_groups
 from trainwright.compiled_names import clean_name
 from trainwright.distributed.ranks import Ranks
-from trainwright.errors import CheckpointError
+from trainwright.errors import CheckpointError, a_type_of
 from trainwright.paths import absolute
 from trainwright.rank_zero import rank_zero_warn
 from trainwright.raw_loop.unwrapping import extract_model_from_parallel
@@ -52,7 +52,7 @@ def state_dict_of(model: nn.Module) -> dict[str, Any]:
     Collective if it is sharded. TypeError for something else than a model.
     """
     if not isinstance(model, nn.Module):
-        raise TypeError(f"a model has the weights, but a {type(model).__name__} was given; pass the model.")
+        raise TypeError(f"a model has the weights, but {a_type_of(model)} was given; pass the model.")
     module = extract_model_from_parallel(model)
     from trainwright.strategies.whole_module import gather_module, is_sharded  # which imports FSDP
 

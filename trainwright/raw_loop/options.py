@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from trainwright.arguments import NamedArguments
+from trainwright.errors import a_type_of
 from trainwright.precision import Precision
 from trainwright.raw_loop.profiling import ProfileKwargs
 from trainwright.strategies import Strategy, make_strategy
@@ -204,7 +205,7 @@ def by_kind(given: Iterable[Any] | None, kinds: tuple[type, ...] = KINDS) -> Cal
         kind = next((kind for kind in kinds if isinstance(each, kind)), None)
         if kind is None:
             raise TypeError(
-                f"kwargs_handlers has a {type(each).__name__}; accepted are objects of trainwright's "
+                f"kwargs_handlers has {a_type_of(each)}; accepted are objects of trainwright's "
                 f"{', '.join(kind.__name__ for kind in kinds)}."
             )
         if kind in found:

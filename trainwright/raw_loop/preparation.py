@@ -20,6 +20,7 @@ from trainwright.engine.prepared import (
 )
 from trainwright.engine.prepared_loader import Iterations, PreparedLoader
 from trainwright.engine.window import AccumulationWindows
+from trainwright.errors import a_type_of
 from trainwright.ladder.loop_recorder import loop_recorder
 from trainwright.rank_zero import rank_zero_warn
 from trainwright.raw_loop.loaders import LoaderOptions, SkippedBatches
@@ -270,4 +271,4 @@ def check_kind(call: str, given: Any, kind: str) -> None:
     if found != kind:
         hint = f"; it is for prepare_{NAMES[found]}" if found is not None else ""
         a_kind = f"{'an' if kind == 'optimizer' else 'a'} {kind}"
-        raise TypeError(f"{call} was given a {type(given).__name__}, which is not {a_kind}{hint}.")
+        raise TypeError(f"{call} was given {a_type_of(given)}, which is not {a_kind}{hint}.")

@@ -14,6 +14,7 @@ import torch
 from trainwright.distributed.environment import Environment
 from trainwright.engine import gathering
 from trainwright.engine.engine import Engine
+from trainwright.errors import a_type_of
 from trainwright.raw_loop.known_arguments import refuses_unknown
 
 
@@ -162,7 +163,7 @@ class Processes:
 
     def _only(self, function: Callable[..., Any], is_chosen: Callable[[], bool]) -> Callable[..., Any]:
         if not callable(function):
-            raise TypeError(f"a decorator of processes was given a {type(function).__name__}; accepted is a function.")
+            raise TypeError(f"a decorator of processes was given {a_type_of(function)}; accepted is a function.")
 
         @wraps(function)
         def chosen(*args: Any, **kwargs: Any) -> Any:

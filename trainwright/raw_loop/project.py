@@ -15,7 +15,7 @@ from trainwright.checkpoint.lock import lock_folder
 from trainwright.checkpoint.reader import StoredCheckpoint, Verify, open_checkpoint
 from trainwright.checkpoint.store import BackgroundSave
 from trainwright.engine.engine import Engine
-from trainwright.errors import CheckpointError
+from trainwright.errors import CheckpointError, a_type_of
 from trainwright.loggers.position import CHECKPOINTS
 from trainwright.paths import absolute
 from trainwright.rank_zero import rank_zero_warn
@@ -57,7 +57,7 @@ class ProjectConfiguration(NamedArguments):
         for name in ("project_dir", "logging_dir"):
             value = getattr(self, name)
             if not isinstance(value, (str, os.PathLike, type(None))):
-                raise TypeError(f"{name}={value!r} is a {type(value).__name__}; accepted are a path, a URL and None.")
+                raise TypeError(f"{name}={value!r} is {a_type_of(value)}; accepted are a path, a URL and None.")
             setattr(self, name, None if value is None else os.fspath(value))
         for name, least in (("total_limit", 1), ("iteration", 0)):
             value = getattr(self, name)
@@ -89,7 +89,7 @@ def chosen_project(
         return ProjectConfiguration(project_dir)  # type: ignore[arg-type] # which it converts
     if not isinstance(project_config, ProjectConfiguration):
         raise TypeError(
-            f"project_config is a {type(project_config).__name__}; accepted is a ProjectConfiguration of trainwright."
+            f"project_config is {a_type_of(project_config)}; accepted is a ProjectConfiguration of trainwright."
         )
     if project_dir is not None:
         given, own = os.fspath(project_dir), project_config.project_dir

@@ -17,7 +17,7 @@ from trainwright.checkpoint.discovery import is_newest
 from trainwright.checkpoint.reader import Verify
 from trainwright.data.seeding import set_rng_state
 from trainwright.engine.engine import Engine
-from trainwright.errors import CheckpointError
+from trainwright.errors import CheckpointError, a_type_of
 from trainwright.rank_zero import rank_zero_warn
 from trainwright.raw_loop.preparation import Preparation
 from trainwright.raw_loop.project import NumberedCheckpoints, ProjectConfiguration
@@ -252,7 +252,7 @@ class SavedStates:
 
 def _added(hooks: OrderedDict[int, Hook], hook: Any, call: str, given: tuple[str, ...]) -> RemovableHandle:
     if not callable(hook):
-        raise TypeError(f"{call} was given a {type(hook).__name__}; accepted is a function.")
+        raise TypeError(f"{call} was given {a_type_of(hook)}; accepted is a function.")
     check_takes(f"{call}: {getattr(hook, '__name__', type(hook).__name__)}", hook, given)
     handle = RemovableHandle(hooks)
     hooks[handle.id] = hook

@@ -9,6 +9,7 @@ from typing import Any
 
 from trainwright.devices.accelerator import resolve_device_type
 from trainwright.engine.rung_settings import rung_compiler
+from trainwright.errors import a_type_of
 from trainwright.precision import MIXED, Precision, resolve_precision
 from trainwright.raw_loop.options import (
     AutocastKwargs,
@@ -164,5 +165,5 @@ def _compiler(given: Any) -> str | None:
 
 def _of_kind(given: Any, kind: type, name: str) -> Any:
     if given is not None and not isinstance(given, kind):
-        raise TypeError(f"{name} is a {type(given).__name__}; accepted is a {kind.__name__} of trainwright.")
+        raise TypeError(f"{name} is {a_type_of(given)}; accepted is a {kind.__name__} of trainwright.")
     return given

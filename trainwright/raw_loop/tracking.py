@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from trainwright.distributed.ranks import Ranks
+from trainwright.errors import a_type_of
 from trainwright.ladder.recording import active_recording
 from trainwright.loggers.background import flush_at_exit
 from trainwright.loggers.base import Logger, SilentLogger, to_dict
@@ -85,7 +86,7 @@ def chosen_loggers(log_with: Any) -> Chosen:
         if isinstance(each, Logger):
             chosen.append((name_of(each), each))
         elif not isinstance(text := getattr(each, "value", each), str):  # a member of an enum of names, too
-            what = f"the class {each.__name__}" if isinstance(each, type) else f"a {type(each).__name__}"
+            what = f"the class {each.__name__}" if isinstance(each, type) else a_type_of(each)
             raise TypeError(f"log_with holds {what}; accepted are names, Logger instances, and lists of them.")
         else:
             names = available_loggers() if text == "all" else [text]

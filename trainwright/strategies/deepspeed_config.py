@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from trainwright.errors import a_type_of
 from trainwright.precision.base import Precision
 from trainwright.rank_zero import rank_zero_warn
 from trainwright.strategies.base import Optimization
@@ -39,7 +40,7 @@ def read_config(config: str | os.PathLike[str] | Mapping[str, Any] | None) -> di
         config = loaded
     if not isinstance(config, Mapping):
         raise TypeError(
-            f"config= is a {type(config).__name__}; accepted are a dict of DeepSpeed's settings, or the path of a JSON file."
+            f"config= is {a_type_of(config)}; accepted are a dict of DeepSpeed's settings, or the path of a JSON file."
         )
     settings = _without_auto(config)
     _check(settings)

@@ -142,7 +142,7 @@ class FSDPStrategy(Strategy):
         check_policy("activation_checkpointing_policy", activation_checkpointing_policy)
         if not isinstance(mixed_precision, MixedPrecisionPolicy | None):
             raise TypeError(
-                f"mixed_precision={mixed_precision!r} is a {type(mixed_precision).__name__}; pass a "
+                f"mixed_precision={mixed_precision!r} is not accepted; pass a "
                 "torch.distributed.fsdp.MixedPrecisionPolicy, or leave it out: the Trainer's precision= decides."
             )
         self.reshard_after_forward = reshards(sharding_strategy, reshard_after_forward)

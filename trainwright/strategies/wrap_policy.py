@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from torch import Tensor, nn
 
 from trainwright.arguments import check_takes
+from trainwright.errors import a_type_of
 
 MIN_PARAMETERS = 1_000_000
 """The smallest block worth a group: for smaller ones the extra collectives cost more than the memory saved."""
@@ -56,7 +57,7 @@ def choose_groups(
     for group in groups:
         if not has_forward(group):
             raise ValueError(
-                f"auto_wrap_policy makes {names[group]!r} a group, but a {type(group).__name__} cannot be called, and a call "
+                f"auto_wrap_policy makes {names[group]!r} a group, but {a_type_of(group)} cannot be called, and a call "
                 "is what gathers a group. Name the classes of the modules in it."
             )
         if tied := _tied(group, owners):

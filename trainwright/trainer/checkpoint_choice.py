@@ -13,7 +13,7 @@ from trainwright.checkpoint.filesystem import resolve
 from trainwright.checkpoint.reader import StoredCheckpoint, Verify, check_verify
 from trainwright.distributed.ranks import Ranks
 from trainwright.engine.engine import Engine
-from trainwright.errors import CheckpointError
+from trainwright.errors import CheckpointError, a_type_of
 from trainwright.loggers import Logger
 from trainwright.loggers.folder import FolderLogger
 from trainwright.loggers.position import CHECKPOINTS
@@ -205,7 +205,7 @@ def _check_path(ckpt_path: Any) -> None:
         return
     if not isinstance(ckpt_path, (str, os.PathLike)):
         raise TypeError(
-            f"ckpt_path={ckpt_path!r} is a {type(ckpt_path).__name__}; accepted are a path, 'best', 'last' and 'auto'."
+            f"ckpt_path={ckpt_path!r} is {a_type_of(ckpt_path)}; accepted are a path, 'best', 'last' and 'auto'."
         )
     path = str(ckpt_path)
     if not path:

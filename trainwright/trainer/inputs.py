@@ -10,6 +10,7 @@ from torch import nn
 
 from trainwright.arguments import foreign_hint
 from trainwright.data.combined_loader import CombinedLoader, is_collection
+from trainwright.errors import a_type_of
 from trainwright.module import Module, is_overridden
 from trainwright.paths import absolute
 from trainwright.precision import Precision
@@ -66,7 +67,7 @@ def check_module(module: Any, needed: list[str], call: str) -> None:
         hint = " Subclass trainwright.Module, or use trainwright.Accelerator in your own loop."
         hint = foreign_hint(module) or (hint if isinstance(module, nn.Module) else "")
         raise TypeError(
-            f"trainer.{call} was given a {type(module).__name__}; accepted is an instance of trainwright.Module.{hint}"
+            f"trainer.{call} was given {a_type_of(module)}; accepted is an instance of trainwright.Module.{hint}"
         )
     check_replaced_hooks(module)
     missing = [name for name in needed if not is_overridden(name, module, Module)]
@@ -90,14 +91,14 @@ def check_loader(loader: Any, argument: str, call: str, hook: str, is_read_once:
         )
     if isinstance(loader, str) or not isinstance(loader, Iterable):  # a str is iterable
         raise TypeError(
-            f"{argument} is a {type(loader).__name__}; accepted are a torch DataLoader, an iterable of batches, and several of "
+            f"{argument} is {a_type_of(loader)}; accepted are a torch DataLoader, an iterable of batches, and several of "
             f"them in a list, a dict or a CombinedLoader.{foreign_hint(loader)}"
         )
     once = iterators_of(loader)
     if once and not is_read_once:
         limit = {"train": "limit_train_batches", "val": "limit_val_batches"}.get(hook.partition("_")[0])
         raise TypeError(
-            f"{argument} is or holds a {type(once[0]).__name__}, which can be read only once, and this run may read it more "
+            f"{argument} is or holds {a_type_of(once[0])}, which can be read only once, and this run may read it more "
             f"often; pass a list, a DataLoader, or an object whose __iter__ starts again. With {limit}=<a number> each pass "
             "takes the next batches of it; max_epochs=1 reads training data once, and without val_check_interval validation "
             "data too."
@@ -123,10 +124,10 @@ def choose_precision(precision: Any, plugins: Any) -> Any:
         if isinstance(plugin, str) and plugin in {*STRATEGIES, *VARIANTS}:
             raise ValueError(f"plugins={plugin!r} names a strategy; pass strategy={plugin!r} instead.")
         if isinstance(plugin, Strategy):
-            raise ValueError(f"plugins= holds a {type(plugin).__name__}; pass it as strategy=.")
+            raise ValueError(f"plugins= holds {a_type_of(plugin)}; pass it as strategy=.")
         if not isinstance(plugin, Precision):
             raise TypeError(
-                f"plugins= holds {plugin!r}, a {type(plugin).__name__}; accepted is a Precision. Pass a strategy as strategy=. "
+                f"plugins= holds {plugin!r}, {a_type_of(plugin)}; accepted is a Precision. Pass a strategy as strategy=. "
                 "Leave out environments, checkpoint IO and layer synchronisation: a job is detected, checkpoints have one "
                 f"format, and sync_batchnorm=True synchronises.{foreign_hint(plugin)}"
             )
@@ -142,7 +143,7 @@ def choose_root(default_root_dir: Any) -> str:
     """Return the absolute folder of a Trainer's files; TypeError unless it is a path or None."""
     if not isinstance(default_root_dir, (str, os.PathLike, type(None))):
         raise TypeError(
-            f"default_root_dir={default_root_dir!r} is a {type(default_root_dir).__name__}; accepted are a path, an fsspec URL "
+            f"default_root_dir={default_root_dir!r} is {a_type_of(default_root_dir)}; accepted are a path, an fsspec URL "
             "and None for the working directory."
         )
     return absolute("." if default_root_dir is None else default_root_dir)

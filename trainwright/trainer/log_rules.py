@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from trainwright.errors import a_type_of
+
 
 class LogRule(NamedTuple):
     on_step: bool
@@ -78,7 +80,7 @@ class LogSettings(NamedTuple):
 
 def check_name(name: object) -> None:
     if not isinstance(name, str):
-        raise TypeError(f"a metric's name is a str; self.log got {name!r}, a {type(name).__name__}. Use str(...).")
+        raise TypeError(f"a metric's name is a str; self.log got {name!r}, {a_type_of(name)}. Use str(...).")
 
 
 def choose_levels(name: str, hook: str, settings: LogSettings) -> tuple[bool, bool]:
@@ -144,7 +146,7 @@ def check_batch_size(name: str, batch_size: Any) -> float:
         size = float(batch_size)
     except (TypeError, ValueError):
         raise TypeError(
-            f"self.log({name!r}, ...) got batch_size={batch_size!r}, a {type(batch_size).__name__}; accepted is a positive "
+            f"self.log({name!r}, ...) got batch_size={batch_size!r}, {a_type_of(batch_size)}; accepted is a positive "
             "number."
         ) from None
     if not 0 < size < float("inf"):

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from trainwright.checkpoint.foreign_formats import is_plain
+from trainwright.errors import a_type_of
 from trainwright.rank_zero import rank_zero_warn
 from trainwright.trainer.logged_value import Key, Reduced
 from trainwright.value_kinds import is_collection, is_metric
@@ -99,7 +100,7 @@ def states_of_metrics(module: nn.Module, paths: Iterable[str]) -> dict[str, Any]
         elif not metric.__dict__.get("_has_warned_of_its_state"):
             metric.__dict__["_has_warned_of_its_state"] = True
             rank_zero_warn(
-                f"the state of the metric {path!r}, a {type(metric).__name__}, is not plain data, so checkpoints leave it "
+                f"the state of the metric {path!r}, {a_type_of(metric)}, is not plain data, so checkpoints leave it "
                 "out: a run that resumes within an epoch resets it.",
                 stacklevel=2,
             )
@@ -154,7 +155,7 @@ def _numbers(key: Key, value: Any) -> Reduced:
     numbers = {str(name): number for name, each in parts.items() if (number := _number(each)) is not None}
     if numbers and len(numbers) == len(parts):
         return numbers
-    kind = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+    kind = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else a_type_of(value)
     raise ValueError(
         f"the metric logged as {key.base_name!r} computes {kind}; accepted are one number, a vector of numbers (logged as "
         f"{key.base_name}_0, ...) and a dict of numbers (logged as {key.base_name}_key). Log the rest under other names."

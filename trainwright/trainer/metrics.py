@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from trainwright.callers import warn
+from trainwright.errors import a_type_of
 from trainwright.rank_zero import rank_zero_warn
 from trainwright.trainer.log_rules import (
     LogSettings,
@@ -147,7 +148,7 @@ class MetricCollector:
             return
         else:
             raise TypeError(
-                f"self.log({name!r}, ...) got a {type(value).__name__}; accepted are a number, a tensor of one element, a "
+                f"self.log({name!r}, ...) got {a_type_of(value)}; accepted are a number, a tensor of one element, a "
                 "torchmetrics Metric, or a flat dict of these."
             )
         logged.show(value.clone() if logged.enable_graph and isinstance(value, Tensor) else number)
@@ -284,7 +285,7 @@ class MetricCollector:
                     f"the tensors of this batch have leading sizes {sizes}; the epoch mean of {name!r} is weighted by "
                     f"{sizes[-1]}."
                     if sizes
-                    else f"found no tensor in this batch (a {type(batch).__name__}), so the epoch mean of {name!r} weights "
+                    else f"found no tensor in this batch ({a_type_of(batch)}), so the epoch mean of {name!r} weights "
                     "every batch equally."
                 )
                 warn(f"{problem} Pass batch_size= to self.log to set the batch size.", stacklevel=4)

@@ -13,6 +13,7 @@ from trainwright.data.transfer import map_tensors
 from trainwright.engine.gradients import clear_gradients
 from trainwright.engine.optimizers import SchedulerConfig, may_use_closure, needs_closure
 from trainwright.engine.window import in_float32
+from trainwright.errors import a_type_of
 from trainwright.rank_zero import rank_zero_warn
 from trainwright.strategies.base import Clipping, parameters_of
 from trainwright.trainer.training_run import TrainingRun
@@ -36,11 +37,11 @@ def read_loss(outputs: Any, world_size: int) -> Tensor | None:
             f"training_step returned None on one of {world_size} ranks, which skips the batch there alone; return a loss on "
             "every rank (0.0 * the loss, to let it count for nothing)."
         )
-    given = f"a {type(outputs).__name__}"
+    given = a_type_of(outputs)
     if isinstance(outputs, dict):
         given = f"a dict with the keys {', '.join(map(repr, outputs)) or 'none'}"
         if "loss" in outputs:
-            given = f"a dict whose 'loss' is a {type(outputs['loss']).__name__}"
+            given = f"a dict whose 'loss' is {a_type_of(outputs['loss'])}"
     raise TypeError(
         f"training_step returned {given}; accepted are a loss tensor, a dict with one under 'loss', or None to "
         "skip the batch."

@@ -22,6 +22,7 @@ from trainwright.devices import cuda
 from trainwright.distributed.environment import Environment, prepare_deterministic
 from trainwright.engine.command_line import fill_accumulation
 from trainwright.engine.engine import Engine
+from trainwright.errors import a_type_of
 from trainwright.loggers.base import Logger, SilentLogger
 from trainwright.loggers.csv import CSVLogger
 from trainwright.loggers.folder import FolderLogger
@@ -59,7 +60,7 @@ def arranged_callbacks(
     """
     if isinstance(callbacks, str) or not (callbacks is None or isinstance(callbacks, (Callback, type, Iterable))):
         raise TypeError(
-            f"callbacks={callbacks!r} is a {type(callbacks).__name__}; accepted are a Callback or a list of them."
+            f"callbacks={callbacks!r} is {a_type_of(callbacks)}; accepted are a Callback or a list of them."
             f"{foreign_hint(callbacks)}"
         )
     given = _as_callbacks([callbacks] if isinstance(callbacks, type) else callbacks, "callbacks= holds")
@@ -71,7 +72,7 @@ def arranged_callbacks(
         )
     if settings.enable_progress_bar is False and (bars := [each for each in given if isinstance(each, ProgressBar)]):
         raise ValueError(
-            f"enable_progress_bar=False, but callbacks= holds a {type(bars[0]).__name__}; leave out one of the two."
+            f"enable_progress_bar=False, but callbacks= holds {a_type_of(bars[0])}; leave out one of the two."
         )
     if settings.enable_report is False and any(isinstance(each, RunReport) for each in given):
         raise ValueError("enable_report=False, but callbacks= holds a RunReport; leave out one of the two.")
@@ -117,7 +118,7 @@ def _as_callbacks(given: Any, origin: str) -> list[Callback]:
     for each in callbacks:
         if not isinstance(each, Callback):
             raise TypeError(
-                f"{origin} {each!r}, a {type(each).__name__}; accepted are instances of trainwright.Callback."
+                f"{origin} {each!r}, {a_type_of(each)}; accepted are instances of trainwright.Callback."
                 f"{foreign_hint(each)}"
             )
     return callbacks
@@ -149,14 +150,14 @@ def arranged_loggers(logger: Any, root: str, settings: Settings) -> list[Logger]
         return []
     if isinstance(logger, str) or not (logger is None or isinstance(logger, (bool, Logger, Iterable))):
         raise TypeError(
-            f"logger={logger!r} is a {type(logger).__name__}; accepted are True, False or Logger instances, such as "
+            f"logger={logger!r} is {a_type_of(logger)}; accepted are True, False or Logger instances, such as "
             f"CSVLogger(...) and TensorBoardLogger(...).{foreign_hint(logger)}"
         )
     loggers = [logger] if isinstance(logger, Logger) else list(logger) if isinstance(logger, Iterable) else []
     for each in loggers:
         if not isinstance(each, Logger):
             raise TypeError(
-                f"logger= holds {each!r}, a {type(each).__name__}; accepted are True, False or Logger instances."
+                f"logger= holds {each!r}, {a_type_of(each)}; accepted are True, False or Logger instances."
                 f"{foreign_hint(each)}"
             )
     if settings.fast_dev_run:

@@ -11,6 +11,7 @@ from trainwright.data.loaders import ShardedLoader
 from trainwright.data.source_state import SPACING
 from trainwright.data.stateful_iterable import ONCE
 from trainwright.engine.engine import Engine
+from trainwright.errors import a_type_of
 from trainwright.rank_zero import rank_zero_warn
 from trainwright.trainer.inputs import iterators_of
 from trainwright.trainer.oversights import warn_of_dropped_samples
@@ -184,7 +185,7 @@ class TrainData:
         once = iterators_of(self._users) if self._state.epoch else []
         if once:
             rank_zero_warn(
-                f"the run continues in epoch {self._state.epoch}, and reads a {type(once[0]).__name__} from its start as if "
+                f"the run continues in epoch {self._state.epoch}, and reads {a_type_of(once[0])} from its start as if "
                 "that were this epoch's: an iterator cannot say what earlier epochs have read. Pass one that begins there, or "
                 "an object whose __iter__ starts again.",
                 stacklevel=2,
