@@ -81,7 +81,7 @@ def test_the_wheel_holds_the_package_alone(wheel: Path) -> None:
 def test_the_wheel_trains_in_a_clean_environment(wheel: Path, tmp_path: Path) -> None:
     run(sys.executable, "-m", "venv", tmp_path / "venv", folder=tmp_path)
     python = tmp_path / "venv/bin/python"
-    run(python, "-m", "pip", "install", "-q", "-c", ROOT / "constraints.txt", wheel, folder=tmp_path)
+    run(python, "-m", "pip", "install", "-q", "--no-compile", "-c", ROOT / "constraints.txt", wheel, folder=tmp_path)
     # -I: neither PYTHONPATH nor the working directory, so what is imported is what was installed.
     where = run(python, "-I", "-c", "import trainwright; print(trainwright.__file__)", folder=tmp_path)
     assert Path(where.strip()).is_relative_to(tmp_path / "venv")
