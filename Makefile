@@ -61,9 +61,10 @@ SHARED_OUT := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 # None of these tests are in the fast sets, and their imports take seconds.
 QUICK := --ignore tests/programs --ignore tests/device
-# The folders of the fast tests are in memory, if it has 2 GiB for them: on a disk they would spend a tenth of their time on making files.
+# The folders of the fast tests are in memory, if it has 2 GiB for them and lets programs run there, as that of a Docker container does
+# not: on a disk they would spend a tenth of their time on making files.
 IN_MEMORY := $(shell test "$$(df --output=avail /dev/shm 2> /dev/null | tail -n 1)" -gt 2000000 2> /dev/null && test -w /dev/shm \
-	&& echo PYTEST_DEBUG_TEMPROOT=/dev/shm)
+	&& ! grep -qs ' /dev/shm [^ ]* [^ ]*noexec' /proc/mounts && echo PYTEST_DEBUG_TEMPROOT=/dev/shm)
 
 ON_SIMULATED := PYTHONPATH=$(CURDIR)/tests/simulated_device $(BIN)/python -m pytest
 

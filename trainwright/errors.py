@@ -76,5 +76,10 @@ class RunStopped(SystemExit):
 
 def a_type_of(value: object) -> str:
     """Return the name of a value's type with its article, for the text of an error: "an int", "a Tensor"."""
-    name = type(value).__name__
-    return f"{'an' if name[0] in 'AEIOaeio' else 'a'} {name}"
+    return with_article(type(value).__name__)
+
+
+def with_article(name: str) -> str:
+    """Return the name of a type with its article."""
+    is_vowel = name.startswith(tuple("AEIOaeio")) and not name.startswith("One")  # a OneCycleLR
+    return f"{'an' if is_vowel else 'a'} {name}"

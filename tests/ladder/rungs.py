@@ -40,7 +40,9 @@ def record(**changes: Any) -> RunRecord:
 
 def attempt(name: str, state: Any = "finished", reason: str = "", **changes: Any) -> Attempt:
     of_rung = {
-        key: changes.pop(key) for key in ("devices", "strategy", "precision", "compile", "seed") if key in changes
+        key: changes.pop(key)
+        for key in ("accelerator", "devices", "strategy", "precision", "compile", "seed")
+        if key in changes
     }
     printed = changes.pop("printed", {})
     if name != "unchanged":

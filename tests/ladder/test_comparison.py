@@ -193,6 +193,13 @@ def test_the_lines_of_an_accelerator() -> None:
         '    tw.Accelerator(devices=2, strategy="fsdp", mixed_precision="bf16", dynamo_backend="inductor")',
         "    trainwright launch --devices 2 'my train.py' --lr 1",
     ]
+    on_cpu = Comparison(
+        [result("unchanged"), result("fsdp", samples_per_second=200.0, accelerator="cpu", **faster)], None
+    )
+    assert list(choice_lines(on_cpu, ["train.py"]))[1:3] == [
+        '    tw.Accelerator(accelerator="cpu", devices=2, strategy="fsdp", mixed_precision="bf16", dynamo_backend="inductor")',
+        "    trainwright launch --cpu --devices 2 train.py",
+    ]
     record = comparison.results[1].attempts[0].record
     assert record is not None
     record.replaced["precision"] = ("None", "'bf16-mixed'")
@@ -317,6 +324,10 @@ OUTPUTS = {
     "usage: a.py\na.py: error: unrecognized arguments: --lr\n": (2, "a.py: error: unrecognized arguments: --lr"),
     "epoch 1\repoch 2\r": (-9, "killed by SIGKILL, on Linux often by the out-of-memory killer"),
     "": (3, "it printed nothing"),
+    "the accuracy is too low\n-----\n": (3, "the accuracy is too low"),
+    f"{HEAD}\nOSError: x\nException ignored in: <function A.__del__>\n{HEAD}\nTypeError: y\n": (1, "OSError: x"),
+    f"no data\nException ignored in atexit callback: <function late>\n{HEAD}\nTypeError: y\n": (1, "no data"),
+    "Exception ignored in: <stdout>\nBrokenPipeError: the pipe\n": (120, "BrokenPipeError: the pipe"),
 }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 from pathlib import Path
 from typing import Any
 
@@ -126,6 +127,45 @@ def test_a_fit_within_a_fit_is_not_recorded(monkeypatch: pytest.MonkeyPatch, tmp
     assert [step for step, _ in record.points] == [1, 2, 3, 4, 5, 6]
     assert record.steps == 6
     assert record.metrics["validation"]["count"] == 8
+
+
+class Probing(tw.Callback):
+    """Trains another model after each epoch, in a loop."""
+
+    def on_train_epoch_end(self, trainer: tw.Trainer, module: tw.Module) -> None:
+        train_loop()
+
+
+def test_a_loop_within_a_fit_is_not_recorded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    set_rung(monkeypatch, tmp_path / "rung", steps=3)  # fewer than the loop makes
+    trainer = tw.Trainer(max_epochs=3, callbacks=Probing(), **QUIET)
+    trainer.fit(Classifier(), make_loader(8))
+    record = RunRecord.read(tmp_path / "rung")
+    assert record is not None
+    assert (record.owner, record.steps, record.is_cut) == ("Trainer", 3, False)
+    assert [step for step, _ in record.points] == [1, 2, 3]
+    assert record.samples_per_second is not None
+
+
+def train_loop() -> None:
+    accelerator = tw.Accelerator(accelerator=ACCELERATOR)
+    net = make_net()
+    net, optimizer, loader = accelerator.prepare(net, torch.optim.SGD(net.parameters(), 0.1), make_loader(16))
+    for batch in loader:
+        accelerator.backward(loss_of(net, batch))
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.host
+def test_a_loop_of_a_forked_process_is_recorded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    set_rung(monkeypatch, tmp_path / "rung")
+    process = multiprocessing.get_context("fork").Process(target=train_loop)
+    process.start()
+    process.join()
+    record = RunRecord.read(tmp_path / "rung")
+    assert record is not None
+    assert (process.exitcode, record.owner, record.steps) == (0, "Accelerator", 4)
 
 
 class Failing(Classifier):

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from trainwright.checkpoint.tensors import RankPart
-from trainwright.errors import CheckpointError, a_type_of
+from trainwright.errors import CheckpointError, a_type_of, with_article
 
 MAX_DEPTH = 64
 ACCEPTED = (
@@ -158,7 +158,8 @@ class _Encoder:
             )
         kind = type(value)
         parted = " Of a sharded one that is its full_tensor()." if kind.__qualname__ == "DTensor" else ""
-        raise TypeError(f"{path} is a {kind.__module__}.{kind.__qualname__}; accepted are {ACCEPTED}.{parted}")
+        named = with_article(f"{kind.__module__}.{kind.__qualname__}")
+        raise TypeError(f"{path} is {named}; accepted are {ACCEPTED}.{parted}")
 
     def _numpy(self, value: Any, path: str) -> Any:
         import numpy
@@ -243,7 +244,7 @@ def _are_plain_integers(values: Sequence[Any]) -> bool:
 
 def _expect(value: Any, kind: type[Any], length: int | None = None) -> Any:
     if type(value) is not kind or (length is not None and len(value) != length):
-        raise ValueError(f"found {a_type_of(value)} where a {kind.__name__} was expected")
+        raise ValueError(f"found {a_type_of(value)} where {with_article(kind.__name__)} was expected")
     return value
 
 

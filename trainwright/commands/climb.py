@@ -103,7 +103,9 @@ def _why_empty(record: RunRecord | None) -> str:
     if record is None:
         return "the script made neither a Trainer nor an Accelerator of trainwright, so no setting of it can be changed"
     if not record.points:
-        return f"its {record.owner} made no optimizer step, so there is nothing to compare"
+        is_loop = record.owner == "Accelerator"
+        unseen = ", or the script ended by os._exit, which leaves no time to record a loop" if is_loop else ""
+        return f"its {record.owner} made no optimizer step, so there is nothing to compare{unseen}"
     return ""
 
 

@@ -169,7 +169,8 @@ def choice_lines(comparison: Comparison, command: Sequence[str]) -> Iterator[str
     yield f"    {_code(chosen, record.owner)}"
     devices = chosen.rung.devices or 1
     if record.owner == "Accelerator" and devices > 1:
-        yield f"    trainwright launch --devices {devices} {shlex.join(with_seed(command, chosen.rung.seed))}"
+        on_cpu = "--cpu " if chosen.rung.accelerator == "cpu" else ""
+        yield f"    trainwright launch {on_cpu}--devices {devices} {shlex.join(with_seed(command, chosen.rung.seed))}"
     own, before = comparison.seconds_to_common(chosen), comparison.seconds_to_common(first)
     # A step has a batch for each device.
     if own is not None and before is not None and own.mean > devices * before.mean:
@@ -198,7 +199,7 @@ def _about(comparison: Comparison, chosen: Result) -> str:
 
 def _code(result: Result, owner: str) -> str:
     rung = result.rung
-    arguments: dict[str, Any] = {"devices": rung.devices, "strategy": rung.strategy}
+    arguments: dict[str, Any] = {"accelerator": rung.accelerator, "devices": rung.devices, "strategy": rung.strategy}
     if owner == "Accelerator":
         word = next((word for word, name in MIXED.items() if name == rung.precision), None)
         arguments |= {"mixed_precision": word} if word is not None else {"precision": rung.precision}

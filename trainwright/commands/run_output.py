@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import signal
+from collections.abc import Iterable, Iterator
 
 from trainwright.distributed.failures import shortened
 
@@ -11,6 +12,8 @@ _FIRST_FAILURE = re.compile(r"trainwright: rank \d+ of \d+.*? failed first \((?P
 _TRACEBACK = "Traceback (most recent call last)"
 _ERROR = re.compile(r"(?:[\w.]+\.)?\w*(?:Error|Exception|Interrupt|Warning|Exit)\b.*")
 _RANK_PREFIX = re.compile(r"\[rank\d+\]:? ?")
+_IGNORED = "Exception ignored"
+"""How Python begins what it prints of an error that ends nothing, as one of a finalizer at exit."""
 
 
 def lines_of(output: str) -> list[str]:
@@ -26,6 +29,7 @@ def reason_of(output: str, code: int) -> str:
             if not found["summary"].startswith("exit code"):
                 return shortened(found["summary"])
             break
+    lines = list(_without_ignored(lines)) or lines
     starts = [number for number, line in enumerate(lines) if line.startswith(_TRACEBACK)]
     after = lines[starts[-1] + 1 :] if starts else []
     error = next((line for line in after if not line[0].isspace()), None)
@@ -34,7 +38,20 @@ def reason_of(output: str, code: int) -> str:
     if error is None and code < 0:
         hint = ", on Linux often by the out-of-memory killer" if -code == signal.SIGKILL else ""
         return f"killed by {_signal_name(-code)}{hint}"
-    return shortened(error or (lines[-1].strip() if lines else "it printed nothing"))
+    last = next((line for line in reversed(lines) if any(map(str.isalnum, line))), "it printed nothing")  # not a rule
+    return shortened(error or last.strip())
+
+
+def _without_ignored(lines: Iterable[str]) -> Iterator[str]:
+    """Yield the lines of an output, without the errors that Python has ignored and their tracebacks."""
+    is_ignored = False
+    for line in lines:
+        if line.startswith(_IGNORED):
+            is_ignored = True
+        elif not is_ignored:
+            yield line
+        elif not line[0].isspace() and not line.startswith(_TRACEBACK):
+            is_ignored = False  # after its last line, the error itself
 
 
 def _signal_name(number: int) -> str:

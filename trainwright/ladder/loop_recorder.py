@@ -26,13 +26,18 @@ class LoopRecorder:
         """Of the latest batch."""
         self._is_waiting = self._has_trained = self._has_batches = self._has_begun = False
         """Whether the latest batch was not trained yet; whether one was since the latest step, or ever; the clock runs."""
+        self._is_within = False
+        """Whether the loop is part of a Trainer's fit, of which it takes time but makes no step."""
         recording.note_made("Accelerator")
 
     def begin(self, strategy: Strategy) -> None:
         """Begin the clock, when the loop's first objects are prepared."""
         if not self._has_begun:
-            self._has_begun = True
-            self._recording.begin("Accelerator", strategy)
+            self._has_begun, self._is_within = True, self._recording.is_fitting
+            if self._is_within:
+                self._recording.note_pause()
+            else:
+                self._recording.begin("Accelerator", strategy)
 
     def note_pass(self) -> None:
         """Note that a pass over a loader begins: an evaluation, or the next epoch."""
@@ -43,12 +48,14 @@ class LoopRecorder:
 
     def note_training(self) -> None:
         """Note a backward, the first of which trains the latest batch."""
-        if self._is_waiting:
+        if self._is_waiting and not self._is_within:
             self._is_waiting, self._has_trained, self._has_batches = False, True, True
             self._recording.note_batch(self._samples)
 
     def note_step(self, count: int) -> None:
         """Note the step of an optimizer; SystemExit once there are as many as the rung makes, also if the loop catches it."""
+        if self._is_within:
+            return
         if self._recording.is_cut:
             raise SystemExit(0)
         if self._has_trained or not self._has_batches:
@@ -63,4 +70,5 @@ class LoopRecorder:
             self._recording.cut()
 
     def note_resumed(self, count: int) -> None:
-        self._recording.note_resumed(f"step {count}")
+        if not self._is_within:
+            self._recording.note_resumed(f"step {count}")

@@ -5,10 +5,12 @@ from __future__ import annotations
 import atexit
 import functools
 import json
+import multiprocessing
 import os
 import sys
 from collections.abc import Mapping
 from itertools import pairwise
+from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -75,7 +77,7 @@ class Recording:
         if self._clock is not None:
             self.end(at_latest_step=True)
         elif not self._points:
-            atexit.register(self.write)  # a loop does not say when it ends
+            self._write_at_exit()  # a loop does not say when it ends
         self._owner, self._device = owner, strategy.device
         self._facts = {
             "strategy": strategy.name,
@@ -85,6 +87,12 @@ class Recording:
         }
         self._clock, self._is_steady = StepClock(strategy.device), False
         self._samples, self._batches = 0.0, 0
+
+    def _write_at_exit(self) -> None:
+        if multiprocessing.parent_process() is None:
+            atexit.register(self.write)
+        else:  # a process that multiprocessing has forked ends without atexit before Python 3.13
+            Finalize(None, self.write, exitpriority=0)
 
     @property
     def is_running(self) -> bool:

@@ -53,7 +53,9 @@ class FolderLogger(Logger):
     ) -> None:
         own = type(self).__name__
         if not isinstance(save_dir, (str, os.PathLike, type(None))):
-            raise TypeError(f"{own}(save_dir={save_dir!r}) is {a_type_of(save_dir)}; accepted are a path, a URL or None.")
+            raise TypeError(
+                f"{own}(save_dir={save_dir!r}) is {a_type_of(save_dir)}; accepted are a path, a URL or None."
+            )
         if version is not None and (isinstance(version, bool) or not isinstance(version, (int, str))):
             raise TypeError(f"{own}(version={version!r}) is {a_type_of(version)}; accepted are int, str or None.")
         self.save_dir: str = absolute(save_dir or ".")

@@ -40,10 +40,13 @@ class SavedStates:
     def register(self, objects: tuple[Any, ...]) -> None:
         """Keep the state of these objects in checkpoints, too; see `Accelerator.register_for_checkpointing`."""
         for each in objects:
-            kind = type(each).__name__
             lacking = [name for name in ("state_dict", "load_state_dict") if not callable(getattr(each, name, None))]
             if lacking or isinstance(each, type):
-                what = f"the class {each.__name__}" if isinstance(each, type) else f"a {kind} without {lacking[0]}"
+                what = (
+                    f"the class {each.__name__}"
+                    if isinstance(each, type)
+                    else f"{a_type_of(each)} without {lacking[0]}"
+                )
                 raise TypeError(
                     f"register_for_checkpointing was given {what}; accepted are objects with state_dict and load_state_dict."
                 )
@@ -51,7 +54,7 @@ class SavedStates:
                 state = each.state_dict()
             except Exception:  # it may not be ready yet; a save reports what is wrong
                 continue
-            encode_state(state, f"the state_dict of {kind}")
+            encode_state(state, f"the state_dict of {type(each).__name__}")
         for each in objects:
             if all(each is not one for one in self._objects):
                 self._objects.append(each)
