@@ -371,8 +371,8 @@ PACKAGE_LINES = [
         "error texts name a type with its article; the ladder leaves a fit within a fit out and uses the config's cpu",
     ),
     (
-        43,
-        "the ladder leaves a loop within a fit out, records loops of forked processes and skips errors that Python ignored",
+        61,
+        "the ladder leaves a loop within a fit out, keeps records of spawned processes and skips errors that Python ignored",
     ),
 ]
 """Lines of the package: what is added to it, or taken off, with the reason. The sum is the limit."""

@@ -115,7 +115,9 @@ class Fitting(tw.Callback):
     """Trains another model after each epoch."""
 
     def on_train_epoch_end(self, trainer: tw.Trainer, module: tw.Module) -> None:
-        tw.Trainer(max_epochs=1, **QUIET).fit(Classifier(), make_loader(12), make_loader(4))
+        inner = tw.Trainer(max_epochs=1, **QUIET)
+        inner.fit(Classifier(), make_loader(12), make_loader(4))
+        inner.test(dataloaders=make_loader(4), verbose=False)
 
 
 def test_a_fit_within_a_fit_is_not_recorded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -126,6 +128,7 @@ def test_a_fit_within_a_fit_is_not_recorded(monkeypatch: pytest.MonkeyPatch, tmp
     assert record is not None
     assert [step for step, _ in record.points] == [1, 2, 3, 4, 5, 6]
     assert record.steps == 6
+    assert record.metrics.keys() == {"validation"}
     assert record.metrics["validation"]["count"] == 8
 
 
@@ -166,6 +169,27 @@ def test_a_loop_of_a_forked_process_is_recorded(monkeypatch: pytest.MonkeyPatch,
     record = RunRecord.read(tmp_path / "rung")
     assert record is not None
     assert (process.exitcode, record.owner, record.steps) == (0, "Accelerator", 4)
+
+
+def fit_alone() -> None:
+    tw.Trainer(max_epochs=1, **QUIET).fit(Classifier(), make_loader(16))
+
+
+def evaluate_alone() -> None:
+    tw.Trainer(**QUIET).test(Classifier(), make_loader(8), verbose=False)
+
+
+@pytest.mark.host
+def test_a_test_in_another_process_keeps_the_record_of_the_fit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    set_rung(monkeypatch, tmp_path / "rung")
+    for target in (fit_alone, evaluate_alone):  # as strategy="ddp_spawn" does
+        process = multiprocessing.get_context("fork").Process(target=target)
+        process.start()
+        process.join()
+    record = RunRecord.read(tmp_path / "rung")
+    assert record is not None
+    assert (record.steps, len(record.points)) == (4, 4)
+    assert record.metrics["test"]["count"] == 8
 
 
 class Failing(Classifier):

@@ -33,7 +33,8 @@ class RungRecorder(Callback):
         return found
 
     def setup(self, trainer: Trainer, module: Module, stage: str) -> None:
-        self._is_within = stage == "fit" and self._recording.is_fitting
+        # The tests of a Trainer that has fitted within a fit are no more of the script's own.
+        self._is_within = self._recording.is_fitting and (stage == "fit" or self._is_within)
         if self._is_within:
             self._recording.note_pause()
         elif stage == "fit":
@@ -65,7 +66,8 @@ class RungRecorder(Callback):
             self._recording.note_metrics("validation", trainer.callback_metrics)
 
     def on_test_end(self, trainer: Trainer, module: Module) -> None:
-        self._recording.note_metrics("test", trainer.callback_metrics)
+        if not self._is_within:
+            self._recording.note_metrics("test", trainer.callback_metrics)
 
     def on_fit_end(self, trainer: Trainer, module: Module) -> None:
         if not self._is_within:

@@ -194,9 +194,21 @@ class Recording:
             "is_cut": self._is_cut,
             "facts": self._facts,
         }
+        if not self._points:
+            record = self._with_earlier(record)
         temporary = self._path.with_suffix(f".{os.getpid()}.tmp")
         temporary.write_text(json.dumps(record), encoding="utf-8")
         temporary.replace(self._path)
+
+    def _with_earlier(self, record: dict[str, Any]) -> dict[str, Any]:
+        """Return a record without steps as part of that of another process, if a run spawns some for each call."""
+        try:
+            earlier = json.loads(self._path.read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return record
+        if not earlier["points"]:
+            return record
+        return {**earlier, **{name: {**earlier[name], **record[name]} for name in ("metrics", "logged", "replaced")}}
 
     @property
     def _path(self) -> Path:
