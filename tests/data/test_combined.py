@@ -114,7 +114,7 @@ def test_the_modes_as_a_user_iterates_them() -> None:
     assert [batch for batch, _, _ in endless] == [[0, 1], [1, 2]]
     with pytest.raises(TypeError, match="no len"):
         len(endless)
-    with pytest.raises(RuntimeError, match="gave no batch when it was restarted"):
+    with pytest.raises(RuntimeError, match="yielded no batches when it was restarted"):
         list(CombinedLoader([[1, 2], []], "max_size_cycle"))
 
 

@@ -268,7 +268,7 @@ def test_bad_arguments(tmp_path: Path) -> None:
         loop.accelerator.load_state(path, strickt=False)
     for wrong, match in (
         ({"total_limit": 0}, "total_limit=0"),
-        ({"iteration": -1}, "from 0"),
+        ({"iteration": -1}, "at least 0"),
         ({"total_limit": True}, "True"),
     ):
         with pytest.raises(ValueError, match=match):
@@ -279,7 +279,7 @@ def test_bad_arguments(tmp_path: Path) -> None:
         tw.Accelerator(cpu=ON_HOST, project_config=tw.ProjectConfiguration(automatic_checkpoint_naming=True))
     with pytest.raises(ValueError, match="were both given; pass one folder"):
         tw.Accelerator(cpu=ON_HOST, project_dir="a", project_config=tw.ProjectConfiguration("b"))
-    with pytest.raises(TypeError, match="accepted is a ProjectConfiguration"):
+    with pytest.raises(TypeError, match="expected a ProjectConfiguration"):
         tw.Accelerator(cpu=ON_HOST, project_config="runs")  # type: ignore[arg-type]
 
 
@@ -427,7 +427,7 @@ def test_a_failing_hook_leaves_nothing(tmp_path: Path) -> None:
 
     for hook, match in (
         (fail, "a hook of save_state failed: OSError: the hook's disk"),
-        (link, "accepted are plain files"),
+        (link, "expected plain files"),
     ):
         handle = loop.accelerator.register_save_state_pre_hook(hook)
         with pytest.raises(tw.CheckpointError, match=match):

@@ -39,7 +39,7 @@ def check_choices(mode: Any, save_last: Any, save_top_k: Any, filename: Any, mon
         raise ValueError(f"save_last={save_last!r} is not accepted; choose from True, False, None, 'link'.")
     for name, text in (("filename", filename), ("monitor", monitor)):
         if text is not None and not isinstance(text, str):
-            raise TypeError(f"{name}={text!r} is {a_type_of(text)}; accepted are a str and None.")
+            raise TypeError(f"{name}={text!r} is {a_type_of(text)}; expected a str or None.")
     if isinstance(save_top_k, bool) or not isinstance(save_top_k, int) or save_top_k < -1:
         raise ValueError(f"save_top_k={save_top_k!r} is not accepted; pass a number of checkpoints, or -1 for all.")
     if monitor is None and save_top_k > 1:
@@ -53,7 +53,7 @@ def checked_intervals(steps: Any, interval: Any, epochs: Any) -> tuple[int, floa
     """Return the steps (0 for off), the seconds (None) and the epochs (0) between two saves; each epoch's by default."""
     for name, value in (("every_n_train_steps", steps), ("every_n_epochs", epochs)):
         if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
-            raise TypeError(f"{name}={value!r} is not a whole number; pass 0 (off) or more.")
+            raise TypeError(f"{name}={value!r} is not an integer; pass 0 (off) or more.")
         if value is not None and value < 0:
             raise ValueError(f"{name}={value} is below 0; pass 0 (off) or more.")
     if bool(steps) + bool(epochs) + (interval is not None) > 1:

@@ -68,7 +68,7 @@ class ModelCheckpoint(Checkpoint):
             symbolic links do not exist, that is a directory with a pointer. Every ckpt_path takes it.
         save_top_k: how many to keep: -1 for all, 0 for none; without monitor -1, 0 or 1.
         save_on_exception: save `exception-epoch=..-step=..` when an exception ends the run, if it can be resumed exactly from
-            there, and else print why it cannot. It can on one process (a save needs all ranks) between two batches: while the
+            there; otherwise print why not. It can be on one process (a save needs all ranks) between two batches: while the
             next one is loaded, in a validation within an epoch until its metrics are known, or in the hooks of an epoch's
             start. A first Ctrl-C or another signal raises nothing in the run: it is saved as `stop-step=..` without this.
         save_weights_only: leave out optimizers and counters; no run can resume from such a checkpoint. If a killed run wrote

@@ -237,7 +237,7 @@ def _is_computed_with(value: Any) -> bool:
 def with_dtypes_of(
     names: Mapping[Tensor, str], entries: Mapping[str, TensorEntry], model: Mapping[str, TensorEntry]
 ) -> dict[str, TensorEntry]:
-    """Return entries with state that had its parameter's dtype in the present one, for a resume in another precision."""
+    """Return entries with state that had its parameter's dtype in the present one, for a resume in a different precision."""
     present = {name: parameter.dtype for parameter, name in names.items()}
 
     def converted(name: str, entry: TensorEntry) -> TensorEntry:

@@ -22,7 +22,7 @@ from trainwright.launch.processes import GRACE_VARIABLE, launcher_command
 from trainwright.rung import Rung
 
 LEAVE_SECONDS = 10
-"""How long a run that is ended has to leave by itself, before it is killed."""
+"""How long a run that is being stopped has to exit on its own, before it is killed."""
 SEED = "{seed}"
 """What is replaced by the rung's seed in the script's arguments."""
 LOG_NAME, RUNG_NAME = "output.log", "rung.json"
@@ -103,7 +103,7 @@ def _why_empty(record: RunRecord | None) -> str:
     if record is None:
         return "the script made neither a Trainer nor an Accelerator of trainwright, so no setting of it can be changed"
     if not record.points:
-        return f"its {record.owner} made no optimizer step, so there is nothing to compare"
+        return f"its {record.owner} took no optimizer step, so there is nothing to compare"
     return ""
 
 

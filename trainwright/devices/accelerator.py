@@ -66,7 +66,7 @@ def resolve_device_type(accelerator: Any) -> str:
         kind = getattr(accelerator, "type", None)  # of a torch.device
         number = getattr(accelerator, "index", None) if kind != "cpu" else None
         hint = f" Pass {kind!r}{'' if number is None else f' with devices=[{number}]'}." if kind else ""
-        raise TypeError(f"accelerator={accelerator!r} is {a_type_of(accelerator)}; accepted are {accepted}.{hint}")
+        raise TypeError(f"accelerator={accelerator!r} is {a_type_of(accelerator)}; expected {accepted}.{hint}")
     if accelerator == "cpu":
         return accelerator
     here = accelerator_type()

@@ -148,7 +148,7 @@ class Engine:
             environment, backend, seconds, needs_group=self.strategy.needs_group, device_types=device_types
         )
         if chosen_seconds is not None or self.connection.owns_group:
-            collectives.set_timeout(seconds)  # the group may have been opened before, with another timeout
+            collectives.set_timeout(seconds)  # the group may have been opened before, with a different timeout
         self.connection.before_close(self.strategy.close)
         self.ranks = Ranks(self.connection.channel, seconds)
         self.writer = CheckpointWriter(self.ranks, lambda: self.connection.has_failed)

@@ -181,7 +181,7 @@ class TensorBoardLogger(FolderLogger):
         metrics = dict(self._hp_metrics)
         if not metrics and self._default_hp_metric:
             metrics = self._hp_metrics = {"hp_metric": -1}
-            if not self._has_hp_metric:  # else the resumed run has written it
+            if not self._has_hp_metric:  # otherwise the resumed run has written it
                 self._add_row({"step": 0, **metrics})
         shown = dict(_flattened(params))
 
@@ -316,7 +316,7 @@ def _as_images(images: Any) -> tuple[Any, str]:
     layouts = [layout for layout in ("NCHW", "NHWC") if array.ndim == 4 and array.shape[layout.index("C")] in (1, 3)]
     if not layouts:
         raise ValueError(
-            f"log_images was given an array of shape {tuple(array.shape)}; accepted are one image or a batch of them, with "
+            f"log_images was given an array of shape {tuple(array.shape)}; expected one image or a batch of them, with "
             "1 or 3 channels first or last."
         )
     first = images[0] if isinstance(images, (list, tuple)) else images

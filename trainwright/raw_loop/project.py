@@ -57,13 +57,13 @@ class ProjectConfiguration(NamedArguments):
         for name in ("project_dir", "logging_dir"):
             value = getattr(self, name)
             if not isinstance(value, (str, os.PathLike, type(None))):
-                raise TypeError(f"{name}={value!r} is {a_type_of(value)}; accepted are a path, a URL and None.")
+                raise TypeError(f"{name}={value!r} is {a_type_of(value)}; expected a path, a URL or None.")
             setattr(self, name, None if value is None else os.fspath(value))
         for name, least in (("total_limit", 1), ("iteration", 0)):
             value = getattr(self, name)
             is_count = isinstance(value, int) and not isinstance(value, bool) and value >= least
             if not is_count and not (value is None and name == "total_limit"):
-                raise ValueError(f"{name}={value!r} is not accepted; pass a whole number from {least}.")
+                raise ValueError(f"{name}={value!r} is not accepted; pass an integer of at least {least}.")
         self.set_directories(self.project_dir)
 
     def set_directories(self, project_dir: str | None = None) -> None:
@@ -89,7 +89,7 @@ def chosen_project(
         return ProjectConfiguration(project_dir)  # type: ignore[arg-type] # which it converts
     if not isinstance(project_config, ProjectConfiguration):
         raise TypeError(
-            f"project_config is {a_type_of(project_config)}; accepted is a ProjectConfiguration of trainwright."
+            f"project_config is {a_type_of(project_config)}; expected a ProjectConfiguration of trainwright."
         )
     if project_dir is not None:
         given, own = os.fspath(project_dir), project_config.project_dir

@@ -45,7 +45,7 @@ class SavedStates:
             if lacking or isinstance(each, type):
                 what = f"the class {each.__name__}" if isinstance(each, type) else f"a {kind} without {lacking[0]}"
                 raise TypeError(
-                    f"register_for_checkpointing was given {what}; accepted are objects with state_dict and load_state_dict."
+                    f"register_for_checkpointing was given {what}; expected objects with state_dict and load_state_dict."
                 )
             try:
                 state = each.state_dict()
@@ -252,7 +252,7 @@ class SavedStates:
 
 def _added(hooks: OrderedDict[int, Hook], hook: Any, call: str, given: tuple[str, ...]) -> RemovableHandle:
     if not callable(hook):
-        raise TypeError(f"{call} was given {a_type_of(hook)}; accepted is a function.")
+        raise TypeError(f"{call} was given {a_type_of(hook)}; expected a function.")
     check_takes(f"{call}: {getattr(hook, '__name__', type(hook).__name__)}", hook, given)
     handle = RemovableHandle(hooks)
     hooks[handle.id] = hook

@@ -205,7 +205,7 @@ def _check_path(ckpt_path: Any) -> None:
         return
     if not isinstance(ckpt_path, (str, os.PathLike)):
         raise TypeError(
-            f"ckpt_path={ckpt_path!r} is {a_type_of(ckpt_path)}; accepted are a path, 'best', 'last' and 'auto'."
+            f"ckpt_path={ckpt_path!r} is {a_type_of(ckpt_path)}; expected a path, 'best', 'last' or 'auto'."
         )
     path = str(ckpt_path)
     if not path:

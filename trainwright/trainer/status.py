@@ -228,7 +228,7 @@ class Status:
     def accumulate_grad_batches(self, value: Any) -> None:
         if isinstance(value, bool) or not isinstance(value, Integral) or int(value) < 1:
             raise ValueError(
-                f"trainer.accumulate_grad_batches={value!r} is not accepted; set it to a whole number of batches from 1."
+                f"trainer.accumulate_grad_batches={value!r} is not accepted; set it to an integer of at least 1."
             )
         if self.run.running_call is None:
             self._change_setting("accumulate_grad_batches", int(value))
