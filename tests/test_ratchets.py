@@ -366,7 +366,10 @@ PACKAGE_LINES = [
         "runs that another logger has ended, Lightning's options of W&B and of bars, missing names in its own modules",
     ),
     (36, "an error about a folder that cannot be made says what to set; long errors end in an ellipsis"),
-    (78, "error texts name a type with its article; the ladder leaves a fit within a fit out and uses the config's cpu"),
+    (
+        78,
+        "error texts name a type with its article; the ladder leaves a fit within a fit out and uses the config's cpu",
+    ),
 ]
 """Lines of the package: what is added to it, or taken off, with the reason. The sum is the limit."""
 

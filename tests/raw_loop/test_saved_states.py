@@ -1,4 +1,4 @@
-"""Checkpoints of a raw loop: numbered ones and how many stay, the newest whole one, registered objects."""
+"""Checkpoints of a raw loop: numbered ones and how many stay, the newest complete one, registered objects."""
 
 from __future__ import annotations
 
@@ -108,7 +108,9 @@ def test_damaged_ones_do_not_count(tmp_path: Path) -> None:
 
 def test_without_any(tmp_path: Path) -> None:
     loop = Loop(project_dir=tmp_path)
-    with pytest.raises(tw.CheckpointError, match=r"no whole checkpoint .* was found in .*checkpoints\. Save one first"):
+    with pytest.raises(
+        tw.CheckpointError, match=r"no complete checkpoint .* was found in .*checkpoints\. Save one first"
+    ):
         loop.accelerator.load_state()
     bare = Loop().accelerator
     assert bare.project_dir is None
@@ -289,7 +291,7 @@ def on_two_ranks(folder: Path) -> list[Any]:
     bare = tw.Accelerator(cpu=True)
     with pytest.raises(RuntimeError, match="before prepare"):
         bare.load_state(str(folder))
-    with pytest.raises(tw.CheckpointError, match="no whole checkpoint"):
+    with pytest.raises(tw.CheckpointError, match="no complete checkpoint"):
         accelerator.load_state()
     with pytest.raises(RuntimeError, match="log was called before init_trackers"):
         accelerator.log({"loss": 1.0})

@@ -106,7 +106,7 @@ class AveragedPieces:
 
     @torch.no_grad()
     def update(self, strategy: Strategy, module: nn.Module, count: int) -> None:
-        """Take the present weights into averages of `count` earlier ones."""
+        """Take the current weights into averages of `count` earlier ones."""
         if not count:
             self._averages.clear()
             self.join(strategy, module)
@@ -114,7 +114,7 @@ class AveragedPieces:
         pairs = list(self._pairs(self._read(strategy, module)))
         for some in _portions(pairs):
             self._fold([average for average, _ in some], [_like(value, average) for average, value in some], count)
-        # A mean with infinite elements became NaN; these elements get the present value.
+        # A mean with infinite elements became NaN; these elements get the current value.
         for average, value in pairs if self._infinite else ():
             if id(average) in self._infinite:
                 average.copy_(torch.where(average.isfinite(), average, _like(value, average)))

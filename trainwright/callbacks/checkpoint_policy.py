@@ -178,7 +178,7 @@ class MonitoredScore:
         return math.nan
 
     def is_pending(self, trainer: TrainerProtocol) -> bool:
-        """Return whether the next validation may score the present weights, which have no score yet."""
+        """Return whether the next validation may score the current weights, which have no score yet."""
         if self.monitor is None or not trainer.enable_validation or self._is_counter(trainer):
             return False
         return self.monitor not in trainer.callback_metrics or trainer.metrics.is_outdated(self.monitor)
@@ -226,7 +226,7 @@ class SaveMoments:
             self._is_known = True
 
     def note_step(self, trainer: TrainerProtocol) -> bool:
-        """Note the present optimizer step; return whether it is a new one."""
+        """Note the current optimizer step; return whether it is a new one."""
         before, self._step = self._step, trainer.global_step
         return self._step != before
 
@@ -237,15 +237,15 @@ class SaveMoments:
         self.steps.update(dict.fromkeys(paths, trainer.global_step))
 
     def is_saved(self, trainer: TrainerProtocol) -> bool:
-        """Return whether the present state is saved, or will be once the pending save is done."""
+        """Return whether the current state is saved, or will be once the pending save is done."""
         return self._saved_at == (trainer.global_step, trainer.state.total_batches)
 
     def note_validation(self, trainer: TrainerProtocol, is_within: bool) -> None:
-        """Note the present validation, `is_within` an epoch or at its end."""
+        """Note the current validation, `is_within` an epoch or at its end."""
         self._validations, self._is_validated = trainer.state.validations, not is_within
 
     def note_end(self, trainer: TrainerProtocol) -> bool:
-        """Note the present end of an epoch; return whether a validation preceded it."""
+        """Note the current end of an epoch; return whether a validation preceded it."""
         self._ended_at = trainer.state.total_batches
         is_validated, self._is_validated = self._is_validated, False
         return is_validated

@@ -134,7 +134,7 @@ class EarlyStopping(Callback):
             self._reset()
 
     def _on_restored(self, trainer: TrainerProtocol) -> None:
-        """Stop a run again that had been stopped, unless the present settings would not stop it."""
+        """Stop a run again that had been stopped, unless the current settings would not stop it."""
         if not self._still_stops():
             self.stopping_reason, self.stopping_reason_message = EarlyStoppingReason.NOT_STOPPED, None
             return

@@ -81,8 +81,8 @@ class ModelCheckpoint(Checkpoint):
         save_on_train_epoch_end: True saves at an epoch's end only; False after validations only; None after each validation
             if the fit has any, else at the epoch's end. The save for a validation at an epoch's end waits for that end.
         enable_version_counter: a name that is taken gets -v1, -v2, unless it is that of a kept checkpoint which this save
-            replaces; False replaces any checkpoint of that name that is not kept. Both happen once the new one is whole (on a
-            file system that can rename, and never to the resume source).
+            replaces; False replaces any checkpoint of that name that is not kept. Both happen once the new one is complete (on
+            a file system that can rename, and never to the resume source).
         async_save: block the loop only until everything is copied to host memory; a thread writes and commits. The next save
             and the end of the run wait for it and raise its error. Replaced checkpoints are removed once it has committed.
 

@@ -234,7 +234,7 @@ def write_checkpoint(
         sections: this rank's pieces by section (model, optimizer, ...).
         state, header: plain data of the run, and plain JSON for the manifest with `step` and `epoch`; rank 0's are stored.
         rank_state: plain data of this rank; None stores nothing.
-        overwrite: replace a whole checkpoint at the path, once the new one is committed under another name.
+        overwrite: replace a complete checkpoint at the path, once the new one is committed under another name.
 
     Raises:
         CheckpointError: on every rank with the same text; earlier checkpoints are unchanged.
@@ -394,7 +394,7 @@ def _commit(
     files.put(f"{directory}/{MANIFEST_NAME}", data)
     # Before the rename: a power loss after it could otherwise leave the final name on a directory without all of its files.
     files.sync_directory(directory)
-    # The new one is durable under a free name before the old one goes, so one of them is whole at any moment.
+    # The new one is durable under a free name before the old one goes, so one of them is complete at any moment.
     free = versioned_path(files, target) if overwrite and files.exists(target) else target
     files.rename(directory, free)
     try:

@@ -174,7 +174,7 @@ class _Saved:
         self._facts: dict[str, _Facts] = {}
 
     def in_folder(self, folder: str, problems: list[str]) -> list[CheckpointEntry]:
-        """Return the whole checkpoints in a folder; what is wrong there is reported for the first run that asks."""
+        """Return the complete checkpoints in a folder; what is wrong there is reported for the first run that asks."""
         if folder not in self._folders:
             found = []
             try:

@@ -163,5 +163,5 @@ def _check_leaf(name: str, leaf: Any) -> None:
     if isinstance(leaf, (str, bytes, Tensor)) or not isinstance(leaf, Iterable):
         raise TypeError(
             f"{subject} is {a_type_of(leaf)}; expected DataLoaders or other iterables of batches, in lists, tuples "
-            "and dicts."
+            "or dicts."
         )

@@ -128,7 +128,7 @@ class PeerWatch:
         self._thread.start()
 
     def wrap_excepthook(self) -> None:
-        """Post an uncaught error before the present `sys.excepthook` prints it."""
+        """Post an uncaught error before the current `sys.excepthook` prints it."""
         self._previous_hook = sys.excepthook
         sys.excepthook = self._hook
 

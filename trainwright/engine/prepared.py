@@ -62,7 +62,7 @@ class PreparedOptimizer(Optimizer):
         self._before_step, self._after_step = before_step, after_step
         self._clip_norm, self._admit, self._has_loss = clip_norm, admit, has_loss
         self._is_done = False
-        """Whether the present gradients have been stepped with."""
+        """Whether the current gradients have been stepped with."""
         self._began = windows.backwards if windows is not None else 0
         """How many losses had been sent backward when the gradients were last cleared."""
         self._cleared_at: int | None = None
@@ -351,7 +351,7 @@ class PreparedScheduler:
             self.scheduler.step(*args, **kwargs)
 
     def steps_since(self) -> list[int]:
-        """Return how often its optimizers' step was called since its own last step, and how many times they stepped."""
+        """Return how many times its optimizers' step was called since its own last step, and how many times they stepped."""
         called, made = self._counts()
         return [called - self._called, made - self._made]
 

@@ -26,7 +26,7 @@ KEYS = {
     "main_address": "name or address of machine 0",
     "main_port": "port of machine 0",
     "rendezvous_seconds": "how long the machines wait for each other",
-    "max_restarts": "how often all ranks are restarted, after a failed rank or a lost machine",
+    "max_restarts": "how many times all ranks are restarted, after a failed rank or a lost machine",
     "grace_seconds": "how long the ranks have to save and leave after a signal",
     "logs": "a folder that keeps the output of each rank",
     "env": "environment variables of the processes; those that are set already stay",

@@ -201,7 +201,7 @@ def _number(name: str, value: Any) -> float:
         return value.detach().item() if hasattr(value, "detach") else value.item()  # type: ignore[no-any-return]
     raise TypeError(
         f"the metric {name!r} was given to a logger as {a_type_of(value)}; expected numbers, tensors or arrays of "
-        "one element, and dicts of them."
+        "one element, or dicts of them."
     )
 
 

@@ -82,7 +82,7 @@ class TensorBoardLogger(FolderLogger):
         self._latest_step = -1
         self._synced: dict[str, int] = {}
         self._earlier: dict[str, int] = {}
-        """The event files that existed when the present one was opened, and their sizes."""
+        """The event files that existed when the current one was opened, and their sizes."""
 
     def log_dir_in(self, folder: str) -> str:
         return f"{folder}/{self.sub_dir}" if self.sub_dir else folder

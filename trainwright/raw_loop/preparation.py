@@ -96,7 +96,7 @@ class Preparation(Preparations):
                     )
                 raise TypeError(
                     f"prepare was given an object of type {type(each).__name__}; expected torch modules, optimizers "
-                    "(subclasses of torch.optim.Optimizer), DataLoaders and LR schedulers."
+                    "(subclasses of torch.optim.Optimizer), DataLoaders or LR schedulers."
                 )
             if self.of(each) is None and each not in new[kind]:
                 new[kind].append(each)

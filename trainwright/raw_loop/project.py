@@ -31,8 +31,8 @@ class ProjectConfiguration(NamedArguments):
         project_dir: the project's folder, a path or an fsspec URL.
         logging_dir: the folder of the logs; by default the project's.
         automatic_checkpoint_naming: number every checkpoint, also where `save_state` is given a path.
-        total_limit: how many numbered checkpoints are kept; None keeps all. The oldest whole ones are removed, once the new one
-            is committed.
+        total_limit: how many numbered checkpoints are kept; None keeps all. The oldest complete ones are removed once the
+            new one is committed.
         iteration: the number of the next checkpoint. If the folder has that one or a later one, it is one more than the last.
         save_on_each_node: accepted on one node, where it changes nothing.
 
@@ -167,7 +167,7 @@ class NumberedCheckpoints:
         self._source = path
 
     def newest(self, verify: Verify) -> StoredCheckpoint:
-        """Return the newest whole numbered checkpoint, verified. Collective.
+        """Return the newest complete numbered checkpoint, verified. Collective.
 
         Raises:
             CheckpointError: on every rank, if the folder has none, or the newest needs another version of trainwright.
@@ -179,7 +179,7 @@ class NumberedCheckpoints:
             return [(each.path, each.damage, each.is_refused) for _, each in reversed(_entries(folder))]
 
         for path, damage, is_refused in ranks.decide(look, "the choice of a checkpoint"):
-            if is_refused:  # it is whole: an older one would lose what it holds
+            if is_refused:  # it is complete: an older one would lose what it holds
                 raise CheckpointError(f"load_state: the newest checkpoint is {path}. {damage}")
             if not damage:
                 try:
@@ -191,7 +191,7 @@ class NumberedCheckpoints:
                     return checkpoint
             rank_zero_warn(f"load_state skips {path}, which is damaged and is left untouched: {damage}", stacklevel=3)
         raise CheckpointError(
-            f"load_state: no whole checkpoint of save_state was found in {folder}. Save one first, or pass a path."
+            f"load_state: no complete checkpoint of save_state was found in {folder}. Save one first, or pass a path."
         )
 
     def _lock(self, folder: str) -> None:
@@ -204,7 +204,7 @@ class NumberedCheckpoints:
             sweep_temporaries(folder)
 
     def _remove_replaced(self) -> None:
-        """Remove the oldest whole checkpoints beyond the limit, on rank 0, if the latest save has committed."""
+        """Remove the oldest complete checkpoints beyond the limit, on rank 0, if the latest save has committed."""
         if self._committing is None:
             return
         path, save = self._committing
@@ -223,7 +223,7 @@ class NumberedCheckpoints:
 
 
 def _numbers(folder: str) -> list[int]:
-    """Return the numbers that are taken, by whole checkpoints or by anything else."""
+    """Return the numbers that are taken, by complete checkpoints or by anything else."""
     files, inside = resolve(folder)
     with suppress(FileNotFoundError):
         return [int(match[1]) for name in files.listing(inside) if (match := _NUMBERED.fullmatch(name))]

@@ -144,7 +144,7 @@ def choose_root(default_root_dir: Any) -> str:
     if not isinstance(default_root_dir, (str, os.PathLike, type(None))):
         raise TypeError(
             f"default_root_dir={default_root_dir!r} is {a_type_of(default_root_dir)}; expected a path, an fsspec URL "
-            "and None for the working directory."
+            "or None for the working directory."
         )
     return absolute("." if default_root_dir is None else default_root_dir)
 

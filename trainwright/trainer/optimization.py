@@ -196,7 +196,7 @@ def step_by_module(
     prepared = run.trained.prepared_optimizers[0]
     run.engine.strategy.finalize(optimizer)
     clip_gradients(run, optimizer)
-    # After the clipping: the closure notes the present gradients, to see later changes.
+    # After the clipping: the closure notes the current gradients, to see later changes.
     closure = StepClosure(run, optimizer, arguments, loss, weight)
     if "optimizer_step" in run.own:
         index = run.state.batch

@@ -138,7 +138,7 @@ class Settings:
         if isinstance(interval, int) and (isinstance(interval, bool) or interval < 1):
             yield (
                 f"val_check_interval={interval!r}: expected a number of batches of at least 1 (int), a fraction of the epoch "
-                "(float), and a time"
+                "(float), or a time"
             )
         elif isinstance(interval, float) and not 0.0 < interval <= 1.0:
             yield (

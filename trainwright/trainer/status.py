@@ -122,9 +122,9 @@ class Status:
         """Return whether this is rank 0."""
         return self.engine.rank == 0
 
-    model = Forwarded[Module | None]("run.module", "The module of the present or the latest run.")
-    lightning_module = Forwarded[Module | None]("run.module", "The module of the present or the latest run.")
-    datamodule = Forwarded[DataModule | None]("run.datamodule", "The DataModule of the present or the latest run.")
+    model = Forwarded[Module | None]("run.module", "The module of the current or the latest run.")
+    lightning_module = Forwarded[Module | None]("run.module", "The module of the current or the latest run.")
+    datamodule = Forwarded[DataModule | None]("run.datamodule", "The DataModule of the current or the latest run.")
     optimizers = Forwarded[list[Optimizer]]("run.trained.optimizers", "What configure_optimizers returned.")
     lr_scheduler_configs = Forwarded[list[SchedulerConfig]](
         "run.trained.schedulers", "The schedulers and when they step."
