@@ -114,8 +114,7 @@ class BatchStream(StreamShard):
     def _kind(self) -> str:
         """Return the name of the dataset's class with its article."""
         dataset = getattr(self.source, "dataset", self.source)
-        kind = type(getattr(dataset, "dataset", dataset)).__name__
-        return f"{'an' if kind[0] in 'AEIOU' else 'a'} {kind}"
+        return a_type_of(getattr(dataset, "dataset", dataset))
 
     def _read_once(self, source: Iterator[Any], pass_number: int) -> Iterator[Any]:
         is_empty = True

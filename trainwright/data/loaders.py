@@ -349,8 +349,11 @@ def _is_to_shard(loader: Iterable[Any], world_size: int, shard: bool) -> bool:
 
 def _check_shardable(loader: Iterable[Any], rank: int, world_size: int) -> None:
     if not _is_plain(loader):
-        kind = type(loader).__name__
-        reason = f"{kind} overrides __iter__" if isinstance(loader, DataLoader) else f"a {kind} is not a DataLoader"
+        reason = (
+            f"{type(loader).__name__} overrides __iter__"
+            if isinstance(loader, DataLoader)
+            else f"{a_type_of(loader)} is not a DataLoader"
+        )
         raise TypeError(
             f"this loader cannot be sharded over {world_size} ranks: {reason}. Pass a torch DataLoader, run on one device, or "
             "give each rank its own data and set use_distributed_sampler=False (or leave the loader out of prepare)."
@@ -359,7 +362,7 @@ def _check_shardable(loader: Iterable[Any], rank: int, world_size: int) -> None:
         # One that splits itself by rank would be split twice, and nothing else would show that.
         name = type(loader.dataset).__name__
         # The class of the package datasets has torch's name.
-        what = "the dataset" if name == "IterableDataset" else f"a {name}"
+        what = "the dataset" if name == "IterableDataset" else a_type_of(loader.dataset)
         warnings.warn(
             f"{what} is an IterableDataset: each of the {world_size} ranks reads all of it and "
             f"keeps one batch in {world_size}. If it splits itself by rank, set use_distributed_sampler=False (or leave its "

@@ -43,7 +43,11 @@ class SavedStates:
             kind = type(each).__name__
             lacking = [name for name in ("state_dict", "load_state_dict") if not callable(getattr(each, name, None))]
             if lacking or isinstance(each, type):
-                what = f"the class {each.__name__}" if isinstance(each, type) else f"a {kind} without {lacking[0]}"
+                what = (
+                    f"the class {each.__name__}"
+                    if isinstance(each, type)
+                    else f"{a_type_of(each)} without {lacking[0]}"
+                )
                 raise TypeError(
                     f"register_for_checkpointing was given {what}; expected objects with state_dict and load_state_dict."
                 )
