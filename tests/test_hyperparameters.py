@@ -220,7 +220,7 @@ def test_logged_ones_of_module_and_datamodule() -> None:
     [
         (("widht",), ValueError, r"got 'widht', which Wrong\.__init__ does not take; its arguments are size"),
         ((3, 0.1), TypeError, "2 values that are not all names"),
-        ((3,), TypeError, "given as 3, an int; accepted are names"),
+        ((3,), TypeError, "given as 3, an int; expected names"),
         (({1: 2},), TypeError, "named by str; 1 is an int"),
     ],
 )
@@ -244,7 +244,7 @@ def test_a_file_of_hyper_parameters(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert read_hyper_parameters(str(tmp_path / "a.json")) == {"lr": 0.1, "layers": [1]}
     (tmp_path / "a.csv").write_text("key,value\nlr,0.1\nname,deep\n")
     assert read_hyper_parameters(str(tmp_path / "a.csv")) == {"lr": 0.1, "name": "deep"}
-    with pytest.raises(ValueError, match=r"accepted are \.json, \.yaml"):
+    with pytest.raises(ValueError, match=r"expected a \.json, \.yaml"):
         read_hyper_parameters("a.toml")
     with pytest.raises(ValueError, match="holds a list; it must hold names and values"):
         read_hyper_parameters(str(tmp_path / "list.json"))

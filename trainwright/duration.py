@@ -16,7 +16,7 @@ def to_seconds(
     value: str | timedelta | dict[str, float], *, name: str = "duration", allows_zero: bool = False
 ) -> float:
     """Return a duration in seconds; `name` is the setting's, for the error."""
-    accepted = "accepted are 'DD:HH:MM:SS' (days, hours, minutes, seconds), a timedelta, or a dict of its arguments"
+    accepted = "expected 'DD:HH:MM:SS' (days, hours, minutes, seconds), a timedelta, or a dict of its arguments"
     example = f"Give for example {name}='00:12:00:00', timedelta(hours=12) or {{'hours': 12}}."
     given = f"{name}={value!r}"
     try:

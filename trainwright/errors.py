@@ -32,7 +32,7 @@ class CheckpointError(TrainwrightError):
     ...     module = Classifier.load_from_checkpoint("runs/epoch=9-step=90.ckpt")
     ... except tw.CheckpointError as error:
     ...     print(error)
-    runs/epoch=9-step=90.ckpt does not exist; accepted is ...
+    runs/epoch=9-step=90.ckpt does not exist; expected ...
     """
 
 

@@ -119,7 +119,7 @@ class HyperParameters:
         if args and not all(isinstance(each, str) for each in args):
             if len(args) > 1:
                 raise TypeError(
-                    f"save_hyperparameters got {len(args)} values that are not all names; accepted are names of the "
+                    f"save_hyperparameters got {len(args)} values that are not all names; expected names of the "
                     'arguments ("lr", "width"), or one dict, Namespace or dataclass instance. Give names, not values.'
                 )
             given: dict[str, Any] = _from_collection(args[0])
@@ -271,7 +271,7 @@ def read_hyper_parameters(path: str) -> dict[str, Any]:
     kind = str(path).rpartition(".")[2].lower()
     if kind not in ("json", "yaml", "yml", "csv"):
         raise ValueError(
-            f"hparams_file={str(path)!r} is of an unknown kind; accepted are .json, .yaml, .yml and .csv files."
+            f"hparams_file={str(path)!r} is of an unknown kind; expected a .json, .yaml, .yml or .csv file."
         )
     with fsspec.open(str(path), "r", encoding="utf-8") as file:
         text = file.read()
@@ -349,7 +349,7 @@ def _from_collection(value: Any) -> AttributeDict:
         value = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
     if not isinstance(value, Mapping):
         raise TypeError(
-            f"hyper-parameters were given as {value!r:.80}, {a_type_of(value)}; accepted are names of arguments, "
+            f"hyper-parameters were given as {value!r:.80}, {a_type_of(value)}; expected names of arguments, "
             "or one dict, Namespace or dataclass instance."
         )
     wrong = [key for key in value if not isinstance(key, str)]

@@ -227,7 +227,7 @@ class Module(HyperParameters, ModuleHooks, nn.Module):
                 "backward on the loss that training_step returns; return it, or set automatic_optimization = False."
             )
         if not isinstance(loss, Tensor):
-            raise TypeError(f"manual_backward was given {a_type_of(loss)}; accepted is a loss tensor.")
+            raise TypeError(f"manual_backward was given {a_type_of(loss)}; expected a loss tensor.")
         names = ("gradient", "retain_graph", "create_graph", "inputs")  # of Tensor.backward, in its order
         options = {**dict(zip(names, args, strict=False)), **kwargs}
         send = self.backward if is_overridden("backward", self, Module) else None
@@ -245,7 +245,7 @@ class Module(HyperParameters, ModuleHooks, nn.Module):
     def toggle_optimizer(self, optimizer: Optimizer) -> None:
         """Freeze the parameters of all other optimizers until `untoggle_optimizer`."""
         if not isinstance(optimizer, Optimizer):
-            raise TypeError(f"toggle_optimizer was given {a_type_of(optimizer)}; accepted is one of self.optimizers().")
+            raise TypeError(f"toggle_optimizer was given {a_type_of(optimizer)}; expected one of self.optimizers().")
         self.untoggle_optimizer(optimizer)  # of an optimizer that was toggled before
         own = {parameter for group in optimizer.param_groups for parameter in group["params"]}
         groups = [group for each in self.trainer.optimizers for group in each.param_groups]
@@ -288,7 +288,7 @@ class Module(HyperParameters, ModuleHooks, nn.Module):
             ValueError, TypeError: the shapes or dtypes differ across ranks before the last round, or a group was given.
         """
         if group is not None:
-            raise ValueError("all_gather was given a group; accepted is None: all ranks of the job take part.")
+            raise ValueError("all_gather was given a group; expected None: all ranks of the job take part.")
         gather = collectives.all_gather_with_gradients if sync_grads else collectives.all_gather
         is_alone = self.trainer.world_size == 1
         collector = self.trainer.run.logbook.collector

@@ -58,7 +58,7 @@ class ActiveRung:
     def __init__(self, rung: Rung) -> None:
         self.rung = rung
         self.replaced: dict[str, tuple[str, str]] = {}
-        """By setting: the script's value and the rung's."""
+        """For each setting, the script's value and the rung's."""
         self.has_seeded = False
         """Whether the script has seeded itself with the rung's seed."""
 

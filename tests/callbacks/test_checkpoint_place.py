@@ -101,7 +101,7 @@ def test_saves_before_the_metrics_of_a_name_are_there(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("saves", [1, 2, 3, 4])
 def test_one_name_for_all_is_the_plain_one(tmp_path: Path, saves: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """However often it was saved; at each moment a whole checkpoint is there."""
+    """However often it was saved; at each moment a complete checkpoint is there."""
     seen = []
 
     def watched(place: str, path: str) -> None:
@@ -164,7 +164,7 @@ def test_a_run_that_was_killed_before_the_renaming(tmp_path: Path, old_one_is_go
 
 
 def test_what_goes_for_a_newer_one(tmp_path: Path) -> None:
-    """Whole checkpoints of ours alone, once the newer one is whole, and not the one that the run was resumed from."""
+    """Complete checkpoints of ours alone, once the newer one is whole, and not the one that the run was resumed from."""
     for name in ("old", "source", "damaged", "new"):
         run(tmp_path, [1.0], filename=name)
     elsewhere = run(tmp_path / "elsewhere", [1.0]).best_model_path
@@ -185,7 +185,7 @@ def test_what_goes_for_a_newer_one(tmp_path: Path) -> None:
         "damaged.ckpt", "link.ckpt", "new.ckpt", "source.ckpt", "theirs.ckpt",
     ]  # fmt: skip
     assert is_checkpoint(elsewhere)
-    # A name that anything has is taken, and only a whole checkpoint makes room.
+    # A name that anything has is taken, and only a complete checkpoint makes room.
     assert [is_taken(path) for path in paths] == [False, True, True, True, True, True]
     assert [is_replaceable(path) for path in paths] == [False, True, False, False, False, True]
 
@@ -238,7 +238,7 @@ def test_a_place_that_is_not_whole_replaces_nothing(tmp_path: Path) -> None:
     for damaged in (whole[:-20], b""):
         manifest.write_bytes(damaged)
         with pytest.raises(
-            tw.CheckpointError, match=r"best-v1\.ckpt is not a whole checkpoint, so .*best\.ckpt is kept"
+            tw.CheckpointError, match=r"best-v1\.ckpt is not a complete checkpoint, so .*best\.ckpt is kept"
         ):
             replace_checkpoint(place, path)
         assert is_checkpoint(path)

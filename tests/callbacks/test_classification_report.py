@@ -189,7 +189,7 @@ def test_labels_of_narrow_types() -> None:
     ids=["one column", "probabilities", "float targets", "one-hot", "pictures"],
 )
 def test_other_kinds_are_refused(predictions: Any, targets: Any, given: str) -> None:
-    with pytest.raises(TypeError, match=given + r".*accepted are class numbers .* Turn one probability"):
+    with pytest.raises(TypeError, match=given + r".*expected class numbers .* Turn one probability"):
         report_of(predictions, targets)
 
 

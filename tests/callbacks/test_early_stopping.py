@@ -160,9 +160,9 @@ def test_nothing_is_checked_in_a_trial_run() -> None:
     ("kwargs", "error", "match"),
     [
         ({"mode": "least"}, ValueError, "choose from min, max"),
-        ({"patience": -1}, ValueError, "a number of checks from 0"),
-        ({"patience": 1.5}, ValueError, "a number of checks from 0"),
-        ({"min_delta": -0.1}, ValueError, "a number from 0"),
+        ({"patience": -1}, ValueError, "an integer of at least 0"),
+        ({"patience": 1.5}, ValueError, "an integer of at least 0"),
+        ({"min_delta": -0.1}, ValueError, "a number of at least 0"),
         ({"monitor": None}, TypeError, "the name of a metric"),
     ],
 )

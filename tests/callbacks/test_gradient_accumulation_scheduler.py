@@ -49,8 +49,8 @@ def test_refusals() -> None:
     for scheduling, error, match in (
         ({}, TypeError, "pass a dict of epoch and number of batches"),
         ([4], TypeError, "pass a dict of epoch and number of batches"),
-        ({"0": 4}, TypeError, "'0' as epoch; accepted is a whole number from 0"),
-        ({0: 2.0}, TypeError, "2.0 as number of batches; accepted is a whole number from 1"),
+        ({"0": 4}, TypeError, "'0' as epoch; expected an integer of at least 0"),
+        ({0: 2.0}, TypeError, "2.0 as number of batches; expected an integer of at least 1"),
         ({-1: 2}, ValueError, "-1 as epoch"),
         ({0: 0}, ValueError, "0 as number of batches"),
     ):
@@ -78,7 +78,7 @@ def test_what_it_says_of_itself() -> None:
 def test_a_number_that_is_no_window_is_refused(batches: Any) -> None:
     trainer = tw.Trainer(**QUIET)
     with pytest.raises(
-        ValueError, match=f"trainer.accumulate_grad_batches={batches} is not accepted; set it to a whole"
+        ValueError, match=f"trainer.accumulate_grad_batches={batches} is not accepted; set it to an integer"
     ):
         trainer.accumulate_grad_batches = batches
     assert trainer.accumulate_grad_batches == 1

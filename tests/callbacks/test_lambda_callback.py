@@ -36,5 +36,5 @@ def test_refusals() -> None:
         TypeError, match=r"'on_train_batch_stop', which is not a hook; .* Did you mean 'on_train_batch_st"
     ):
         LambdaCallback(on_train_batch_stop=print)
-    with pytest.raises(TypeError, match="on_fit_start=3 is an int; accepted are a function and None"):
+    with pytest.raises(TypeError, match="on_fit_start=3 is an int; expected a function or None"):
         LambdaCallback(on_fit_start=3)  # type: ignore[arg-type]

@@ -267,7 +267,7 @@ def test_gradients_of_what_is_pruned() -> None:
 def test_what_it_refuses() -> None:
     for settings, error, match in (
         ({"pruning_fn": "l1_unstructred"}, ValueError, "is unknown; choose .* Did you mean 'l1_unstructured'"),
-        ({"pruning_fn": 3}, TypeError, "accepted are the names"),
+        ({"pruning_fn": 3}, TypeError, "expected one of the names"),
         ({"pruning_fn": Halves(0.5)}, TypeError, "Pass the class, not an instance"),
         ({"pruning_fn": "ln_structured"}, ValueError, "use_global_unstructured=False"),
         ({"pruning_fn": own_function}, ValueError, "use_global_unstructured=False"),

@@ -262,7 +262,7 @@ def test_a_bar_of_ones_own_is_short(capsys: pytest.CaptureFixture[str]) -> None:
 def test_wrong_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="refresh_rate=-1 is not accepted"):
         tw.RichProgressBar(-1)
-    with pytest.raises(TypeError, match="accepted is a RichProgressBarTheme"):
+    with pytest.raises(TypeError, match="expected a RichProgressBarTheme"):
         tw.RichProgressBar(theme="dark")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="time='no style' of the theme is not a style"):
         tw.RichProgressBar(theme=RichProgressBarTheme(time="no style"))

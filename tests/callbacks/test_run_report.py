@@ -189,7 +189,7 @@ def test_the_switch(tmp_path: Path) -> None:
     assert count(logger=[tw.Logger(), tw.TensorBoardLogger(tmp_path)]) == 1
     with pytest.raises(ValueError, match=r"enable_report=False, but callbacks= holds a RunReport; leave out one"):
         count(callbacks=tw.RunReport(), enable_report=False)
-    with pytest.raises(ValueError, match=r"enable_report='no': accepted are True, False and None"):
+    with pytest.raises(ValueError, match=r"enable_report='no': expected True, False or None"):
         count(enable_report="no")
     with pytest.raises(ValueError, match="barebones=True leaves out what costs time, but enable_report=True"):
         tw.Trainer(barebones=True, enable_report=True)

@@ -191,7 +191,7 @@ class HoldingModule(Watched):
         checkpoint["tokenizer"] = {"rule": lambda text: text}
 
 
-ACCEPTED = r"accepted are None, bool, int, .*\. Let the state_dict or hook that returned it return plain data instead"
+ACCEPTED = r"expected None, bool, int, .*\. Let the state_dict or hook that returned it return plain data instead"
 
 
 def test_state_that_is_no_plain_data_is_named_and_earlier_checkpoints_stay(tmp_path: Path) -> None:

@@ -176,7 +176,7 @@ Point = namedtuple("Point", "x y")
         ({"ModelCheckpoint": {"best": object()}}, r"callbacks\.ModelCheckpoint\.best is a builtins\.object"),
         ([1, lambda: None], r"callbacks\[1\] is a builtins\.function"),
         ({"colour": Colour.RED}, r"callbacks\.colour is the enum member .*\.value"),
-        ({"p": Point(1, 2)}, r"callbacks\.p is a .*Point; accepted are None, bool"),
+        ({"p": Point(1, 2)}, r"callbacks\.p is a .*Point; expected None, bool"),
         ({"x": np.array(["a"])}, r"callbacks\.x is a numpy\.ndarray of <U1"),
         ({"x": np.array([object()])}, r"callbacks\.x is a numpy\.ndarray of object"),
         ({"x": np.array([1j])}, r"callbacks\.x is a numpy\.ndarray of complex128"),

@@ -304,7 +304,7 @@ def put(path: Path, content: Any) -> Path:
     [
         (
             {"weight_map": {"w": "../outside.safetensors"}},
-            r"names the file '\.\./outside\.safetensors'; accepted are names",
+            r"names the file '\.\./outside\.safetensors'; expected names",
         ),
         ({"weight_map": {"w": "/etc/passwd"}}, "names the file '/etc/passwd'"),
         ({"weight_map": {"w": "a.index.json"}}, r"names the file 'a\.index\.json'"),
@@ -348,7 +348,7 @@ def test_bad_input_is_one_line_and_an_exit_code(saved: Path, tmp_path: Path) -> 
         ),
         (77, ["show", "file"], "it is a file, and a checkpoint is a directory."),
         (77, ["verify", "."], ". is damaged; every file has to be as it was written."),
-        (77, ["import", "pipe", "out.ckpt"], "pipe is a pipe or a device, not a file; accepted is a directory"),
+        (77, ["import", "pipe", "out.ckpt"], "pipe is a pipe or a device, not a file; expected a directory"),
         (77, ["import", "file", "out.ckpt"], "file is not a checkpoint: it begins with b'text'. Accepted is"),
         (77, ["import", "empty.pt", "out.ckpt"], "empty.pt holds no tensor; give a file with the weights of a model."),
         (77, ["export", str(saved), "x.pt"], "give such a name"),

@@ -139,7 +139,7 @@ class Planted:
         ),
         (lambda path: put(f"{path}/latest", b"global_step1").rpartition("/")[0], "sharded checkpoint of DeepSpeed"),
         (lambda path: put(f"{path}/a.txt", b"").rpartition("/")[0], r"directory without a manifest\.json"),
-        (lambda path: path, "does not exist; accepted is"),
+        (lambda path: path, "does not exist; expected"),
     ],
 )
 def test_everything_else_is_refused_by_name(found: Any, message: str, folder: str, tmp_path: Path) -> None:

@@ -121,7 +121,7 @@ M = "model-00000.safetensors"
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (rename_file("../state.json"), r"names the file '\.\./state\.json'; accepted are plain file names"),
+        (rename_file("../state.json"), r"names the file '\.\./state\.json'; expected plain file names"),
         (rename_file("/etc/passwd"), "names the file '/etc/passwd'"),
         (rename_file("a/b"), "names the file 'a/b'"),
         (rename_file("a\\b"), "names the file"),

@@ -1,4 +1,4 @@
-"""Overwriting: a save that was asked to takes the place of a whole checkpoint, and of nothing else."""
+"""Overwriting: a save that was asked to takes the place of a complete checkpoint, and of nothing else."""
 
 from __future__ import annotations
 
@@ -74,7 +74,9 @@ def test_anything_else_is_refused_and_stays(kind: str, tmp_path: Path, save: Any
     save(path, 1)
     change(path)
     before = sorted(str(each) for each in tmp_path.rglob("*"))
-    match = rf"a\.ckpt exists already, and overwrite=True only replaces a whole checkpoint: .*{text}.*\. Remove it, or"
+    match = (
+        rf"a\.ckpt exists already, and overwrite=True only replaces a complete checkpoint: .*{text}.*\. Remove it, or"
+    )
     errors = save(path, 2, world_size=2, overwrite=True)
     assert all(isinstance(error, CheckpointError) for error in errors)
     assert len({str(error) for error in errors}) == 1
@@ -124,7 +126,7 @@ def test_a_replacement_that_fails_is_taken_back(
         check(open_checkpoint(path), 2)
         return
     with pytest.raises(
-        CheckpointError, match=r"a-v1\.ckpt is whole, but could not be renamed to .*a\.ckpt: OSError: no"
+        CheckpointError, match=r"a-v1\.ckpt is complete, but could not be renamed to .*a\.ckpt: OSError: no"
     ):
         save(path, 2, overwrite=True)
     check(open_checkpoint(path), 1)

@@ -69,7 +69,7 @@ def test_bad_arguments_are_refused_and_leave_nothing(tmp_path: Path, seats: Any)
     for section in ("../model", "state", "rank", "Model", ""):
         with pytest.raises(CheckpointError, match="section name"):
             attempt(sections={section: []})
-    with pytest.raises(CheckpointError, match=r"state\.callbacks\.best is a builtins\.object; accepted are None"):
+    with pytest.raises(CheckpointError, match=r"state\.callbacks\.best is a builtins\.object; expected None"):
         attempt(state={"callbacks": {"best": object()}})
     with pytest.raises(CheckpointError, match="the header's epoch is None"):
         attempt(header={"step": 1})

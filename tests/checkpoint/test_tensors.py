@@ -250,7 +250,7 @@ def test_dealing_keeps_what_has_a_writer_and_what_is_tied_together() -> None:
         ["a", "b"],
         ["mine", "c"],
     ]
-    with pytest.raises(ValueError, match=r"'x' has writer=2; accepted are None and 0 to 1"):
+    with pytest.raises(ValueError, match=r"'x' has writer=2; expected None or 0 to 1"):
         assign_writers([whole("x", weight, 2)], 0, 2)
 
 

@@ -79,12 +79,12 @@ def test_a_wrong_answer_is_asked_for_again(monkeypatch: pytest.MonkeyPatch, caps
     assert run() == 0
     said = capsys.readouterr().out
     for text in (
-        "  devices: two: expected a whole number from 1, -1 for all, or auto.",
+        "  devices: two: expected an integer of at least 1, -1 for all, or auto.",
         "  strategy='fdsp' is unknown; choose from auto",
-        "  gradient_accumulation_steps: 0: expected a whole number from 1.",
+        "  gradient_accumulation_steps: 0: expected an integer of at least 1.",
         "  node_rank=2 is out of range for num_nodes=2",
         "  main_address needs a value.",
-        "  A: accepted are pairs NAME=VALUE, each name once.",
+        "  A: expected NAME=VALUE pairs, each name once.",
         "  env has RANK, which trainwright launch sets itself; remove it.",
     ):
         assert f"{text}" in said
@@ -173,7 +173,7 @@ def test_what_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     FILE.write_text("devices: 0")
     with pytest.raises(SystemExit):
         run("show")
-    assert f"{FILE}:1: devices: 0: expected a whole number from 1" in capsys.readouterr().err
+    assert f"{FILE}:1: devices: 0: expected an integer of at least 1" in capsys.readouterr().err
 
 
 def test_show_without_a_config(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -195,7 +195,7 @@ def test_the_usual_precisions_are_shown(capsys: pytest.CaptureFixture[str]) -> N
         (["--params", "1", "--precision", "64-true", "--strategies", "deepspeed_stage_2"], "DeepSpeed has no 64 bits."),
         (["--params", "many"], "--params many: expected a number such as 7e9 or 7B."),
         (["--params", "1", "--memory", "80GiBs"], "--memory 80GiBs: expected a number such as 80GiB."),
-        (["--params", "1", "--devices", "1,x"], "--devices x: expected whole numbers from 1, separated by commas."),
+        (["--params", "1", "--devices", "1,x"], "--devices x: expected integers of at least 1, separated by commas."),
         (["--params", "1", "--strategies", "dpd"], "--strategies dpd: choose from single_device, ddp,"),
         (["--params", "1", "--precision", "bf17"], "precision='bf17' is unknown; choose from 64-true, 32-true,"),
         (["--params", "1", "--optimizer", "Adamw"], "Did you mean 'AdamW'?"),

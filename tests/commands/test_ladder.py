@@ -213,9 +213,9 @@ def test_a_first_rung_that_nothing_can_be_compared_with(
         (["--rungs", "unchanged,fdsp", "train.py"], "Did you mean 'fsdp'?"),
         (
             ["--cpu", "--devices", "none", "train.py"],
-            "--devices none: expected a whole number from 1, -1 for all, or auto.",
+            "--devices none: expected an integer of at least 1, -1 for all, or auto.",
         ),
-        (["--steps", "0", "train.py"], "--steps 0: expected a whole number from 1."),
+        (["--steps", "0", "train.py"], "--steps 0: expected an integer of at least 1."),
         (["--lower", "--higher", "train.py"], "--higher and --lower exclude each other; pass one."),
         (["--out", "full", "train.py"], "--out full is there already; give a new folder"),
         (["--out", "train.py/results", "train.py"], "Not a directory"),

@@ -144,7 +144,7 @@ def test_sorting(tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str) 
 
     assert (order(name), order(f"{name}:min"), order(f"{name}:max:min")) == ("bca", "bca", "bca")
     assert runs_command([str(tmp_path), "--sort", name], check_names) == 0
-    assert f"Sorted by {name}, the least first; --sort {name}:max turns this round." in capsys.readouterr().out
+    assert f"Sorted by {name}, smallest first; --sort {name}:max reverses the order." in capsys.readouterr().out
     (tmp_path / "a/metrics.csv").write_text(f"step,{name}\n1,9\n")
     for run in "bc":
         (tmp_path / run / "metrics.csv").write_text(f"step,{name}\n1,1\n")
@@ -177,9 +177,9 @@ def test_runs_that_were_moved_and_damaged(
     shutil.rmtree(tmp_path / "new/mine/version_3/checkpoints")
     first, second, _, last = (each["problems"] for each in listed(capsys, tmp_path / "new"))
     assert "run-0.ckpt was left out: " in first[0]
-    assert first[1:] == [f"{tmp_path}/shared holds no whole checkpoint of this run any more."]
+    assert first[1:] == [f"{tmp_path}/shared no longer holds a complete checkpoint of this run."]
     assert second == [f"{tmp_path}/new/mine/version_1/trainwright_run.json is empty."]
-    assert last == [f"{tmp_path}/new/mine/version_3/checkpoints holds no whole checkpoint of this run any more."]
+    assert last == [f"{tmp_path}/new/mine/version_3/checkpoints no longer holds a complete checkpoint of this run."]
 
 
 def test_curves_of_several_runs_are_put_here(

@@ -76,7 +76,7 @@ def test_a_strategy_that_is_missing_is_no_failure(
     [
         (["--strategies", "dpd"], "--strategies dpd: choose from single_device, ddp,"),
         (["--strategies", "ddp,fdsp"], "Did you mean 'fsdp'?"),
-        (["--timeout", "soon"], "--timeout soon: expected a whole number of seconds from 1."),
+        (["--timeout", "soon"], "--timeout soon: expected an integer of at least 1, in seconds."),
         (["--config-file", "none.yaml"], "--config-file names 'none.yaml', which does not exist"),
     ],
 )

@@ -12,7 +12,7 @@ DIFFERENCES: dict[str, tuple[str, str]] = {
     ),
     "checkpoints.files_beside_last": (
         SAFE,
-        "last.ckpt is a link to the newest checkpoint, so no whole checkpoint is ever overwritten in place",
+        "last.ckpt is a link to the newest checkpoint, so no complete checkpoint is ever overwritten in place",
     ),
     "checkpoints.path_of_last": (
         SAFE,

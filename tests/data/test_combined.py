@@ -114,7 +114,7 @@ def test_the_modes_as_a_user_iterates_them() -> None:
     assert [batch for batch, _, _ in endless] == [[0, 1], [1, 2]]
     with pytest.raises(TypeError, match="no len"):
         len(endless)
-    with pytest.raises(RuntimeError, match="gave no batch when it was restarted"):
+    with pytest.raises(RuntimeError, match="yielded no batches when it was restarted"):
         list(CombinedLoader([[1, 2], []], "max_size_cycle"))
 
 
@@ -372,7 +372,7 @@ def test_what_cannot_be_combined_is_refused() -> None:
     with pytest.raises(ValueError, match="got an empty dict"):
         CombinedLoader({})
     for wrong in (3, "text", torch.zeros(2)):
-        with pytest.raises(TypeError, match=f"the collection's 'b' is a {type(wrong).__name__}"):
+        with pytest.raises(TypeError, match=f"the collection's 'b' is an? {type(wrong).__name__}"):
             CombinedLoader({"a": [1], "b": wrong})
     with pytest.raises(TypeError, match="cannot be combined again"):
         shard([CombinedLoader([[1]])], rank=0, world_size=1, mode="train")

@@ -87,7 +87,7 @@ def test_from_datasets() -> None:
     streamed = DataModule.from_datasets(Stream(), batch_size=3, num_workers=1)
     assert [batch.tolist() for batch in streamed.train_dataloader()] == [[0, 1, 2]]
     assert len(pickle.loads(pickle.dumps(data)).train_dataloader()) == 2
-    with pytest.raises(TypeError, match="val_dataset has a DataLoader; accepted are datasets"):
+    with pytest.raises(TypeError, match="val_dataset has a DataLoader; expected datasets"):
         DataModule.from_datasets(dataset, train)
     with pytest.raises(TypeError, match="train_dataset has an int"):
         DataModule.from_datasets([dataset, 3])  # type: ignore[list-item]

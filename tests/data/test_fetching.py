@@ -135,7 +135,7 @@ def test_a_stop_iteration_of_the_dataset_ends_the_pass_and_cuts_no_batch(size: i
             return next(self.lines)
 
     assert plain(fetched(DataLoader(Reads(), batch_size=size))) == plain(DataLoader(Reads(), batch_size=size))
-    with pytest.raises(RuntimeError, match="the training loader gave 1 batches, but its length is 3"):
+    with pytest.raises(RuntimeError, match="the training loader yielded 1 batches, but its length is 3"):
         trainer().fit(Net(), DataLoader(Reads(), batch_size=3, collate_fn=lambda items: torch.ones(len(items), 3)))
 
 

@@ -94,10 +94,10 @@ def test_another_order_is_told_once(ranks: int) -> None:
     at = places(first_run, ranks, 2)
     (told,) = warned(second_run, ranks, at, 2)
     assert told == (
-        "the checkpoint was saved within an epoch of a GoesOn of 24 samples that now draws another order: in the rest of this "
-        "epoch samples may come twice or not at all. Draw the order in its __iter__, from a generator that is an attribute of "
-        "the sampler or from torch's global one, which are seeded for each epoch; or resume from a checkpoint of an "
-        "epoch's end."
+        "the checkpoint was saved within an epoch of a GoesOn of 24 samples that now draws a different order: in the rest of "
+        "this epoch samples may come twice or not at all. Draw the order in its __iter__, from a generator that is an "
+        "attribute of the sampler or from torch's global one, which are seeded for each epoch; or resume from a checkpoint of "
+        "an epoch's end."
     )
     at = places(lambda: loader(Groups(1)), ranks, 2)
     assert len(warned(lambda: loader(Groups(2)), ranks, at, 2)) == 1, "without a length"

@@ -55,7 +55,7 @@ def test_an_unknown_accelerator_is_refused_with_the_nearest_name(name: str, clos
         match=rf"accelerator='{name}' is unknown; choose from auto, cpu, gpu, cuda, mps, xpu.*\.{re.escape(hint)}$",
     ):
         accelerator.resolve_device_type(name)
-    with pytest.raises(TypeError, match="accelerator=1 is an int; accepted are auto, cpu"):
+    with pytest.raises(TypeError, match="accelerator=1 is an int; expected auto, cpu"):
         accelerator.resolve_device_type(1)  # type: ignore[arg-type]
 
 

@@ -97,7 +97,7 @@ def test_a_launcher_within_another_wins() -> None:
     [
         (SLURM, {"SLURM_LOCALID": None}, "has variables of srun, but no SLURM_LOCALID"),
         (SLURM, {"SLURM_NTASKS": None}, "no SLURM_STEP_NUM_TASKS or SLURM_NTASKS"),
-        (SLURM, {"SLURM_PROCID": "five"}, "SLURM_PROCID='five'; a whole number"),
+        (SLURM, {"SLURM_PROCID": "five"}, "SLURM_PROCID='five'; expected an integer"),
         (SLURM, {"SLURM_PROCID": "7"}, "SLURM_PROCID=7.*these are inconsistent"),
         (SLURM, {"SLURM_LOCALID": "2"}, "SLURM_LOCALID=2.*these are inconsistent"),
         (SLURM, {"SLURM_TASKS_PER_NODE": "2(x3)"}, "7 tasks on 4 nodes and .*add up"),

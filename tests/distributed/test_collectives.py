@@ -33,7 +33,7 @@ def job(folder: Path) -> int:
     assert collectives.gather_uneven(torch.zeros(0, 5))[1].shape == (0, 5)
     with pytest.raises(ValueError, match=r"differ beyond the first dimension .rank 0: .1, 2., rank 1: .1, 3.."):
         collectives.gather_uneven(torch.zeros(1, 2 + rank))
-    with pytest.raises(TypeError, match=r"another dtype on rank.s. .1."):
+    with pytest.raises(TypeError, match=r"a different dtype on rank.s. .1."):
         collectives.gather_uneven(torch.zeros(1, dtype=(torch.float32, torch.float64)[rank]))
 
     sent = {"rank": rank, "text": "x" * (10 * rank), "loss": float("nan"), "none": [None, True]}

@@ -94,7 +94,7 @@ def test_torchrun_variables_are_read() -> None:
     [
         ({"WORLD_SIZE": None}, "but not WORLD_SIZE"),
         ({"MASTER_ADDR": None, "MASTER_PORT": None}, "but not MASTER_ADDR, MASTER_PORT"),
-        ({"RANK": "one"}, "RANK='one'; a whole number"),
+        ({"RANK": "one"}, "RANK='one'; expected an integer"),
         ({"RANK": "4"}, "RANK=4, WORLD_SIZE=4"),
         ({"LOCAL_WORLD_SIZE": "8", "WORLD_SIZE": "4"}, "the local world is not larger"),
     ],

@@ -136,7 +136,7 @@ def test_damage_that_only_the_load_sees_changes_nothing(tmp_path: Path) -> None:
     [
         ({"mixed_precision": "fp8"}, "choose from no, fp16, bf16"),
         ({"mixed_precision": "no", "precision": 16}, "pass one"),
-        ({"gradient_accumulation_steps": 0}, "whole number from 1"),
+        ({"gradient_accumulation_steps": 0}, "integer of at least 1"),
     ],
 )
 def test_settings_refused(settings: dict[str, Any], match: str) -> None:
@@ -146,7 +146,7 @@ def test_settings_refused(settings: dict[str, Any], match: str) -> None:
 
 def test_calls_refused() -> None:
     accelerator, model, *_ = prepared()
-    with pytest.raises(TypeError, match="of type str; accepted are torch modules"):
+    with pytest.raises(TypeError, match="of type str; expected torch modules"):
         accelerator.prepare("model")
     with pytest.raises(ValueError, match="was not prepared"):
         accelerator.step(torch.optim.SGD(model.parameters(), 0.1))

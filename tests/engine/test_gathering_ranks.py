@@ -45,7 +45,7 @@ class Gathering(Classifier):
         if world_size > 1:
             with pytest.raises(ValueError) as caught:
                 self.all_gather(torch.ones(2 + rank))
-            with pytest.raises(TypeError, match="all_gather got another dtype on"):
+            with pytest.raises(TypeError, match="all_gather got a different dtype on"):
                 self.all_gather(torch.ones(2, dtype=[torch.float32, torch.int64][rank]))
             self.seen["refused"] = str(caught.value)
         gathered = self.all_gather(self.weight * (rank + 1.0), sync_grads=True).reshape(-1, 2)
@@ -236,5 +236,5 @@ def test_dicts_are_divided_by_value_and_others_refused() -> None:
     assert portion({"a": [1, 2, 3], "b": ["x", "y", "z"]}, 1, 2, False) == {"a": [3], "b": ["z"]}
     with pytest.raises(ValueError, match=r"different lengths \({'a': 1, 'b': 2}\); give each of them the same"):
         portion({"a": [1], "b": [1, 2]}, 0, 2, False)
-    with pytest.raises(TypeError, match="was given a str; accepted are a list, a tuple, a tensor, or a dict"):
+    with pytest.raises(TypeError, match="was given a str; expected a list, a tuple, a tensor, or a dict"):
         portion("text", 0, 2, False)

@@ -134,13 +134,13 @@ def test_an_optimizer_that_cannot_be_tried_is_counted_as_adam() -> None:
 
 
 def test_what_is_refused() -> None:
-    with pytest.raises(ValueError, match="num_devices=0 is not accepted; pass a whole number from 1"):
+    with pytest.raises(ValueError, match="num_devices=0 is not accepted; pass an integer of at least 1"):
         tw.estimate_memory(on_meta(), num_devices=0)
     with pytest.raises(ValueError, match="has lazy parameters, which have no shape yet; run it on one batch first"):
         tw.estimate_memory(nn.LazyLinear(3))
     with pytest.raises(TypeError, match="optimizer='adam' is not accepted; pass an optimizer, a list of them, a class"):
         tw.estimate_memory(on_meta(), "adam")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="optimizer=-1 is not accepted; pass bytes for each parameter"):
+    with pytest.raises(ValueError, match="optimizer=-1 is not accepted; pass the bytes for each parameter"):
         tw.estimate_memory(on_meta(), -1)
 
 

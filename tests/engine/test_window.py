@@ -154,7 +154,7 @@ def test_the_length_of_windows_can_be_set() -> None:
         7,
     ]
     for wrong in (0, 1.5, True, "2"):
-        with pytest.raises(ValueError, match="whole number from 1"):
+        with pytest.raises(ValueError, match="integer of at least 1"):
             accelerator.gradient_accumulation_steps = wrong
 
 

@@ -257,10 +257,10 @@ def test_runs_of_one_step_have_no_speed() -> None:
     first = Comparison([result("unchanged", **none), scored("ddp", 100)], None)
     assert first.counts_samples
     said = " ".join(notes(first, ["train.py"], "cpu"))
-    assert "Runs of unchanged have made fewer than two steps, from which no speed follows." in said
+    assert "Runs of unchanged took fewer than two steps, too few to measure a speed." in said
     assert "batches are counted" not in said
     assert list(choice_lines(first, ["train.py"])) == [
-        "Keep the script unchanged: its run has made fewer than two steps, so nothing can be compared with its speed."
+        "Keep the script unchanged: its run took fewer than two steps, so its speed is unknown."
     ]
 
 

@@ -26,7 +26,7 @@ def test_devices_of_the_cpu() -> None:
     assert choose_devices("3", "cpu") == 3
     assert choose_devices("-1", "cpu") >= 1
     for given in ("0", "two", "²"):
-        with pytest.raises(ValueError, match=r"--devices .*: expected a whole number from 1, -1 for all, or auto"):
+        with pytest.raises(ValueError, match=r"--devices .*: expected an integer of at least 1, -1 for all, or auto"):
             choose_devices(given, "cpu")
 
 

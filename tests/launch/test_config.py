@@ -167,22 +167,22 @@ def test_where_the_config_is(started: list[Any], monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("# one\ndevcies: 2", "mine.yaml:2: 'devcies' is not a key of a config; accepted are devices, cpu,"),
+        ("# one\ndevcies: 2", "mine.yaml:2: 'devcies' is not a key of a config; expected one of devices, cpu,"),
         ("devcies: 2", "Did you mean 'devices'?"),
         (
             "compute_environment: LOCAL_MACHINE",
             "'compute_environment' is a key of Accelerate's configs; `trainwright config`",
         ),
         ("mixed_precision: fp16", "Did you mean 'precision'?"),
-        ("devices: two", "mine.yaml:1: devices: two: expected a whole number from 1, -1 for all, or auto."),
-        ("devices: [1, 2]", "mine.yaml:1: devices is a list; accepted is a single value."),
+        ("devices: two", "mine.yaml:1: devices: two: expected an integer of at least 1, -1 for all, or auto."),
+        ("devices: [1, 2]", "mine.yaml:1: devices is a list; expected a single value."),
         ("devices: 1\ndevices: 2", "mine.yaml:2: 'devices' is there twice, first at mine.yaml:1; remove one."),
-        ("cpu: yes", "mine.yaml:1: cpu: yes: accepted are true and false."),
+        ("cpu: yes", "mine.yaml:1: cpu: yes: expected true or false."),
         ("strategy: dpd", "mine.yaml:1: strategy='dpd' is unknown; choose from auto"),
         ("\nprecision: half", "mine.yaml:2: precision='half' is unknown; choose from"),
         (
             "gradient_accumulation_steps: 0",
-            "mine.yaml:1: gradient_accumulation_steps: 0: expected a whole number from 1",
+            "mine.yaml:1: gradient_accumulation_steps: 0: expected an integer of at least 1",
         ),
         ("main_address: a", "mine.yaml:1: main_address: a is for several machines"),
         ("a: [1", "mine.yaml:1: this is not YAML"),
@@ -193,7 +193,7 @@ def test_where_the_config_is(started: list[Any], monkeypatch: pytest.MonkeyPatch
         ("env:\n  A-B: 1", "mine.yaml:2: 'A-B' is not the name of a variable"),
         ("env:\n  MASTER_PORT: 1", "mine.yaml:2: env has MASTER_PORT; set the key 'main_port' instead."),
         ("env:\n  RANK: 1", "mine.yaml:2: env has RANK, which trainwright launch sets itself; remove it."),
-        ("env:\n  A: {B: 1}", "mine.yaml:2: A is a mapping; accepted is a single value."),
+        ("env:\n  A: {B: 1}", "mine.yaml:2: A is a mapping; expected a single value."),
     ],
 )
 def test_what_is_wrong_in_a_config_has_its_line(

@@ -203,7 +203,7 @@ def test_a_rank_that_cannot_answer_is_killed_after_the_grace_seconds(tmp_path: P
 def test_a_wrong_number_of_grace_seconds_is_refused(given: str, tmp_path: Path, start: StartJob) -> None:
     job = start(tmp_path, 0.0, TRAINWRIGHT_GRACE_SECONDS=given)
     assert job.wait() == 1
-    assert f"TRAINWRIGHT_GRACE_SECONDS='{given}'; a whole number of seconds from 0 is accepted." in job.stderr
+    assert f"TRAINWRIGHT_GRACE_SECONDS='{given}'; expected an integer of at least 0, in seconds." in job.stderr
 
 
 @pytest.mark.slow

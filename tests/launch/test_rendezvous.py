@@ -253,7 +253,7 @@ def test_a_main_port_in_use_is_refused() -> None:
 @pytest.mark.parametrize(
     ("nodes", "text"),
     [
-        ((0,), "num_nodes=0 is not a whole number from 1"),
+        ((0,), "num_nodes=0 is not an integer of at least 1"),
         ((2, 2, "a", 29500), "node_rank=2 is out of range for num_nodes=2; nodes are numbered from 0 to 1"),
         ((2, 0, "a", 0), "main_port=0 is not a port"),
         ((1, 0, "a", 70000), "main_port=70000 is not a port; pass one from 1 to 65535"),

@@ -160,7 +160,7 @@ def test_what_user_code_logs(tmp_path: Path) -> None:
     assert [row["step"] for row in rows(logger)] == ["5", "5"]
     assert rows(logger)[0] == {"step": "5", "p-a": "2.0", "p-of/x": "1", "p-of/y": "True", "p-b": ""}
     assert rows(logger)[1]["p-b"] == "3"
-    with pytest.raises(TypeError, match=r"metric 'p-x' was given to a logger as a Tensor; accepted are numbers"):
+    with pytest.raises(TypeError, match=r"metric 'p-x' was given to a logger as a Tensor; expected numbers"):
         logger.log_metrics({"x": torch.ones(2)})
     with pytest.raises(AttributeError, match=r"experiment of a CSVLogger has no 'add_text'.*TensorBoardLogger"):
         logger.experiment.add_text("note", "hello")
@@ -309,8 +309,8 @@ def test_the_thread_ends_when_nothing_is_to_be_done(tmp_path: Path, monkeypatch:
 @pytest.mark.parametrize(
     ("settings", "error", "message"),
     [
-        ({"save_dir": 3}, TypeError, r"CSVLogger\(save_dir=3\) is an int; accepted are a path"),
-        ({"version": 1.5}, TypeError, r"version=1\.5\) is a float; accepted are int, str or None"),
+        ({"save_dir": 3}, TypeError, r"CSVLogger\(save_dir=3\) is an int; expected a path"),
+        ({"version": 1.5}, TypeError, r"version=1\.5\) is a float; expected int, str or None"),
         ({"flush_logs_every_n_steps": 0}, ValueError, "must be at least 1"),
         ({"flush_logs_every_n_steps": "1"}, TypeError, "is not an int"),
     ],

@@ -432,7 +432,7 @@ def test_wandb(tmp_path: Path) -> None:
     assert other.experiment.config["lr"] == 0.1
     with pytest.raises(ValueError, match="1 items, but caption has 2 entries"):
         other.log_image("seen", [torch.rand(4, 4).numpy()], caption=["a", "b"])
-    with pytest.raises(TypeError, match="accepted is a list"):
+    with pytest.raises(TypeError, match="expected a list"):
         other.log_image("seen", torch.rand(4, 4))  # type: ignore[arg-type]
     other.finalize("success")
     other.end_run()

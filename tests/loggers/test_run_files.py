@@ -62,7 +62,7 @@ def test_both_kinds_of_files_say_the_same(tmp_path: Path) -> None:
     assert Path(image).read_bytes().startswith(b"\x89PNG")
     assert os.listdir(tmp_path / "new") == ["curves.png"]
     with pytest.raises(
-        ValueError, match=r"curves\.svg' does not say what to draw: accepted are names that end in \.html or"
+        ValueError, match=r"curves\.svg' does not say what to draw: expected names that end in \.html or"
     ):
         loggers[0].plot("curves.svg")
     with pytest.raises(ValueError, match="the metric 'nothing' was not logged"):
@@ -108,7 +108,7 @@ def test_writers_of_one_run_are_apart(tmp_path: Path) -> None:
         "train/loss": [1, 1],
     }
     page = Path(logger.plot()).read_text()  # its own log_dir alone
-    assert "last 50, least 50, greatest 50" in page
+    assert "last 50, min 50, max 50" in page
     assert "last 1," not in page
     inner = tw.TensorBoardLogger(tmp_path / "version_0", name="fold")
     inner.log_metrics({"loss": 9.0}, step=0)
@@ -241,7 +241,7 @@ def test_loggers_that_cannot_plot(tmp_path: Path) -> None:
         tw.WandbLogger(save_dir=tmp_path, offline=True).plot()
     with pytest.raises(NotImplementedError, match="the pages of MLflow"):
         tw.MLFlowLogger(save_dir=str(tmp_path)).plot()
-    with pytest.raises(NotImplementedError, match="keeps no rows in files of ours; CSVLogger and TensorBoardLogger"):
+    with pytest.raises(NotImplementedError, match="writes no files to draw from; CSVLogger and TensorBoardLogger"):
         tw.Logger().plot()
     assert SilentLogger().plot() == ""
 

@@ -126,8 +126,8 @@ def test_long_curves_keep_their_peaks() -> None:
         assert np.nanmax(values[column == each]) == ys[drawn == each].max()
     assert not any((part >= 100_000).any() and (part < 100_000).any() for part, _ in line.parts)
     page = draw([history(loss=values)], ".html").decode()
-    assert "of up to 200,000 points" in page
-    assert "least, greatest and last value in each of 564 columns" in page
+    assert "(up to 200,000 points)" in page
+    assert "smallest, largest and last value in each of 564 columns" in page
     assert len(page) < 120_000
     assert not line_of(curve, panel.x_range, count).is_thinned
 

@@ -41,7 +41,7 @@ def test_names(given: Any, name: str) -> None:
         ("b16-true", ValueError, "Did you mean 'bf16-true'"),
         (8, ValueError, "precision=8 is unknown"),
         (True, TypeError, "is a bool"),
-        (16.0, TypeError, "is a float; accepted are a name, 16, 32, 64"),
+        (16.0, TypeError, "is a float; expected a name, 16, 32, 64"),
         (Precision, TypeError, "is a type"),
     ],
 )

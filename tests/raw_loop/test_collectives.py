@@ -93,7 +93,7 @@ def read_for_all(folder: Path) -> dict[str, Any]:
     with pytest.raises(OSError if rank == 0 else RuntimeError, match="the disk is full"):
         reads.extend(batch.item() for batch in failing)
     odd = accelerator.prepare(DataLoader([{1, 2}, {3}], batch_size=1, collate_fn=lambda items: object()))
-    with pytest.raises(TypeError if rank == 0 else RuntimeError, match="accepted are None, bool"):
+    with pytest.raises(TypeError if rank == 0 else RuntimeError, match="expected None, bool"):
         next(iter(odd))
     with pytest.raises(ValueError, match=r"has 1 batches for 2 ranks, and drop_last drops a short round"):
         accelerator.prepare(DataLoader(list(range(2)), batch_size=2, drop_last=True))
@@ -157,8 +157,8 @@ def test_on_two_ranks(tmp_path: Path) -> None:
         assert "the value['b']: rank 0: (1, 2), rank 1: (2, 5)); pad_across" in found["reduced"][0]
         assert "rank 0: (2,), rank 1: (2, 2))" in found["reduced"][1]
         assert "other tensors on rank(s) [1] than on rank 0" in found["reduced"][2]
-        assert "another dtype on rank(s) [1]" in found["reduced"][3]
-        assert found["object"].startswith("gather of objects, rank 1: the list[0] is a builtins.object; accepted are")
+        assert "a different dtype on rank(s) [1]" in found["reduced"][3]
+        assert found["object"].startswith("gather of objects, rank 1: the list[0] is a builtins.object; expected")
         assert found["padded"] == [[1.0, 1.0, -1.0, -1.0, -1.0], [1.0] * 5, [1.0] * 5]
         assert found["first"] == ([[0.0, 0.0], [1.0, 1.0]] if rank == 0 else [[1.0] * 5] * 2)
         assert (found["unchanged"], found["triggers"], found["joined"]) == (7, [False, True, False], True)
@@ -201,25 +201,25 @@ def test_what_is_refused() -> None:
     accelerator = tw.Accelerator(cpu=True)
     with pytest.raises(TypeError, match="pad_across_processes was given a str"):
         accelerator.pad_across_processes("text")
-    with pytest.raises(ValueError, match="rng_types has 'numpy'; accepted here are torch, generator"):
+    with pytest.raises(ValueError, match="rng_types has 'numpy'; expected torch, generator"):
         tw.Accelerator(cpu=True, rng_types=["numpy"])
     with pytest.raises(TypeError, match="rng_types='torch' is not a list"):
         tw.synchronize_rng_states("torch")
     with pytest.raises(ValueError, match="no generator was given; pass generator="):
         tw.synchronize_rng_states(["generator"])
-    with pytest.raises(TypeError, match="dataloader_config is a dict; accepted is a DataLoaderConfiguration"):
+    with pytest.raises(TypeError, match="dataloader_config is a dict; expected a DataLoaderConfiguration"):
         tw.Accelerator(cpu=True, dataloader_config={})  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="even_batches=1 is not accepted; pass True or False"):
         tw.DataLoaderConfiguration(even_batches=1)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="data_seed='x' is a str; accepted is an int, or None"):
+    with pytest.raises(TypeError, match="data_seed='x' is a str; expected an int, or None"):
         tw.DataLoaderConfiguration(data_seed="x")  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="prepare_data_loader was given a Sequential; accepted is a torch DataLoader"):
+    with pytest.raises(TypeError, match="prepare_data_loader was given a Sequential; expected a torch DataLoader"):
         accelerator.prepare_data_loader(make_net())
     with pytest.raises(TypeError, match="prepare was given what skip_first_batches returned"):
         accelerator.prepare(tw.skip_first_batches(DataLoader([1, 2])))
     with pytest.raises(ValueError, match="num_batches=-1 is not accepted"):
         tw.skip_first_batches([1, 2], -1)
-    with pytest.raises(TypeError, match="skip_first_batches was given an int; accepted is a loader"):
+    with pytest.raises(TypeError, match="skip_first_batches was given an int; expected a loader"):
         tw.skip_first_batches(3)
     with pytest.raises(ValueError, match="this loader was not prepared"):
         accelerator.gather_for_metrics(1, loader=DataLoader([1]))

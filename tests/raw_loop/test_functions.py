@@ -314,8 +314,8 @@ def test_what_the_launchers_refuse() -> None:
         (ValueError, {"max_restarts": 2}, "only a script can be restarted"),
         (ValueError, {"rdzv_backend": "c10d"}, "the nodes meet at master_addr and use_port"),
         (ValueError, {"num_nodes": 2, "node_rank": 2, "num_processes": 1}, "node_rank=2 is out of range"),
-        (TypeError, {"args": 1}, r"given args=1; accepted is a tuple of the function's arguments, such as args=\(1,\)"),
-        (TypeError, {"args": "abc"}, "given args='abc'; accepted is a tuple"),
+        (TypeError, {"args": 1}, r"given args=1; expected a tuple of the function's arguments, such as args=\(1,\)"),
+        (TypeError, {"args": "abc"}, "given args='abc'; expected a tuple"),
         (TypeError, {"num_proceses": 1}, "no argument 'num_proceses'. Did you mean 'num_processes'"),
         (TypeError, {"mixed_precison": "fp16"}, "no argument 'mixed_precison'. Did you mean 'mixed_precision'"),
     ]

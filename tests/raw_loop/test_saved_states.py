@@ -1,4 +1,4 @@
-"""Checkpoints of a raw loop: numbered ones and how many stay, the newest whole one, registered objects."""
+"""Checkpoints of a raw loop: numbered ones and how many stay, the newest complete one, registered objects."""
 
 from __future__ import annotations
 
@@ -108,7 +108,9 @@ def test_damaged_ones_do_not_count(tmp_path: Path) -> None:
 
 def test_without_any(tmp_path: Path) -> None:
     loop = Loop(project_dir=tmp_path)
-    with pytest.raises(tw.CheckpointError, match=r"no whole checkpoint .* was found in .*checkpoints\. Save one first"):
+    with pytest.raises(
+        tw.CheckpointError, match=r"no complete checkpoint .* was found in .*checkpoints\. Save one first"
+    ):
         loop.accelerator.load_state()
     bare = Loop().accelerator
     assert bare.project_dir is None
@@ -268,7 +270,7 @@ def test_bad_arguments(tmp_path: Path) -> None:
         loop.accelerator.load_state(path, strickt=False)
     for wrong, match in (
         ({"total_limit": 0}, "total_limit=0"),
-        ({"iteration": -1}, "from 0"),
+        ({"iteration": -1}, "at least 0"),
         ({"total_limit": True}, "True"),
     ):
         with pytest.raises(ValueError, match=match):
@@ -279,7 +281,7 @@ def test_bad_arguments(tmp_path: Path) -> None:
         tw.Accelerator(cpu=ON_HOST, project_config=tw.ProjectConfiguration(automatic_checkpoint_naming=True))
     with pytest.raises(ValueError, match="were both given; pass one folder"):
         tw.Accelerator(cpu=ON_HOST, project_dir="a", project_config=tw.ProjectConfiguration("b"))
-    with pytest.raises(TypeError, match="accepted is a ProjectConfiguration"):
+    with pytest.raises(TypeError, match="expected a ProjectConfiguration"):
         tw.Accelerator(cpu=ON_HOST, project_config="runs")  # type: ignore[arg-type]
 
 
@@ -289,7 +291,7 @@ def on_two_ranks(folder: Path) -> list[Any]:
     bare = tw.Accelerator(cpu=True)
     with pytest.raises(RuntimeError, match="before prepare"):
         bare.load_state(str(folder))
-    with pytest.raises(tw.CheckpointError, match="no whole checkpoint"):
+    with pytest.raises(tw.CheckpointError, match="no complete checkpoint"):
         accelerator.load_state()
     with pytest.raises(RuntimeError, match="log was called before init_trackers"):
         accelerator.log({"loss": 1.0})
@@ -427,7 +429,7 @@ def test_a_failing_hook_leaves_nothing(tmp_path: Path) -> None:
 
     for hook, match in (
         (fail, "a hook of save_state failed: OSError: the hook's disk"),
-        (link, "accepted are plain files"),
+        (link, "expected plain files"),
     ):
         handle = loop.accelerator.register_save_state_pre_hook(hook)
         with pytest.raises(tw.CheckpointError, match=match):

@@ -84,10 +84,10 @@ def test_options_of_other_parts() -> None:
         ({"kwargs_handlers": tw.AutocastKwargs()}, r"pass kwargs_handlers=.AutocastKwargs"),
         ({"megatron_lm_plugin": 1}, "Megatron-LM is not supported"),
         ({"mixed_precision": "fp8"}, "choose from no, fp16, bf16"),
-        ({"fsdp_plugin": object()}, "fsdp_plugin is an object; accepted is a FullyShardedDataParallelPlugin"),
+        ({"fsdp_plugin": object()}, "fsdp_plugin is an object; expected a FullyShardedDataParallelPlugin"),
         ({"gradient_accumulation_steps": 2, "gradient_accumulation_plugin": PLUGIN}, "pass one number"),
         ({"strategy": "ddp", "deepspeed_plugin": tw.DeepSpeedPlugin()}, "strategy='ddp' and DeepSpeedPlugin were given"),
-        ({"kwargs_handlers": [object()]}, "kwargs_handlers has an object; accepted are"),
+        ({"kwargs_handlers": [object()]}, "kwargs_handlers has an object; expected"),
         ({"kwargs_handlers": [tw.AutocastKwargs()] * 2}, "has two AutocastKwargs"),
         ({"step_scheduler_with_optimizer": "no"}, "step_scheduler_with_optimizer='no' is not accepted; pass True or False"),
         ({"cpu": "yes"}, "cpu='yes' is not accepted"),
@@ -112,7 +112,7 @@ def test_wrong_arguments(chosen: dict[str, Any], words: str) -> None:
         ),
         (lambda: tw.FullyShardedDataParallelPlugin(use_orig_params=False), "always keep their names"),
         (lambda: tw.DeepSpeedPlugin(offload_param_device="nvme"), "choose 'none' or 'cpu'"),
-        (lambda: tw.GradientAccumulationPlugin(0), "whole number from 1"),
+        (lambda: tw.GradientAccumulationPlugin(0), "integer of at least 1"),
         (lambda: tw.DistributedDataParallelKwargs(broadcast_buffers=False), "rank 0's buffers"),
         (lambda: tw.InitProcessGroupKwargs(init_method="tcp://"), "launcher's address"),
     ],
@@ -302,7 +302,7 @@ def test_none_stays_none_and_a_class_is_refused() -> None:
     accelerator = tw.Accelerator(cpu=True)
     _, scheduler = accelerator.prepare(nn.Linear(1, 1), None)
     assert scheduler is None
-    with pytest.raises(TypeError, match="accepted are torch modules"):
+    with pytest.raises(TypeError, match="expected torch modules"):
         accelerator.prepare(torch.optim.SGD)
     for placement in (True, [True], "ab"):
         with pytest.raises(ValueError, match="is not a list of 2 items; give one for each object"):

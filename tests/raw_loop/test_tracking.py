@@ -153,7 +153,7 @@ def test_names(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=match):
             make(log_with=wrong)
     for other in (3, tw.CSVLogger, [None]):
-        with pytest.raises(TypeError, match="accepted are names, Logger instances"):
+        with pytest.raises(TypeError, match="expected names, Logger instances"):
             make(log_with=other)
     for name in ("csv", "wandb", "mlflow", "comet_ml"):
         monkeypatch.setitem(LOGGERS, name, NamedLogger("trainwright.loggers.csv:CSVLogger", "not_installed_here"))
@@ -176,7 +176,7 @@ def test_wrong_uses(tmp_path: Path) -> None:
         with pytest.raises(RuntimeError, match=r"was called before init_trackers; call accelerator\.init_trackers"):
             call()
     for wrong in (("loss", 1), ({"loss": 1.0}, "x")):
-        with pytest.raises(TypeError, match="accepted are a dict of numbers, and a whole step"):
+        with pytest.raises(TypeError, match="expected a dict of numbers, and an integer as step"):
             accelerator.log(*wrong)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="project_name='' is not accepted"):
         accelerator.init_trackers("")

@@ -72,7 +72,7 @@ def test_ranks_stay_alike(job: Any) -> None:
 def test_one_process_says_so(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
     with caplog.at_level(logging.INFO):
         sharded_job.steps("ddp_sharded", 2, "adam", tmp_path / "one.ckpt")
-    assert "has nothing to share on one process; it runs as 'single_device'" in caplog.text
+    assert "has nothing to shard on one process; it runs as 'single_device'" in caplog.text
     sharded_job.steps("single_device", 2, "adam", tmp_path / "plain.ckpt")
     assert_same_weights(tmp_path / "one.ckpt", tmp_path / "plain.ckpt", 0.0)
     trainer("ddp_sharded").validate(Regresses(), loader(4, 1), verbose=False)
@@ -80,7 +80,7 @@ def test_one_process_says_so(caplog: pytest.LogCaptureFixture, tmp_path: Path) -
 
 @pytest.mark.parametrize("given", [-1, True, 1.5])
 def test_buffer_size_is_checked(given: Any) -> None:
-    with pytest.raises(ValueError, match=r"reduce_buffer_size=.* is not accepted; pass a whole number from 0"):
+    with pytest.raises(ValueError, match=r"reduce_buffer_size=.* is not accepted; pass an integer of at least 0"):
         ShardedDDPStrategy(reduce_buffer_size=given)
 
 

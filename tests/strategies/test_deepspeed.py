@@ -129,11 +129,11 @@ def test_one_process(tmp_path: Path) -> None:
             r"needs stage 3, which shards them, not stage 2",
         ),
         ({"config": "/nowhere.json"}, ValueError, r"config='/nowhere.json': there is no such file"),
-        ({"config": [1]}, TypeError, r"config= is a list; accepted are a dict"),
+        ({"config": [1]}, TypeError, r"config= is a list; expected a dict"),
         ({"config": {"fp16": {"enabled": True}, "bf16": {"enabled": True}}}, ValueError, r"enables both fp16 and bf16"),
         ({"config": {"zero_optimization": 2}}, ValueError, r"zero_optimization=2 is not a section; give a dict"),
         ({"config": {"fp16": True}}, ValueError, r"fp16=True is not a section; give a dict"),
-        ({"config": {"gradient_clipping": "much"}}, ValueError, r"gradient_clipping='much' is not a number"),
+        ({"config": {"gradient_clipping": "much"}}, ValueError, r"gradient_clipping='much' is not a norm"),
         ({"config": {"gradient_accumulation_steps": 0}}, ValueError, r"gradient_accumulation_steps=0 is not accepted"),
     ],
 )

@@ -92,7 +92,7 @@ def test_one_process(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("given", [-1, True, 0.5, "many"])
 def test_min_parameters_is_checked(given: Any) -> None:
-    with pytest.raises(ValueError, match=r"min_parameters=.* is not accepted; pass a whole number from 0"):
+    with pytest.raises(ValueError, match=r"min_parameters=.* is not accepted; pass an integer of at least 0"):
         tw.FSDPStrategy(min_parameters=given)
 
 

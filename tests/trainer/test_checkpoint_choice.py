@@ -101,7 +101,7 @@ def test_what_auto_and_last_say_where_there_is_none(tmp_path: Path, capsys: pyte
     again = fit(tmp_path, 1, "auto")  # it has ended
     assert (again.resume_source, again.global_step) == (f"{tmp_path}/epoch=0.ckpt", 11)
     other = tw.Trainer(callbacks=tw.ModelCheckpoint(str(tmp_path / "none")), **{**QUIET, "enable_checkpointing": True})
-    for name, what in (("last", "no checkpoint was saved in"), ("auto", "no whole checkpoint found in")):
+    for name, what in (("last", "no checkpoint was saved in"), ("auto", "no complete checkpoint found in")):
         with pytest.raises(tw.CheckpointError, match=rf"ckpt_path='{name}': {what} {tmp_path}/none"):
             other.test(Classifier(), make_loader(), ckpt_path=name)
     with pytest.raises(ValueError, match=r"ckpt_path='auto' needs a ModelCheckpoint, but .* has none"):

@@ -56,26 +56,28 @@ def stream(samples: int, **options: Any) -> DataLoader[Any]:
     ("call", "stage"), [("fit", "validation"), ("validate", "validation"), ("test", "test"), ("predict", "predict")]
 )
 def test_a_stream_that_yields_nothing_is_refused(call: str, stage: str) -> None:
-    match = rf"the {stage} loader gave no batch \(its dataset yields nothing, drop_last.*give it data, or leave it out"
+    match = (
+        rf"the {stage} loader yielded no batches \(its dataset yields nothing, drop_last.*give it data, or leave it out"
+    )
     for loader in (stream(0), stream(3, drop_last=True)):
         with pytest.raises(RuntimeError, match=match):
             run(call, loader, num_sanity_val_steps=2)
     limit = {"fit": "val", "validate": "val"}.get(call, call)
     with pytest.raises(RuntimeError, match=match):
         run(call, stream(0), num_sanity_val_steps=0, **{f"limit_{limit}_batches": 1})
-    with pytest.raises(RuntimeError, match=f"the {stage} loader 'b' gave no batch"):
+    with pytest.raises(RuntimeError, match=f"the {stage} loader 'b' yielded no batches"):
         run(call, {"a": stream(8), "b": stream(0)})
     run(call, {"a": stream(8), "b": stream(1)})
     run(call, {"a": stream(8), "b": stream(0)}, **{f"limit_{limit}_batches": 0})
 
 
 def test_a_validation_of_a_later_epoch_is_refused() -> None:
-    with pytest.raises(RuntimeError, match=r"validation loader gave no batch .*__iter__ does not start again"):
+    with pytest.raises(RuntimeError, match=r"validation loader yielded no batches .*__iter__ does not start again"):
         run("fit", DataLoader(Stream(8, ends_at=2), batch_size=4), max_epochs=3, num_sanity_val_steps=0)
 
 
 def test_a_step_that_pulls_its_batches() -> None:
-    with pytest.raises(RuntimeError, match="the test loader gave no batch"):
+    with pytest.raises(RuntimeError, match="the test loader yielded no batches"):
         run("test", stream(0), Pulling())
     run("test", stream(4), Pulling())
 
@@ -122,6 +124,6 @@ def test_ranks_agree(tmp_path: Path) -> None:
     """With loaders of their own, only one of which has batches, nothing is refused."""
     expected = []
     for stage in ("validation", "test", "predict"):
-        refused = f"the {stage} loader gave no batch"
+        refused = f"the {stage} loader yielded no batches"
         expected += [refused, "", refused, refused, "", refused, ""]
     assert run_job(two_ranks, 2, tmp_path) == [expected, expected]

@@ -141,7 +141,7 @@ def test_settings_are_attributes_and_can_be_set_between_runs() -> None:
     trainer.limit_train_batches, trainer.max_epochs, trainer.accumulate_grad_batches = 3, 2, 2
     trainer.fit(Classifier(), make_loader(16))
     assert (trainer.global_step, trainer.current_epoch) == (4, 2)
-    with pytest.raises(ValueError, match="max_epochs='a': accepted is a whole number"):
+    with pytest.raises(ValueError, match="max_epochs='a': expected an integer"):
         trainer.max_epochs = "a"
     with pytest.raises(AttributeError, match=r"trainer.world_size cannot be set|can't set|has no setter"):
         trainer.world_size = 3
@@ -284,7 +284,7 @@ def test_a_strategy_and_predictions_on_two_ranks(tmp_path: Path) -> None:
     strategy = trainer_of().strategy
     assert strategy.broadcast("x") == "x"
     assert strategy.reduce(torch.ones(2)).tolist() == [1.0, 1.0]
-    with pytest.raises(ValueError, match="reduce was given the group 3; accepted is None"):
+    with pytest.raises(ValueError, match="reduce was given the group 3; expected None"):
         strategy.reduce(torch.ones(2), group=3)
 
 

@@ -188,7 +188,7 @@ def test_an_order_that_no_seed_reaches_is_told_of(tmp_path: Path) -> None:
     order = list(range(COUNT))
     train(DataLoader(Recorded(tmp_path / "reads"), sampler=order), 5, path)
     train(DataLoader(Recorded(tmp_path / "reads"), sampler=order), 9, tmp_path / "2.ckpt", path)
-    with pytest.warns(UserWarning, match="of a list of 26 samples that now draws another order"):
+    with pytest.warns(UserWarning, match="of a list of 26 samples that now draws a different order"):
         train(DataLoader(Recorded(tmp_path / "reads"), sampler=order[::-1]), -1, None, tmp_path / "2.ckpt")
 
 

@@ -1,7 +1,7 @@
 """Averaging: an average of the weights, on each rank that of the pieces of them that the rank holds.
 
 A checkpoint holds what `trainwright/checkpoint/contents.py` says: what a callback shows in its evaluations as the model, the
-weights in training apart from it, and the averages in float32 where the model has another dtype.
+weights in training apart from it, and the averages in float32 where the model has a different dtype.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ class AveragedPieces:
 
     @torch.no_grad()
     def update(self, strategy: Strategy, module: nn.Module, count: int) -> None:
-        """Take the present weights into averages of `count` earlier ones."""
+        """Take the current weights into averages of `count` earlier ones."""
         if not count:
             self._averages.clear()
             self.join(strategy, module)
@@ -114,13 +114,13 @@ class AveragedPieces:
         pairs = list(self._pairs(self._read(strategy, module)))
         for some in _portions(pairs):
             self._fold([average for average, _ in some], [_like(value, average) for average, value in some], count)
-        # A mean with infinite elements became NaN; these elements get the present value.
+        # A mean with infinite elements became NaN; these elements get the current value.
         for average, value in pairs if self._infinite else ():
             if id(average) in self._infinite:
                 average.copy_(torch.where(average.isfinite(), average, _like(value, average)))
 
     def _read(self, strategy: Strategy, module: nn.Module) -> list[Piece]:
-        """Return the pieces of the module; the average of a buffer that has another size now begins with its value."""
+        """Return the pieces of the module; the average of a buffer that has a different size now begins with its value."""
         pieces = strategy.model_pieces(module)
         for piece in pieces:
             average = self._averages.get(piece.name)
@@ -265,7 +265,7 @@ class Averaging(Callback):
         self._use_buffers = use_buffers
         self._device = None if device is None else torch.device(device)
         self.n_averaged = 0
-        """How often the weights were taken into the average."""
+        """How many times the weights were taken into the average."""
         self._pieces: AveragedPieces | None = None
         self._is_training = self._is_final = self._is_loaded = False
 

@@ -77,7 +77,7 @@ class BatchSizeFinder(Callback):
         }
         for name, value in least_one.items():
             if value < 1:
-                raise ValueError(f"{name}={value} is not accepted; pass a number from 1.")
+                raise ValueError(f"{name}={value} is not accepted; pass a number of at least 1.")
         self.mode, self.steps_per_trial, self.init_val, self.max_trials = mode, steps_per_trial, init_val, max_trials
         self.batch_arg_name, self.margin, self.max_val = batch_arg_name, margin, max_val
         self.optimal_batch_size: int | None = None

@@ -121,7 +121,7 @@ def remove_replaced(paths: Sequence[str], committed: str, trainer: TrainerProtoc
     """Remove, on rank 0, the checkpoints that a committed one replaces; return those that have to stay for now.
 
     The resume source stays; a later run, resumed from another one, removes it. Symbolic links and anything that is not a
-    whole checkpoint are left alone, and nothing is removed unless the committed one is whole.
+    complete checkpoint are left alone, and nothing is removed unless the committed one is complete.
     """
     kept = [each for each in paths if same_path(each, trainer.resume_source or "")]
     if trainer.is_global_zero:
@@ -138,7 +138,7 @@ def link_newest(links: tuple[str, str], path: str, trainer: TrainerProtocol) -> 
         point_to(link, path)
         if before and before != link:
             remove_link(before)
-    except OSError as error:  # the checkpoint itself is whole
+    except OSError as error:  # the checkpoint itself is complete
         warn(f"{link} could not be made to lead to {path}: {error}.", stacklevel=2)
 
 

@@ -39,7 +39,7 @@ def check_choices(mode: Any, save_last: Any, save_top_k: Any, filename: Any, mon
         raise ValueError(f"save_last={save_last!r} is not accepted; choose from True, False, None, 'link'.")
     for name, text in (("filename", filename), ("monitor", monitor)):
         if text is not None and not isinstance(text, str):
-            raise TypeError(f"{name}={text!r} is {a_type_of(text)}; accepted are a str and None.")
+            raise TypeError(f"{name}={text!r} is {a_type_of(text)}; expected a str or None.")
     if isinstance(save_top_k, bool) or not isinstance(save_top_k, int) or save_top_k < -1:
         raise ValueError(f"save_top_k={save_top_k!r} is not accepted; pass a number of checkpoints, or -1 for all.")
     if monitor is None and save_top_k > 1:
@@ -53,7 +53,7 @@ def checked_intervals(steps: Any, interval: Any, epochs: Any) -> tuple[int, floa
     """Return the steps (0 for off), the seconds (None) and the epochs (0) between two saves; each epoch's by default."""
     for name, value in (("every_n_train_steps", steps), ("every_n_epochs", epochs)):
         if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
-            raise TypeError(f"{name}={value!r} is not a whole number; pass 0 (off) or more.")
+            raise TypeError(f"{name}={value!r} is not an integer; pass 0 (off) or more.")
         if value is not None and value < 0:
             raise ValueError(f"{name}={value} is below 0; pass 0 (off) or more.")
     if bool(steps) + bool(epochs) + (interval is not None) > 1:
@@ -178,7 +178,7 @@ class MonitoredScore:
         return math.nan
 
     def is_pending(self, trainer: TrainerProtocol) -> bool:
-        """Return whether the next validation may score the present weights, which have no score yet."""
+        """Return whether the next validation may score the current weights, which have no score yet."""
         if self.monitor is None or not trainer.enable_validation or self._is_counter(trainer):
             return False
         return self.monitor not in trainer.callback_metrics or trainer.metrics.is_outdated(self.monitor)
@@ -226,7 +226,7 @@ class SaveMoments:
             self._is_known = True
 
     def note_step(self, trainer: TrainerProtocol) -> bool:
-        """Note the present optimizer step; return whether it is a new one."""
+        """Note the current optimizer step; return whether it is a new one."""
         before, self._step = self._step, trainer.global_step
         return self._step != before
 
@@ -237,15 +237,15 @@ class SaveMoments:
         self.steps.update(dict.fromkeys(paths, trainer.global_step))
 
     def is_saved(self, trainer: TrainerProtocol) -> bool:
-        """Return whether the present state is saved, or will be once the pending save is done."""
+        """Return whether the current state is saved, or will be once the pending save is done."""
         return self._saved_at == (trainer.global_step, trainer.state.total_batches)
 
     def note_validation(self, trainer: TrainerProtocol, is_within: bool) -> None:
-        """Note the present validation, `is_within` an epoch or at its end."""
+        """Note the current validation, `is_within` an epoch or at its end."""
         self._validations, self._is_validated = trainer.state.validations, not is_within
 
     def note_end(self, trainer: TrainerProtocol) -> bool:
-        """Note the present end of an epoch; return whether a validation preceded it."""
+        """Note the current end of an epoch; return whether a validation preceded it."""
         self._ended_at = trainer.state.total_batches
         is_validated, self._is_validated = self._is_validated, False
         return is_validated

@@ -83,9 +83,9 @@ class EarlyStopping(Callback):
         if mode not in ("min", "max"):
             raise ValueError(f"mode={mode!r} is unknown; choose from min, max.")
         if isinstance(patience, bool) or not isinstance(patience, int) or patience < 0:
-            raise ValueError(f"patience={patience!r} is not accepted; pass a number of checks from 0.")
+            raise ValueError(f"patience={patience!r} is not accepted; pass an integer of at least 0.")
         if not isinstance(min_delta, (int, float)) or not math.isfinite(min_delta) or min_delta < 0:
-            raise ValueError(f"min_delta={min_delta!r} is not accepted; pass a number from 0 (for either mode).")
+            raise ValueError(f"min_delta={min_delta!r} is not accepted; pass a number of at least 0 (for either mode).")
         self.monitor, self.mode, self.min_delta, self.patience = monitor, mode, float(min_delta), patience
         self.verbose, self.strict, self.check_finite = verbose, strict, check_finite
         self.stopping_threshold, self.divergence_threshold = stopping_threshold, divergence_threshold
@@ -134,7 +134,7 @@ class EarlyStopping(Callback):
             self._reset()
 
     def _on_restored(self, trainer: TrainerProtocol) -> None:
-        """Stop a run again that had been stopped, unless the present settings would not stop it."""
+        """Stop a run again that had been stopped, unless the current settings would not stop it."""
         if not self._still_stops():
             self.stopping_reason, self.stopping_reason_message = EarlyStoppingReason.NOT_STOPPED, None
             return

@@ -37,9 +37,9 @@ class GradientAccumulationScheduler(Callback):
         for epoch, batches in scheduling.items():
             for name, value, least in (("epoch", epoch, 0), ("number of batches", batches, 1)):
                 if isinstance(value, bool) or not isinstance(value, int):
-                    raise TypeError(f"scheduling has {value!r} as {name}; accepted is a whole number from {least}.")
+                    raise TypeError(f"scheduling has {value!r} as {name}; expected an integer of at least {least}.")
                 if value < least:
-                    raise ValueError(f"scheduling has {value} as {name}; accepted is a whole number from {least}.")
+                    raise ValueError(f"scheduling has {value} as {name}; expected an integer of at least {least}.")
         self.scheduling = {0: 1, **scheduling}
         self._before: int | None = None
 

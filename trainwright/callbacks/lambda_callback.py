@@ -31,10 +31,10 @@ class LambdaCallback(Callback):
             if name not in HOOKS:
                 near = difflib.get_close_matches(name, HOOKS, n=1, cutoff=0.0)
                 raise TypeError(
-                    f"LambdaCallback was given {name!r}, which is not a hook; accepted are {', '.join(HOOKS)}. "
+                    f"LambdaCallback was given {name!r}, which is not a hook; expected one of {', '.join(HOOKS)}. "
                     f"Did you mean {near[0]!r}?"
                 )
             if function is not None and not callable(function):
-                raise TypeError(f"{name}={function!r} is {a_type_of(function)}; accepted are a function and None.")
+                raise TypeError(f"{name}={function!r} is {a_type_of(function)}; expected a function or None.")
             if function is not None:
                 setattr(self, name, function)  # on the instance, so that other hooks cost nothing

@@ -95,7 +95,7 @@ class LearningRateMonitor(Callback):
         self.lrs |= {name: [] for _, names, _ in self._named(trainer) for name in names if name not in self.lrs}
 
     def on_train_epoch_start(self, trainer: Trainer, module: Module) -> None:
-        is_new = trainer.state.batch == 0 and trainer.current_epoch != self._epoch_begun  # else its row is written
+        is_new = trainer.state.batch == 0 and trainer.current_epoch != self._epoch_begun  # otherwise its row is written
         self._epoch_begun = trainer.current_epoch
         if self.logging_interval != "step" and is_new:
             self._write(trainer, self._values(trainer, "epoch"), trainer.state.batches_that_stepped)

@@ -53,7 +53,7 @@ class LearningRateSearch:
         if mode not in MODES:
             raise ValueError(f"mode={mode!r} is unknown; choose from {', '.join(MODES)}.")
         if not 0.0 < lr_min < lr_max:
-            raise ValueError(f"min_lr={lr_min} and max_lr={lr_max}: accepted are rates with 0 < min_lr < max_lr.")
+            raise ValueError(f"min_lr={lr_min} and max_lr={lr_max}: expected rates with 0 < min_lr < max_lr.")
         if num_training < 1:
             raise ValueError(f"num_training={num_training} is not accepted; pass a number of steps from 1.")
         self.mode, self.lr_min, self.lr_max, self.num_training = mode, lr_min, lr_max, num_training

@@ -261,9 +261,9 @@ class LoopDisplay:
 
 
 def refuse_negative(name: str, value: Any) -> None:
-    """Raise ValueError unless a setting is a whole number from 0."""
+    """Raise ValueError unless a setting is an integer of at least 0."""
     if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        raise ValueError(f"{name}={value!r} is not accepted; pass a whole number from 0.")
+        raise ValueError(f"{name}={value!r} is not accepted; pass an integer of at least 0.")
 
 
 def _known(number: int | float | None) -> int | None:

@@ -68,7 +68,7 @@ class ModelCheckpoint(Checkpoint):
             symbolic links do not exist, that is a directory with a pointer. Every ckpt_path takes it.
         save_top_k: how many to keep: -1 for all, 0 for none; without monitor -1, 0 or 1.
         save_on_exception: save `exception-epoch=..-step=..` when an exception ends the run, if it can be resumed exactly from
-            there, and else print why it cannot. It can on one process (a save needs all ranks) between two batches: while the
+            there; otherwise print why not. It can be on one process (a save needs all ranks) between two batches: while the
             next one is loaded, in a validation within an epoch until its metrics are known, or in the hooks of an epoch's
             start. A first Ctrl-C or another signal raises nothing in the run: it is saved as `stop-step=..` without this.
         save_weights_only: leave out optimizers and counters; no run can resume from such a checkpoint. If a killed run wrote
@@ -81,8 +81,8 @@ class ModelCheckpoint(Checkpoint):
         save_on_train_epoch_end: True saves at an epoch's end only; False after validations only; None after each validation
             if the fit has any, else at the epoch's end. The save for a validation at an epoch's end waits for that end.
         enable_version_counter: a name that is taken gets -v1, -v2, unless it is that of a kept checkpoint which this save
-            replaces; False replaces any checkpoint of that name that is not kept. Both happen once the new one is whole (on a
-            file system that can rename, and never to the resume source).
+            replaces; False replaces any checkpoint of that name that is not kept. Both happen once the new one is complete (on
+            a file system that can rename, and never to the resume source).
         async_save: block the loop only until everything is copied to host memory; a thread writes and commits. The next save
             and the end of the run wait for it and raise its error. Replaced checkpoints are removed once it has committed.
 

@@ -376,7 +376,7 @@ class ModelPruning(Callback):
             if target.is_reparametrized:
                 mask = getattr(target.module, target.mask_name)
                 mask.copy_(~pruned)
-                setattr(target.module, target.attribute, mask * target.parameter)  # else only the next forward does
+                setattr(target.module, target.attribute, mask * target.parameter)  # now, not at the next forward
             else:
                 target.parameter.masked_fill_(pruned, 0)
         self._hook_gradients()

@@ -45,7 +45,7 @@ def checked_pairs(given: Any) -> list[tuple[nn.Module, str]] | None:
             isinstance(each, (tuple, list)) and len(each) == 2 and isinstance(each[0], nn.Module)
         ) or not isinstance(each[1], str):
             raise TypeError(
-                f"parameters_to_prune holds {each!r:.80}; accepted are pairs of a module and the name of its parameter, such "
+                f"parameters_to_prune holds {each!r:.80}; expected pairs of a module and the name of its parameter, such "
                 "as (model.layer, 'weight')."
             )
     return [(each[0], each[1]) for each in pairs]

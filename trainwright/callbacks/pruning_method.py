@@ -98,7 +98,7 @@ class PruningMethod:
         else:
             hint = " Pass the class, not an instance." if isinstance(given, prune.BasePruningMethod) else ""
             raise TypeError(
-                f"pruning_fn={given!r} is {a_type_of(given)}; accepted are the names {', '.join(FUNCTIONS)}, a "
+                f"pruning_fn={given!r} is {a_type_of(given)}; expected one of the names {', '.join(FUNCTIONS)}, a "
                 f"subclass of torch.nn.utils.prune.BasePruningMethod, or a function of (module, name, amount).{hint}"
             )
         if not isinstance(given, str) and (pruning_dim, pruning_norm) != (None, None):

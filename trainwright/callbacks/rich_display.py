@@ -119,7 +119,7 @@ class RichDisplay:
             MetricsColumn(style),
             console=console,
             auto_refresh=False,  # the callback decides when an update is due, and a process that forks has no thread
-            redirect_stdout=is_terminal and sys.stdout.isatty(),  # else what is printed goes to a file
+            redirect_stdout=is_terminal and sys.stdout.isatty(),  # otherwise what is printed goes to a file
             redirect_stderr=is_terminal,
         )
         self._text = text

@@ -27,7 +27,7 @@ class RichProgressBarTheme:
     progress_bar: str | Style = "cyan"
     progress_bar_finished: str | Style = "green"
     progress_bar_pulse: str | Style = "cyan"
-    """Of a bar whose total is unknown."""
+    """The style of a bar whose total is unknown."""
     batch_progress: str | Style = ""
     time: str | Style = "dim"
     processing_speed: str | Style = "dim"
@@ -146,7 +146,7 @@ def _check(theme: Any) -> None:
 
     if not isinstance(theme, RichProgressBarTheme):
         raise TypeError(
-            f"theme={theme!r} is {a_type_of(theme)}; accepted is a RichProgressBarTheme, such as "
+            f"theme={theme!r} is {a_type_of(theme)}; expected a RichProgressBarTheme, such as "
             'RichProgressBarTheme(progress_bar="green").'
         )
     for name, style in theme.styles().items():

@@ -41,11 +41,11 @@ if TYPE_CHECKING:
 
 REPORT_NAME = "report.html"
 MOST_BYTES = 64 << 20
-"""What is read of metrics.csv, or of an event file: some seconds' work."""
+"""The most that is read of metrics.csv, or of an event file: a few seconds' work."""
 MOST_METRICS = 100
-"""Metrics whose curves are drawn."""
+"""The most metrics whose curves are drawn."""
 LONGEST_HPARAMS = 1 << 20
-"""Bytes of the hyper-parameters that are read."""
+"""The most bytes of hyper-parameters that are read."""
 PACKAGE_FOLDER = Path(__file__).parents[1]
 
 

@@ -136,7 +136,7 @@ class SpikeDetection(Callback):
 
 
 def _add(path: str, batch_idx: int) -> None:
-    """Add an index to the list in a JSON file, which is whole at all times; ValueError if it holds something else."""
+    """Add an index to the list in a JSON file, which is complete at all times; ValueError if it holds something else."""
     files, inside = resolve(path)
     noted: Any = []
     if files.exists(inside):

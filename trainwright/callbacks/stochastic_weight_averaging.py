@@ -78,7 +78,7 @@ class StochasticWeightAveraging(Averaging):
                 "the epochs (a float from 0 to 1)."
             )
         if isinstance(annealing_epochs, bool) or not isinstance(annealing_epochs, int) or annealing_epochs < 0:
-            raise ValueError(f"annealing_epochs={annealing_epochs!r} is not accepted; pass a whole number from 0.")
+            raise ValueError(f"annealing_epochs={annealing_epochs!r} is not accepted; pass an integer of at least 0.")
         if annealing_strategy not in ("cos", "linear"):
             raise ValueError(f"annealing_strategy={annealing_strategy!r} is unknown; choose from cos, linear.")
         if avg_fn is not None and not callable(avg_fn):

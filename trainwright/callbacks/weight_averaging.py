@@ -181,7 +181,7 @@ class EMAWeightAveraging(WeightAveraging):
         }
         for name, value in starts.items():
             if value is not None and value < 0:
-                raise ValueError(f"{name}={value!r} is negative; pass a whole number from 0.")
+                raise ValueError(f"{name}={value!r} is negative; pass an integer of at least 0.")
         if update_every_n_steps == 0 and update_starting_at_epoch is None:
             raise ValueError(
                 "update_every_n_steps=0 makes no update; pass 1 or more, or update_starting_at_epoch to update after epochs."

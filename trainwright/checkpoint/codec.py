@@ -113,7 +113,7 @@ class _Encoder:
             return {"$tuple" if kind is tuple else "$size": self._items(value, path, depth)}
         if kind in (set, frozenset):
             members = [self.encode(member, f"{path}{{{index}}}", depth + 1) for index, member in enumerate(value)]
-            # Sorted, since each process iterates a set in another order, and one state is to give the same bytes.
+            # Sorted, since each process iterates a set in a different order, and one state is to give the same bytes.
             return {f"${kind.__name__}": sorted(members, key=json.dumps)}
         if kind in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer):
             return {"$tensor": self._set_aside(value, path)}
@@ -159,7 +159,7 @@ class _Encoder:
         kind = type(value)
         parted = " Of a sharded one that is its full_tensor()." if kind.__qualname__ == "DTensor" else ""
         named = with_article(f"{kind.__module__}.{kind.__qualname__}")
-        raise TypeError(f"{path} is {named}; accepted are {ACCEPTED}.{parted}")
+        raise TypeError(f"{path} is {named}; expected {ACCEPTED}.{parted}")
 
     def _numpy(self, value: Any, path: str) -> Any:
         import numpy

@@ -217,7 +217,7 @@ class Verdict:
 
     path: str
     problems: list[str] = field(default_factory=list)
-    """One line for each bad file; empty if the checkpoint is whole."""
+    """One line for each bad file; empty if the checkpoint is complete."""
     extra_files: list[str] = field(default_factory=list)
     """Names in the directory that are not the checkpoint's."""
     step: int | None = None

@@ -69,7 +69,7 @@ def collect(
 
 
 def with_parts(pieces: Sequence[Piece], parts: Mapping[str, Mapping[str, Tensor]]) -> dict[str, list[Piece]]:
-    """Return the sections of a model's pieces with `parts`, tensors by section and name, instead of the present ones.
+    """Return the sections of a model's pieces with `parts`, tensors by section and name, instead of the current ones.
 
     In MODEL they are in the dtypes of the module, and the other pieces stay.
     """
@@ -222,7 +222,7 @@ def placed(value: Any, parameter: Tensor, was: torch.dtype | None) -> Any:
 
 
 def _placed_as(value: Any, present: Any) -> Any:
-    """Return a stored value of a group with its tensors on the devices of the present ones (a learning rate, say)."""
+    """Return a stored value of a group with its tensors on the devices of the current ones (a learning rate, say)."""
     if isinstance(value, Tensor) and isinstance(present, Tensor):
         return value.to(present.device)
     if isinstance(value, (list, tuple)) and isinstance(present, (list, tuple)) and len(value) == len(present):
@@ -237,7 +237,7 @@ def _is_computed_with(value: Any) -> bool:
 def with_dtypes_of(
     names: Mapping[Tensor, str], entries: Mapping[str, TensorEntry], model: Mapping[str, TensorEntry]
 ) -> dict[str, TensorEntry]:
-    """Return entries with state that had its parameter's dtype in the present one, for a resume in another precision."""
+    """Return entries with state that had its parameter's dtype in the current one, for a resume in a different precision."""
     present = {name: parameter.dtype for parameter, name in names.items()}
 
     def converted(name: str, entry: TensorEntry) -> TensorEntry:

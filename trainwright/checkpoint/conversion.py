@@ -157,7 +157,7 @@ def _refuse_existing(files: LocalFiles, target: str) -> None:
 
 @contextlib.contextmanager
 def _new_file(files: LocalFiles, target: str) -> Iterator[BinaryIO]:
-    """Yield a file to write into, which gets its name once it is whole and synced."""
+    """Yield a file to write into, which gets its name once it is complete and synced."""
     temporary = temporary_path(target)
     try:
         files.make_directories(os.path.dirname(target))

@@ -1,7 +1,7 @@
 """Finding the checkpoints of a directory, replacing one, and removing one.
 
 A checkpoint is a directory with a manifest that matches its own digest; checkpoints are ordered by step, never by file times.
-While one replaces another, and after a crash at any moment, one of the two is whole.
+While one replaces another, and after a crash at any moment, one of the two is complete.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class CheckpointEntry:
     """A checkpoint that was found.
 
     The `step` of a damaged one is what its files or its name still say, else infinity; `number` orders the saves of one step.
-    `damage` is what is wrong with its manifest; if it `is_refused`, the checkpoint is whole, but of an unknown format version.
+    `damage` is what is wrong with its manifest; if it `is_refused`, the checkpoint is complete, of an unknown format version.
     """
 
     path: str
@@ -43,7 +43,7 @@ class CheckpointEntry:
 
     @property
     def order(self) -> tuple[float, ...]:
-        """Return the sort key; of one step, a whole checkpoint comes after one with weights only."""
+        """Return the sort key; of one step, a full checkpoint comes after one with weights only."""
         return self.step, not self.weights_only, self.number, self.epoch
 
 
@@ -109,7 +109,7 @@ def find_candidates(directory: str) -> list[CheckpointEntry]:
             found += [] if is_last_link(path) else _damaged(files, f"{inside}/{name}", path, error)
             continue
         header = manifest.header
-        # Older headers do not say weights_only; a whole checkpoint has the state of each rank.
+        # Older headers do not say weights_only; a full checkpoint has the state of each rank.
         without = not any(file.startswith("rank-") for file in manifest.files)
         weights_only = bool(header.get("weights_only", without))
         number = header.get("number")
@@ -196,7 +196,7 @@ def remove_checkpoint(path: str) -> None:
 
 
 def is_newest(path: str) -> bool:
-    """Return whether this is the newest whole checkpoint of its folder, those with weights only aside."""
+    """Return whether this is the newest complete checkpoint of its folder, those with weights only aside."""
     try:
         found = find_checkpoints(os.path.dirname(path.rstrip("/")) or ".")
     except CheckpointError:  # the folder cannot be listed
@@ -218,8 +218,8 @@ def listing_of(files: Files, path: str, manifest: Manifest) -> dict[str, int | N
 def remove_older(paths: Iterable[str], committed: str) -> None:
     """Remove the checkpoints that a committed one replaces; warn of one that cannot be removed.
 
-    Symbolic links and anything that is not a whole checkpoint are left alone, and nothing is removed unless the committed one
-    is whole.
+    Symbolic links and anything that is not a complete checkpoint are left alone, and nothing is removed unless the committed
+    one is complete.
     """
     if not is_checkpoint(committed):
         return
@@ -227,7 +227,7 @@ def remove_older(paths: Iterable[str], committed: str) -> None:
         if not same_path(each, committed) and not is_link(each) and is_checkpoint(each):
             try:
                 remove_checkpoint(each)
-            except (OSError, CheckpointError) as error:  # a warning is enough: the newest checkpoint is whole
+            except (OSError, CheckpointError) as error:  # a warning is enough: the newest checkpoint is complete
                 warnings.warn(
                     f"{each}, which {committed} replaces, could not be removed ({error}); remove it by hand.",
                     stacklevel=3,
@@ -244,7 +244,7 @@ def is_link(path: str) -> bool:
 
 
 def is_replaceable(path: str) -> bool:
-    """Return whether a path is a whole checkpoint that can be replaced: no link, and without foreign files."""
+    """Return whether a path is a complete checkpoint that can be replaced: no link, and without foreign files."""
     return not _objection(*resolve(path))
 
 
@@ -252,7 +252,7 @@ def refuse_irreplaceable(files: Files, path: str) -> None:
     """Refuse a path that is taken and cannot be replaced (CheckpointError)."""
     if objection := _objection(files, path):
         raise CheckpointError(
-            f"{path} exists already, and overwrite=True only replaces a whole checkpoint: {objection}. Remove it, or choose "
+            f"{path} exists already, and overwrite=True only replaces a complete checkpoint: {objection}. Remove it, or choose "
             "another name."
         )
 
@@ -280,14 +280,14 @@ def versioned_path(files: Files, path: str) -> str:
 
 
 def replace_checkpoint(newer: str, path: str) -> None:
-    """Rename a whole checkpoint to the path of an older one, which is removed. Between two renames neither has that path.
+    """Rename a complete checkpoint to the path of an older one, which is removed. Between two renames neither has that path.
 
     On a CheckpointError nothing was replaced, and both checkpoints are where they were.
     """
     files, source = resolve(newer)
     target = resolve(path)[1]
     if not is_checkpoint(newer):
-        raise CheckpointError(f"{newer} is not a whole checkpoint, so {path} is kept.")
+        raise CheckpointError(f"{newer} is not a complete checkpoint, so {path} is kept.")
     old = ""
     try:
         if files.exists(target):
@@ -304,7 +304,7 @@ def replace_checkpoint(newer: str, path: str) -> None:
             if old:
                 files.rename(old, target)
         text = describe(error, target)
-        raise CheckpointError(f"{newer} is whole, but could not be renamed to {path}: {text}") from error
+        raise CheckpointError(f"{newer} is complete, but could not be renamed to {path}: {text}") from error
     if old:
         try:
             files.remove_tree(old)

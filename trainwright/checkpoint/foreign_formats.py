@@ -85,9 +85,9 @@ def read_weights(path: str | os.PathLike[str], verify: Verify = "full") -> Weigh
                 name, {each.rstrip("/").rpartition("/")[2] for each in filesystem.ls(inside, False)}, verify
             )
         if not filesystem.exists(inside):
-            raise MissingCheckpoint(f"{name} does not exist; accepted is {ACCEPTED}.")
+            raise MissingCheckpoint(f"{name} does not exist; expected {ACCEPTED}.")
         if isinstance(filesystem, LocalFileSystem) and not os.path.isfile(inside):
-            raise CheckpointError(f"{name} is a pipe or a device, not a file; accepted is {ACCEPTED}.")
+            raise CheckpointError(f"{name} is a pipe or a device, not a file; expected {ACCEPTED}.")
         if inside.endswith(INDEX_SUFFIX):
             # One byte more than an index may have shows that it is too large, without reading all of it.
             return _from_index(name, filesystem.cat_file(inside, 0, MAX_INDEX_BYTES + 1))
@@ -114,12 +114,12 @@ def _from_index(path: str, data: bytes) -> Weights:
     content = load_json(data, path)
     files = content.get("weight_map") if isinstance(content, dict) else None
     if not isinstance(files, dict) or not all(isinstance(file, str) for file in files.values()):
-        raise CheckpointError(f'{path} has no "weight_map" of tensors and files; accepted is {ACCEPTED}.')
+        raise CheckpointError(f'{path} has no "weight_map" of tensors and files; expected {ACCEPTED}.')
     parts: dict[str, Weights] = {}
     for file in sorted(set(files.values())):
         if not FILE_NAME.fullmatch(file) or file.endswith(INDEX_SUFFIX):
             raise CheckpointError(
-                f"{path} names the file {file[:200]!r}; accepted are names of files in its directory. Do not use it."
+                f"{path} names the file {file[:200]!r}; expected names of files in its directory. Do not use it."
             )
         parts[file] = read_weights(f"{path.rpartition('/')[0] or '.'}/{file}")
     missing = [name for name, file in files.items() if clean_name(name) not in parts[file].state_dict]
@@ -152,7 +152,7 @@ def _from_directory(path: str, names: set[str], verify: Verify) -> Weights:
         engine = next((engine for name, engine in _ENGINES.items() if name in names), None)
         what = f"a sharded checkpoint of {engine}" if engine else f"a directory without a {MANIFEST_NAME}"
         remedy = " Convert it to one file with that library's own tool first." if engine else ""
-        raise CheckpointError(f"{path} is {what}; accepted is {ACCEPTED}.{remedy}")
+        raise CheckpointError(f"{path} is {what}; expected {ACCEPTED}.{remedy}")
     checkpoint = open_checkpoint(path, verify)
     if "model" not in checkpoint.sections:
         raise CheckpointError(f"{path} holds no model; its sections are {', '.join(checkpoint.sections) or 'none'}.")
@@ -174,7 +174,7 @@ def _from_torch_file(path: str, source: Any) -> Weights:
     if zipfile.is_zipfile(source):
         with zipfile.ZipFile(source) as archive:
             if any(name.endswith("/constants.pkl") for name in archive.namelist()):
-                raise CheckpointError(f"{path} is a TorchScript archive, a program; accepted is {ACCEPTED}.")
+                raise CheckpointError(f"{path} is a TorchScript archive, a program; expected {ACCEPTED}.")
     if not isinstance(source, str):
         source.seek(0)
     try:
@@ -227,7 +227,7 @@ def _refuse(path: str, error: Exception) -> NoReturn:
 def _checked(path: str, content: Any) -> dict[str, Any]:
     """Check that the content is a state_dict, and return it with clean names."""
     if not isinstance(content, Mapping):
-        raise CheckpointError(f"{path} holds {a_type_of(content)}, not a dict of tensors; accepted is {ACCEPTED}.")
+        raise CheckpointError(f"{path} holds {a_type_of(content)}, not a dict of tensors; expected {ACCEPTED}.")
     wrong = [
         key
         for key, value in content.items()

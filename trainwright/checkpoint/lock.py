@@ -52,7 +52,7 @@ class _Holding:
 
 
 _held: dict[tuple[int, int], _Holding] = {}
-"""By the file's device and inode."""
+"""The locks of this process, by the file's device and inode."""
 _guard = threading.Lock()
 
 
@@ -138,7 +138,7 @@ def _acquire(path: str, folder: str) -> tuple[int, str]:
                     raise
                 return _acquire_by_name(path, folder, descriptor)
             with contextlib.suppress(FileNotFoundError):
-                if _key(os.stat(path)) == _key(os.fstat(descriptor)):  # else its holder has just removed it
+                if _key(os.stat(path)) == _key(os.fstat(descriptor)):  # otherwise its holder has just removed it
                     previous = _read(descriptor)
                     _write(descriptor)
                     return descriptor, _describe(previous) if previous else ""

@@ -185,7 +185,7 @@ def is_attachable(name: str) -> bool:
 def _parse_record(name: str, record: Any, is_attached: bool = False) -> FileRecord:
     if not (is_attachable(name) if is_attached else FILE_NAME.fullmatch(name) and name != MANIFEST_NAME):
         raise CheckpointError(
-            f"{MANIFEST_NAME} names the file {name[:200]!r}; accepted are plain file names inside the directory. "
+            f"{MANIFEST_NAME} names the file {name[:200]!r}; expected plain file names inside the directory. "
             "Do not use this checkpoint: it was not written by trainwright."
         )
     size, digest = record

@@ -160,7 +160,7 @@ def host_bytes(tensor: torch.Tensor) -> memoryview:
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """Return a contiguous tensor's memory as a row of bytes."""
-    # torch calls a one-element tensor contiguous whatever its strides, but such strides forbid a view of another dtype.
+    # torch calls a one-element tensor contiguous whatever its strides, but such strides forbid a view of a different dtype.
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 

@@ -234,7 +234,7 @@ def write_checkpoint(
         sections: this rank's pieces by section (model, optimizer, ...).
         state, header: plain data of the run, and plain JSON for the manifest with `step` and `epoch`; rank 0's are stored.
         rank_state: plain data of this rank; None stores nothing.
-        overwrite: replace a whole checkpoint at the path, once the new one is committed under another name.
+        overwrite: replace a complete checkpoint at the path, once the new one is committed under another name.
 
     Raises:
         CheckpointError: on every rank with the same text; earlier checkpoints are unchanged.
@@ -333,7 +333,7 @@ def _begin(files: Files, target: str, header: Mapping[str, Any], overwrite: bool
     """Check the header and the target; return the directory to write into, a new one unless it is staged."""
     for field in ("step", "epoch", "world_size"):
         if type(header.get(field)) is not int or header[field] < 0:
-            raise CheckpointError(f"the header's {field} is {header.get(field)!r}; accepted is a whole number from 0.")
+            raise CheckpointError(f"the header's {field} is {header.get(field)!r}; expected an integer of at least 0.")
     # A header that is not JSON is refused now, not once all ranks have written.
     dump_json(dict(header), "the header")
     return _stage(files, target, overwrite) if staged is None else staged
@@ -394,7 +394,7 @@ def _commit(
     files.put(f"{directory}/{MANIFEST_NAME}", data)
     # Before the rename: a power loss after it could otherwise leave the final name on a directory without all of its files.
     files.sync_directory(directory)
-    # The new one is durable under a free name before the old one goes, so one of them is whole at any moment.
+    # The new one is durable under a free name before the old one goes, so one of them is complete at any moment.
     free = versioned_path(files, target) if overwrite and files.exists(target) else target
     files.rename(directory, free)
     try:
@@ -413,7 +413,7 @@ def _attached(files: Files, directory: str, records: Mapping[str, FileRecord]) -
     for name, size in found.items():
         if size is None or not is_attachable(name):
             raise CheckpointError(
-                f"a hook of save_state wrote {name!r}, which cannot be part of a checkpoint: accepted are plain files (no "
+                f"a hook of save_state wrote {name!r}, which cannot be part of a checkpoint: expected plain files (no "
                 "links) whose names do not begin with a dot."
             )
     files.sync_tree(directory, found)

@@ -64,7 +64,7 @@ class Piece:
         if not whole and (self.tensor.dim() != 1 or self.start < 0 or stop > math.prod(self.shape)):
             raise ValueError(
                 f"the piece of {self.name!r} that starts at {self.start} has shape {tuple(self.tensor.shape)}; "
-                f"accepted are the whole tensor of shape {tuple(self.shape)} at 0, or a 1-D range within its "
+                f"expected the whole tensor of shape {tuple(self.shape)} at 0, or a 1-D range within its "
                 f"{math.prod(self.shape)} elements."
             )
 
@@ -124,8 +124,7 @@ def assign_writers(pieces: Sequence[Piece], rank: int, world_size: int) -> list[
     strays = [piece for piece in pieces if piece.writer is not None and not 0 <= piece.writer < world_size]
     if strays:
         raise ValueError(
-            f"the piece of {strays[0].name!r} has writer={strays[0].writer}; accepted are None and 0 to "
-            f"{world_size - 1}."
+            f"the piece of {strays[0].name!r} has writer={strays[0].writer}; expected None or 0 to {world_size - 1}."
         )
     if world_size == 1:
         return list(pieces)
@@ -186,8 +185,8 @@ def check_coverage(name: str, entry: TensorEntry) -> None:
 class RankPart(Tensor):
     """A range of a tensor whose other ranges are on other ranks, as hooks see it at a save; made by `shown`.
 
-    An elementwise result is the same range of the whole result, so it can be stored under any name. A result of another shape
-    (a norm, a slice) corresponds to no range of anything, and cannot be stored.
+    An elementwise result is the same range of the whole result, so it can be stored under any name. A result of a different
+    shape (a norm, a slice) corresponds to no range of anything, and cannot be stored.
     """
 
     source: Piece

@@ -75,7 +75,7 @@ class TrainwrightArgumentParser(ArgumentParser):
         self._sources: list[ConfigSource] = []
         """The configs that were read in this parse."""
         self._unfinished: list[ConfigSource] = []
-        """Those of them whose reading has not ended: an error is in the latest."""
+        """The configs still being read: an error is in the latest of them."""
         self._titles: dict[str, str] = {}
         self._is_root = True
 
@@ -174,7 +174,7 @@ class TrainwrightArgumentParser(ArgumentParser):
     ) -> None:
         for each in kind if isinstance(kind, tuple) else (kind,):
             if not (inspect.isclass(each) and issubclass(each, base)):
-                raise TypeError(f"{nested_key} was given {each!r}; accepted are {base.__name__} and its subclasses.")
+                raise TypeError(f"{nested_key} was given {each!r}; expected {base.__name__} or a subclass.")
         if isinstance(kind, tuple):
             self.add_subclass_arguments(
                 kind, nested_key, required=False, instantiate=False, fail_untyped=False, skip=skip

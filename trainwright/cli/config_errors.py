@@ -40,7 +40,7 @@ class ConfigSource(NamedTuple):
 
     parser: TrainwrightArgumentParser
     title: str
-    """How messages call it: its path, or where its text is from."""
+    """What messages call it: its path, or where its text comes from."""
     text: str
 
     @classmethod
@@ -89,7 +89,7 @@ def _composed(text: str) -> yaml.Node | None:
     while left:
         node = left.pop()
         if isinstance(node, yaml.CollectionNode) and id(node) not in seen:
-            seen.add(id(node))  # an anchor may hold itself
+            seen.add(id(node))  # an anchor may contain itself
             if isinstance(node, yaml.MappingNode):
                 constructor.flatten_mapping(node)
                 left += [value for _, value in node.value]

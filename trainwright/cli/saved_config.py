@@ -173,7 +173,7 @@ def stored_config(checkpoint: str | os.PathLike[str]) -> str | None:
 
 
 def newest_checkpoint(root: str, takes_weights: bool) -> str | None:
-    """Return the newest whole checkpoint of the newest run below a root that has any, if its folders are the default ones."""
+    """Return the newest complete checkpoint of the newest run below a root that has any, if its folders are the defaults."""
     for run in (*CSVLogger(root).run_folders(), root):
         found = find_checkpoints(f"{run.rstrip('/')}/{CHECKPOINTS}")
         if paths := [each.path for each in found if takes_weights or not each.weights_only]:

@@ -22,7 +22,7 @@ from trainwright.launch.processes import GRACE_VARIABLE, launcher_command
 from trainwright.rung import Rung
 
 LEAVE_SECONDS = 10
-"""How long a run that is ended has to leave by itself, before it is killed."""
+"""How long a run that is being stopped has to exit on its own, before it is killed."""
 SEED = "{seed}"
 """What is replaced by the rung's seed in the script's arguments."""
 LOG_NAME, RUNG_NAME = "output.log", "rung.json"
@@ -105,7 +105,7 @@ def _why_empty(record: RunRecord | None) -> str:
     if not record.points:
         is_loop = record.owner == "Accelerator"
         unseen = ", or the script ended by os._exit, which leaves no time to record a loop" if is_loop else ""
-        return f"its {record.owner} made no optimizer step, so there is nothing to compare{unseen}"
+        return f"its {record.owner} took no optimizer step, so there is nothing to compare{unseen}"
     return ""
 
 

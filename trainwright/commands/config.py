@@ -104,7 +104,7 @@ class Questions:
     def ask(self) -> Answers:
         """Return the answers (EOFError if the input ends)."""
         print(
-            f"This machine has {describe_devices()}. An empty answer leaves a key open: a script sets it, or else it has the "
+            f"This machine has {describe_devices()}. An empty answer leaves a key open: the script sets it, or it has the "
             "value in brackets."
         )
         remarks = {"strategy": f" ({', '.join(each for each in CHOICES if each == 'auto' or not why_missing(each))})"}
@@ -158,7 +158,7 @@ class Questions:
         for each in shlex.split(text):
             variable, is_pair, value = each.partition("=")
             if not is_pair or variable in seen:
-                raise ValueError(f"{each}: accepted are pairs NAME=VALUE, each name once.")
+                raise ValueError(f"{each}: expected NAME=VALUE pairs, each name once.")
             seen.add(variable)
             checked_variable(variable, Entry(value, ""))
 

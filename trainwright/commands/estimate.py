@@ -220,7 +220,7 @@ def _precisions(given: str | None) -> list[str]:
 
 def _whole(text: str, flag: str) -> int:
     if not text.strip().isdigit() or int(text) < 1:
-        raise ValueError(f"{flag} {text}: expected whole numbers from 1, separated by commas.")
+        raise ValueError(f"{flag} {text}: expected integers of at least 1, separated by commas.")
     return int(text)
 
 

@@ -278,7 +278,7 @@ def _new_folder(given: str | None, command: Sequence[str]) -> Path:
 
 def _whole(text: str | None, flag: str) -> int | None:
     if text is not None and not (text.isascii() and text.isdigit() and int(text) > 0):
-        raise ValueError(f"{flag} {text}: expected a whole number from 1.")
+        raise ValueError(f"{flag} {text}: expected an integer of at least 1.")
     return None if text is None else int(text)
 
 

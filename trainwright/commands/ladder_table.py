@@ -114,7 +114,7 @@ def notes(comparison: Comparison, command: Sequence[str], device_type: str) -> I
     if not comparison.counts_samples:
         yield "The number of samples in a batch is unknown, so batches are counted, those of all processes together."
     if no_rate := [each.rung.name for each in comparison.finished if comparison.rate(each) is None]:
-        yield f"Runs of {', '.join(no_rate)} have made fewer than two steps, from which no speed follows."
+        yield f"Runs of {', '.join(no_rate)} took fewer than two steps, too few to measure a speed."
     yield from _metric_notes(comparison)
     if any(each.is_cut for each in ran):
         has_test = comparison.metric is not None and comparison.metric.source.endswith(", test")
@@ -160,7 +160,7 @@ def choice_lines(comparison: Comparison, command: Sequence[str]) -> Iterator[str
             "the faster rungs have a worse metric or none" if slower else f"no other rung is {SPEED_NOISE:.0%} faster"
         )
         if comparison.rate(first) is None:
-            reason = "its run has made fewer than two steps, so nothing can be compared with its speed"
+            reason = "its run took fewer than two steps, so its speed is unknown"
         yield f"Keep the script unchanged: {reason}."
         return
     yield f"Choose {chosen.rung.name}, {speed_up:.2f} times as fast as the unchanged script{_about(comparison, chosen)}."

@@ -40,7 +40,7 @@ def choose_devices(given: str, device_type: str) -> int:
     if given == "-1":
         return torch.get_num_threads() if present is None else present
     if not given.isascii() or not given.isdigit() or int(given) < 1:
-        raise ValueError(f"--devices {given}: expected a whole number from 1, -1 for all, or auto.")
+        raise ValueError(f"--devices {given}: expected an integer of at least 1, -1 for all, or auto.")
     if present is not None and int(given) > present:
         raise ValueError(
             f"--devices {given}: torch sees {present} of {device_type!r} here; pass at most that many, or add --cpu."

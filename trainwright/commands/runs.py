@@ -140,8 +140,8 @@ def runs_command(arguments: Sequence[str], _: Any) -> int:
         return 0
     print("\n".join(_table(runs, options.directory, sort, terminal_width(sys.stdout))))
     if sort is not None:
-        first, other = ("least", "max") if mode == "min" else ("greatest", "min")
-        print(f"Sorted by {printable(sort)}, the {first} first; --sort {printable(sort)}:{other} turns this round.")
+        first, other = ("smallest", "max") if mode == "min" else ("largest", "min")
+        print(f"Sorted by {printable(sort)}, {first} first; --sort {printable(sort)}:{other} reverses the order.")
     for run in runs:
         for problem in run.problems:
             print(f"{printable(run.name)}: {printable(problem)}")
@@ -174,7 +174,7 @@ class _Saved:
         self._facts: dict[str, _Facts] = {}
 
     def in_folder(self, folder: str, problems: list[str]) -> list[CheckpointEntry]:
-        """Return the whole checkpoints in a folder; what is wrong there is reported for the first run that asks."""
+        """Return the complete checkpoints in a folder; what is wrong there is reported for the first run that asks."""
         if folder not in self._folders:
             found = []
             try:
@@ -243,7 +243,7 @@ def _newest(folder: str, record: RunRecord | None, saved: _Saved, problems: list
         if each != folder and not each.startswith(f"{folder}/"):
             entries = [entry for entry in entries if _is_of(saved.facts_of(entry.path, problems), homes)]
         if each in noted and not entries:
-            problems.append(f"{each} holds no whole checkpoint of this run any more.")
+            problems.append(f"{each} no longer holds a complete checkpoint of this run.")
         found += entries
     return max(found, key=lambda each: each.order, default=None)
 

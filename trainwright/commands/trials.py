@@ -26,7 +26,7 @@ from trainwright.strategies import SPAWNING, STRATEGIES, VARIANTS
 from trainwright.strategies.memory_plan import ALONE
 
 LARGEST_DIFFERENCE = 1e-5
-"""Of a weight from that of one process: ten times what another order of sums makes, a thousandth of what an error makes."""
+"""The largest difference of a weight: ten times what a different order of sums causes, a thousandth of what an error causes."""
 SHOWN_LINES = 12
 INTERRUPTED = 130
 
@@ -60,7 +60,7 @@ def trials_command(arguments: Sequence[str], _: Any) -> int:
         known = [*LISTED_STRATEGIES, *STRATEGIES, *(name for name in VARIANTS if name not in SPAWNING)]
         strategies = choose(options.strategies, known, LISTED_STRATEGIES, "--strategies")
         if not options.timeout.isdigit() or int(options.timeout) < 1:
-            raise ValueError(f"--timeout {options.timeout}: expected a whole number of seconds from 1.")
+            raise ValueError(f"--timeout {options.timeout}: expected an integer of at least 1, in seconds.")
         config = find_config(options.config_file)
         variables = set_variables_of(config)
         if (job := Environment.detect(variables)).launched_by != "single":

@@ -114,8 +114,7 @@ class BatchStream(StreamShard):
     def _kind(self) -> str:
         """Return the name of the dataset's class with its article."""
         dataset = getattr(self.source, "dataset", self.source)
-        kind = type(getattr(dataset, "dataset", dataset)).__name__
-        return f"{'an' if kind[0] in 'AEIOU' else 'a'} {kind}"
+        return a_type_of(getattr(dataset, "dataset", dataset))
 
     def _read_once(self, source: Iterator[Any], pass_number: int) -> Iterator[Any]:
         is_empty = True
@@ -124,7 +123,7 @@ class BatchStream(StreamShard):
             yield batch
         if is_empty:
             raise RuntimeError(
-                f"the {type(source).__name__} has no batch, or none left: an iterator can be read once. Pass a list, a "
+                f"the {type(source).__name__} has no batches, or none left: an iterator can be read once. Pass a list, a "
                 "DataLoader or an object whose __iter__ starts from the beginning, or read it once (max_epochs=1)."
             )
 
@@ -183,7 +182,7 @@ class BatchStream(StreamShard):
         since, size, was = position["items"] - state["items"], self.item_size, position["size"]
         if not size or not was or size == was:
             return state
-        # The fingerprint goes: the next batch has another size now.
+        # The fingerprint goes: the next batch has a different size now.
         since, rest = divmod(since * was, size)
         return None if rest else {**state, "items": self.start_item - since, "following": None}
 
@@ -199,7 +198,7 @@ class BatchStream(StreamShard):
                 first = next(batches, END)
                 is_refused = states.is_other(state, first)
                 # A shuffle buffer whose contents are not in the state yields something else from it than it did before.
-                why = "gives another batch after load_state_dict() than it gave before (is a shuffle buffer in its state?)"
+                why = "yields a different batch after load_state_dict() than before (is a shuffle buffer in its state?)"
             except StateRejected as error:
                 is_refused, why = True, f"failed to load its state ({_cause(error)})"
             if not is_refused:

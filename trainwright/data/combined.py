@@ -134,7 +134,7 @@ class ShardedCombination(StatefulLoader):
             size, order = shard.item_size, shard.order
             # A pass that is over, so that a run that resumes here does not begin this loader again.
             return {"batch": had, "passes": 1, "items": 0, "size": size, "order": order, "digest": 0}
-        if index < len(begun) and begun[index] <= batch:  # else it was only read ahead
+        if index < len(begun) and begun[index] <= batch:  # otherwise it was only read ahead
             return shard.position(batch - begun[index])
         return shard.position(shard.start_batch)
 

@@ -99,8 +99,8 @@ class CombinedLoader:
                     iterators[index] = iter(self.flattened[index])
                     if (first := next(iterators[index], END)) is END:
                         raise RuntimeError(
-                            "an iterable gave no batch when it was restarted; pass one that has data and whose __iter__ starts "
-                            "from the beginning."
+                            "an iterable yielded no batches when it was restarted; pass one that has data and whose __iter__ "
+                            "starts from the beginning."
                         )
                     batches[index] = first
             yield self.rebuilt(batches), number, 0
@@ -162,6 +162,6 @@ def _check_leaf(name: str, leaf: Any) -> None:
         raise TypeError(f"{subject} is a CombinedLoader, which cannot be combined again; pass its loaders themselves.")
     if isinstance(leaf, (str, bytes, Tensor)) or not isinstance(leaf, Iterable):
         raise TypeError(
-            f"{subject} is {a_type_of(leaf)}; accepted are DataLoaders and other iterables of batches, in lists, tuples "
-            "and dicts."
+            f"{subject} is {a_type_of(leaf)}; expected DataLoaders or other iterables of batches, in lists, tuples "
+            "or dicts."
         )

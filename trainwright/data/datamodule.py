@@ -193,7 +193,7 @@ def _check_datasets(datasets: Any, argument: str) -> None:
         is_dataset = isinstance(each, (Dataset, Iterable)) or hasattr(each, "__getitem__")
         if not is_dataset or isinstance(each, (str, DataLoader)):
             raise TypeError(
-                f"{argument} has {a_type_of(each)}; accepted are datasets (a torch Dataset, or anything with "
+                f"{argument} has {a_type_of(each)}; expected datasets (a torch Dataset, or anything with "
                 "__getitem__ and __len__), alone, in a list or in a dict."
             )
 

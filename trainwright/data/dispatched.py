@@ -50,7 +50,7 @@ class DispatchedLoader(StatefulLoader):
         self._inner: ShardedLoader | None = None
         self._start = self._inner_start = 0
         self._lengths: list[int | None] = [None, None, None]
-        """Of an epoch: the length, the whole length and the exact length."""
+        """The length of an epoch, its whole length and its exact length."""
         self._positions: dict[int, Sequence[StreamPosition]] = {}
         """Rank 0's positions after the latest rounds, by this rank's number of batches."""
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 MOST_LEAVES = 64
 VALUES = 16
-"""Of each tensor."""
+"""The values that are taken of each tensor."""
 
 
 def fingerprint(batch: Any) -> list[Any]:

@@ -160,10 +160,10 @@ class IndexStream(StreamShard):
                 chunk = list(islice(items, size))
             if self._digest.add(pass_number, chunk if self.batched else [[each] for each in chunk]):
                 rank_zero_warn(
-                    f"the checkpoint was saved within an epoch of a {self.order} that now draws another order: in the rest of "
-                    "this epoch samples may come twice or not at all. Draw the order in its __iter__, from a generator that is "
-                    "an attribute of the sampler or from torch's global one, which are seeded for each epoch; or resume from a "
-                    "checkpoint of an epoch's end.",
+                    f"the checkpoint was saved within an epoch of a {self.order} that now draws a different order: in the rest "
+                    "of this epoch samples may come twice or not at all. Draw the order in its __iter__, from a generator that "
+                    "is an attribute of the sampler or from torch's global one, which are seeded for each epoch; or resume "
+                    "from a checkpoint of an epoch's end.",
                     stacklevel=2,
                 )
             yield from chunk

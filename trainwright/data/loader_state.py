@@ -41,7 +41,7 @@ class StatefulLoader(ABC):
         """Where the next epoch begins; empty once it has begun."""
 
     def state_dict(self, batch: int, *, is_over: bool = False) -> LoaderState:
-        """Return the position after so many batches of this rank in the epoch, or what an epoch that is over leaves."""
+        """Return the position after this many batches of this rank in the epoch, or what an epoch that is over leaves."""
         if any(self._loaded.values()):
             return self._loaded
         positions = self.positions(batch)
@@ -107,7 +107,7 @@ class StatefulLoader(ABC):
 
     @abstractmethod
     def positions(self, batch: int) -> list[StreamPosition]:
-        """Return the position of each stream after so many batches of this rank in the epoch."""
+        """Return the position of each stream after this many batches of this rank in the epoch."""
 
     @abstractmethod
     def source_states(self, positions: Sequence[StreamPosition], is_over: bool) -> list[SourceState | None]:

@@ -294,7 +294,7 @@ def with_last(
 
     The loader begins at batch number `start` of `length`; `most` limits the batches if no length is known. If the ranks may end
     at different batches (not `ends_together`), `all_have` returns for each batch, and at the end, whether every rank has one;
-    all end with the first rank that does. RuntimeError if the loader gives more batches than its whole length.
+    all end with the first rank that does. RuntimeError if the loader yields more batches than its whole length.
     """
     if length is not None:
         is_whole = length == loader.exact_length
@@ -320,9 +320,9 @@ def with_last(
 
 
 def refuse_length(length: int) -> NoReturn:
-    """Raise for a loader that gives more batches than its length (RuntimeError)."""
+    """Raise for a loader that yields more batches than its length (RuntimeError)."""
     raise RuntimeError(
-        f"the loader gives more batches than its length, {length}; make the __len__ of its sampler match what it yields."
+        f"the loader yields more batches than its length, {length}; make the __len__ of its sampler match what it yields."
     )
 
 
@@ -332,7 +332,7 @@ def _is_plain(loader: Iterable[Any]) -> TypeGuard[DataLoader[Any]]:
 
 
 def _is_to_shard(loader: Iterable[Any], world_size: int, shard: bool) -> bool:
-    """Return whether to shard the loader; refuse a DistributedSampler of another world size (ValueError)."""
+    """Return whether to shard the loader; refuse a DistributedSampler of a different world size (ValueError)."""
     if world_size == 1 or not shard:
         return False
     samplers = (
@@ -369,7 +369,7 @@ def _check_shardable(loader: Iterable[Any], rank: int, world_size: int) -> None:
 
 
 def _check_parts(loader: Iterable[Any], parts: int, is_sharded: bool) -> None:
-    """Refuse a loader whose batches cannot be divided into so many equal parts (ValueError)."""
+    """Refuse a loader whose batches cannot be divided into this many equal parts (ValueError)."""
     sampler = getattr(loader, "batch_sampler", None)
     size = getattr(loader, "batch_size", None) or getattr(sampler, "batch_size", None)
     if sampler is None:

@@ -47,7 +47,7 @@ class OrderDigest:
         return digests[start - 1] != wanted
 
     def at(self, passes: int, items: int) -> int:
-        """Return the digest after so many items of a pass; 0 before the first one, and if it is unknown."""
+        """Return the digest after this many items of a pass; 0 before the first one, and if it is unknown."""
         if 0 < items <= len(digests := self._passes.get(passes, ())):
             return digests[items - 1]
         return self._start[2] if (passes, items) == self._start[:2] else 0

@@ -47,9 +47,9 @@ def seed_rank(seed: int | None, offset: int, verbose: bool) -> int:
     if isinstance(seed, int) and not isinstance(seed, bool):
         seed += offset
     if isinstance(seed, bool) or not isinstance(seed, int):
-        raise TypeError(f"seed={seed!r} is {a_type_of(seed)}; accepted is an int from 0 to 2**32 - 1, or None.")
+        raise TypeError(f"seed={seed!r} is {a_type_of(seed)}; expected an int from 0 to 2**32 - 1, or None.")
     if not 0 <= seed < 2**32:
-        raise ValueError(f"seed={seed} is out of range; accepted is an int from 0 to 2**32 - 1, or None.")
+        raise ValueError(f"seed={seed} is out of range; expected an int from 0 to 2**32 - 1, or None.")
     # Imported if nothing has yet: its generator would begin unseeded at a later import.
     import numpy
 

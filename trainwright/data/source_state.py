@@ -34,7 +34,7 @@ class SourceState(TypedDict):
     items: int
     """Batches of the pass so far; 0 at its beginning, which continues from what `readers` say."""
     readers: dict[int, ReaderState]
-    """By worker; 0 is this process if it has no workers."""
+    """The states by worker; 0 is this process if it has no workers."""
     num_workers: int
     ranks: int
     """The world size."""
@@ -90,7 +90,7 @@ class SourceStates:
     # -- where a reading begins --------------------------------------------------------------------------------------
 
     def fits(self, state: SourceState) -> bool:
-        """Return whether the same number of workers reads now; with another, each reads other parts in another order."""
+        """Return whether the same number of workers reads now; with another, each reads other parts in a different order."""
         return state["num_workers"] == self._num_workers
 
     def begin_after(self, state: SourceState) -> None:

@@ -52,7 +52,7 @@ class Opening(NamedTuple):
     """Where the next pass begins."""
 
     readers: dict[int, ReaderState]
-    """By worker; a missing one starts as it was given."""
+    """The states by worker; a reader without one starts as it was given."""
     is_within: bool
     """Whether these are states within the same pass."""
     first: int

@@ -135,11 +135,11 @@ class StreamShard:
         return position["passes"], self.item_at(items * was, was) if has_changed else items
 
     def item_at(self, samples: int, was: int) -> int:
-        """Return the item that begins after so many samples, consumed in items of another size."""
+        """Return the item that begins after this many samples, consumed in items of a different size."""
         raise NotImplementedError
 
     def position(self, batch: int) -> StreamPosition:
-        """Return the position after so many batches of this rank in the epoch."""
+        """Return the position after this many batches of this rank in the epoch."""
         begun, passes, items = next(each for each in reversed(self._begun) if each[0] <= batch)
         items, exact = items + (batch - begun) * self.world_size, self.exact_source_length
         items = items if exact is None else min(items, exact)  # the last round may be short
@@ -240,7 +240,7 @@ class StreamShard:
         return None if items is None else self._count(items)
 
     def _count(self, items: int) -> int:
-        """Return how many of so many items every N-th is, from this rank's first on."""
+        """Return how many of this many items are this rank's, which takes every N-th from its first."""
         return (items - self.rank + self.world_size - 1) // self.world_size
 
     def pass_seed(self, pass_number: int) -> int:

@@ -129,7 +129,7 @@ class WorkerStart:
 
 @contextmanager
 def holding_signals() -> Iterator[None]:
-    """Hold signals back while workers start in the block, until they have their handlers."""
+    """Defer signals while workers start in the block, until they have their handlers."""
     if os.name != "posix":
         yield
         return

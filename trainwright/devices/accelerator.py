@@ -41,7 +41,7 @@ def built_for() -> str | None:
 
 
 def accelerator_type() -> str | None:
-    """Return the type of the present accelerator ("cuda", "mps", "xpu", ...); None without one."""
+    """Return the type of the current accelerator ("cuda", "mps", "xpu", ...); None without one."""
     found = torch.accelerator.current_accelerator(check_available=True)
     return None if found is None else found.type
 
@@ -57,7 +57,7 @@ def is_available(device_type: str) -> bool:
 
 
 def resolve_device_type(accelerator: Any) -> str:
-    """Return the device type of a name; "auto" is the present accelerator, else the CPU.
+    """Return the device type of a name; "auto" is the current accelerator, else the CPU.
 
     ValueError if the name is unknown, RuntimeError if torch does not have this accelerator here.
     """
@@ -66,7 +66,7 @@ def resolve_device_type(accelerator: Any) -> str:
         kind = getattr(accelerator, "type", None)  # of a torch.device
         number = getattr(accelerator, "index", None) if kind != "cpu" else None
         hint = f" Pass {kind!r}{'' if number is None else f' with devices=[{number}]'}." if kind else ""
-        raise TypeError(f"accelerator={accelerator!r} is {a_type_of(accelerator)}; accepted are {accepted}.{hint}")
+        raise TypeError(f"accelerator={accelerator!r} is {a_type_of(accelerator)}; expected {accepted}.{hint}")
     if accelerator == "cpu":
         return accelerator
     here = accelerator_type()
@@ -97,7 +97,7 @@ def resolve_device_type(accelerator: Any) -> str:
 
 
 def count(device_type: str | None = None) -> int:
-    """Return how many devices of a type torch sees, by default of the present accelerator; 0 for the CPU."""
+    """Return how many devices of a type torch sees, by default of the current accelerator; 0 for the CPU."""
     device_type = built_for() if device_type is None else device_type
     if device_type in (None, "cpu"):
         return 0

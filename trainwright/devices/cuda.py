@@ -65,7 +65,7 @@ def lock_pages(address: int, size: int) -> bool:
     if int(runtime.cudaHostRegister(address, size, portable)) == 0:
         return True
     with suppress(RuntimeError):
-        torch.ones(1, device=NAME)  # else the refusal would be raised by whatever kernel is launched next
+        torch.ones(1, device=NAME)  # otherwise the refusal would be raised by whatever kernel is launched next
     return False
 
 

@@ -38,14 +38,14 @@ class Task:
 
 
 def read_number(variables: Variables, name: str, starter: str) -> int:
-    """Return a variable as a whole number from 0 (ValueError); `starter` is the command that usually sets it."""
+    """Return a variable as an integer of at least 0 (ValueError); `starter` is the command that usually sets it."""
     try:
         number = int(variables[name])
     except ValueError:
         number = -1
     if number < 0:
         raise ValueError(
-            f"the environment has {name}={variables[name]!r}; a whole number from 0 is accepted. "
+            f"the environment has {name}={variables[name]!r}; expected an integer of at least 0. "
             f"Start the job with {starter}, or unset the variable to run as one process."
         )
     return number

@@ -256,7 +256,7 @@ def _gather_shapes(tensor: Tensor, name: str, structure: int = 0) -> list[tuple[
     others = [rank for rank, row in enumerate(rows) if row[-1] != rows[0][-1]]
     if others:
         raise TypeError(
-            f"{name} got another dtype on rank(s) {others} than on rank 0 (here {tensor.dtype}); all must be "
+            f"{name} got a different dtype on rank(s) {others} than on rank 0 (here {tensor.dtype}); all must be "
             "equal. Convert the tensors first."
         )
     return [tuple(row[1 : 1 + row[0]]) for row in rows]

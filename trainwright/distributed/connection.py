@@ -126,7 +126,7 @@ def open_connection() -> Connection | None:
 
 
 _connection: Connection | None = None
-_generation = 0  # how often this process opened a group; equal on all ranks, as opening is collective
+_generation = 0  # how many times this process opened a group; equal on all ranks, as opening is collective
 
 
 def open_process_group(

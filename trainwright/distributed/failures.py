@@ -19,7 +19,7 @@ PEER_FAILED_EXIT_CODE = 79
 """The exit code of a rank that ends only because another rank failed."""
 
 PRINT_SECONDS = 0.5
-"""How long the other ranks leave the first failing one to print its traceback."""
+"""How long the other ranks give the first failing one to print its traceback."""
 
 SECONDARY_SECONDS = 2.0
 """How long an error that only reports a lost peer waits for that peer's own error: a process takes a moment to end."""
@@ -91,11 +91,11 @@ class PeerWatch:
     """Ends this process when another rank has failed, and reports to the others when this one has.
 
     A daemon thread polls the store, and `sys.excepthook` is wrapped. A rank that is blocked in a collective runs no Python
-    code in its main thread, so the thread leaves by `os._exit`.
+    code in its main thread, so the thread ends the process by `os._exit`.
 
-    `store` is a connection for this thread alone, which another thread's wait would block. `name` separates the goodbyes of
-    groups. `store_host` is the rank whose process holds the store, None if a launcher does. `error_file` gets this rank's
-    error in elastic's format, for torchrun's summary. `poll` is called at each poll, for whatever else is watched.
+    `store` is a connection for this thread alone, which another thread's wait would block. `name` separates the shutdowns of
+    several groups. `store_host` is the rank whose process holds the store, None if a launcher does. `error_file` gets
+    this rank's error in elastic's format, for torchrun's summary. `poll` is called at each poll, for whatever else is watched.
     """
 
     def __init__(
@@ -128,7 +128,7 @@ class PeerWatch:
         self._thread.start()
 
     def wrap_excepthook(self) -> None:
-        """Post an uncaught error before the present `sys.excepthook` prints it."""
+        """Post an uncaught error before the current `sys.excepthook` prints it."""
         self._previous_hook = sys.excepthook
         sys.excepthook = self._hook
 
@@ -146,7 +146,7 @@ class PeerWatch:
                 self._say_goodbye(farewell_seconds)
 
     def _say_goodbye(self, farewell_seconds: float) -> None:
-        """Make sure that no rank takes the end of the store's host for a failure."""
+        """Make sure that no rank mistakes the end of the store's host for a failure."""
         if self._rank != self._store_host:
             self._acknowledge()
             return

@@ -64,7 +64,7 @@ def _packed(plain: Any, tensors: Mapping[str, Tensor]) -> Tensor:
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:
-    # torch calls a tensor of one element contiguous whatever its strides, but refuses to view that as another dtype.
+    # torch calls a tensor of one element contiguous whatever its strides, but refuses to view that as a different dtype.
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 

@@ -72,7 +72,7 @@ def resolve_num_processes(devices: int | str | list[int], device_type: str, envi
         )
     if isinstance(devices, bool) or not isinstance(devices, int):
         raise TypeError(
-            f"devices={devices!r} is {a_type_of(devices)}; accepted are a number of devices, a list of "
+            f"devices={devices!r} is {a_type_of(devices)}; expected a number of devices, a list of "
             "GPUs, -1 for all, or 'auto'."
         )
     if devices == -1:

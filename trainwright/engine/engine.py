@@ -148,7 +148,7 @@ class Engine:
             environment, backend, seconds, needs_group=self.strategy.needs_group, device_types=device_types
         )
         if chosen_seconds is not None or self.connection.owns_group:
-            collectives.set_timeout(seconds)  # the group may have been opened before, with another timeout
+            collectives.set_timeout(seconds)  # the group may have been opened before, with a different timeout
         self.connection.before_close(self.strategy.close)
         self.ranks = Ranks(self.connection.channel, seconds)
         self.writer = CheckpointWriter(self.ranks, lambda: self.connection.has_failed)
@@ -322,7 +322,7 @@ class Engine:
             edit: may change the checkpoint's contents: see checkpoint/editing.py.
             blocking: False returns once all is copied to host memory; a thread writes, and the next save waits for it.
             number: orders several saves of one step.
-            overwrite: replace a whole checkpoint at the path, once the new one is committed.
+            overwrite: replace a complete checkpoint at the path, once the new one is committed.
             parts: tensors of the shapes of this rank's pieces, by section and name: those of "model" are stored as the
                 model's, other sections beside it, unless weights_only.
             directory: what the writer's `stage` returned for this path, with files that become part of the checkpoint.

@@ -97,7 +97,7 @@ def pad(value: Any, dim: int, pad_index: float, pad_first: bool) -> Any:
 
     Raises:
         TypeError: something else than tensors is in the structure.
-        ValueError: on every rank, if a rank's tensor has another number of dimensions.
+        ValueError: on every rank, if a rank's tensor has a different number of dimensions.
     """
     leaves = list(_leaves("pad_across_processes", value, lambda each: False))
     return _rebuilt(value, lambda each: False, iter([_padded(each, dim, pad_index, pad_first) for _, each in leaves]))
@@ -219,7 +219,7 @@ def portion(inputs: Any, rank: int, world_size: int, pad: bool) -> Any:
         return {key: portion(value, rank, world_size, pad) for key, value in inputs.items()}
     if not isinstance(inputs, (list, tuple, Tensor)):
         raise TypeError(
-            f"split_between_processes was given {a_type_of(inputs)}; accepted are a list, a tuple, a tensor, or a dict "
+            f"split_between_processes was given {a_type_of(inputs)}; expected a list, a tuple, a tensor, or a dict "
             "of these."
         )
     size, larger = divmod(len(inputs), world_size)
@@ -242,7 +242,7 @@ def _leaves(call: str, value: Any, takes: Callable[[Any], bool], path: str = "th
             yield from _leaves(call, each, takes, f"{path}[{key!r}]")
     else:
         raise TypeError(
-            f"{call} was given {a_type_of(value)} ({path}); accepted are {ACCEPTED[call]}, and lists, tuples and dicts "
+            f"{call} was given {a_type_of(value)} ({path}); expected {ACCEPTED[call]}, or lists, tuples and dicts "
             "of these."
         )
 
@@ -256,7 +256,7 @@ def _exchanged(call: str, leaves: Leaves, exchange: Exchange) -> Iterator[list[A
     try:
         encoded, tensors = encode([each for _, each in own], call)
         if tensors:
-            reason = f"{call} was given arrays within a list; accepted are plain data there. Gather tensors."
+            reason = f"{call} was given arrays within a list; expected plain data there. Gather tensors."
     except TypeError as error:
         reason = f"{call}: {error}"
     # A refusal is an answer too, as the other ranks wait for one. Paths show ranks whose structures differ.

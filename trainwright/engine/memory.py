@@ -36,10 +36,10 @@ class MemoryEstimate:
     """Bytes of a model in training, without activations; `str` of it is a table."""
 
     parameters: int
-    """Of the parameters and buffers."""
+    """The bytes of the parameters and buffers."""
     gradients: int
     optimizer: int
-    """Of the optimizers' state."""
+    """The bytes of the optimizers' state."""
     is_assumed: bool
     """Whether an optimizer could not be tried, and was counted as Adam."""
     num_devices: int
@@ -111,7 +111,7 @@ def estimate_memory(
     if num_devices is None:
         num_devices = accelerator.count() or 1
     if isinstance(num_devices, bool) or not isinstance(num_devices, int) or num_devices < 1:
-        raise ValueError(f"num_devices={num_devices!r} is not accepted; pass a whole number from 1.")
+        raise ValueError(f"num_devices={num_devices!r} is not accepted; pass an integer of at least 1.")
     if not isinstance(module, nn.Module):
         raise TypeError(f"module={module!r:.80} is not accepted; pass a torch module, which may be on the meta device.")
     tensors = [*module.parameters(), *module.buffers()]
@@ -173,7 +173,7 @@ def _state_bytes(optimizer: Any, trained: Sequence[Tensor], dtype: torch.dtype |
     """Return the bytes of the optimizers' state, for parameters of a dtype or their own, and whether any is a guess."""
     if isinstance(optimizer, (int, float)) and not isinstance(optimizer, bool):
         if not 0 <= optimizer < math.inf:
-            raise ValueError(f"optimizer={optimizer!r} is not accepted; pass bytes for each parameter, from 0 on.")
+            raise ValueError(f"optimizer={optimizer!r} is not accepted; pass the bytes for each parameter, at least 0.")
         return int(optimizer * sum(each.numel() for each in trained)), False
     groups: list[tuple[type[Optimizer], dict[str, Any], Sequence[Tensor]]]
     if isinstance(optimizer, type) and issubclass(optimizer, Optimizer):
@@ -212,7 +212,7 @@ def _tried(
             optimizer.step()
         except Exception:  # it needs more: a closure, values, other arguments
             if optimizer is None or not optimizer.state[parameter]:
-                return None  # else it has failed after making its state
+                return None  # otherwise it has failed after making its state
         total += count * _bytes(each for each in optimizer.state[parameter].values() if isinstance(each, Tensor))
     return total
 

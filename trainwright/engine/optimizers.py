@@ -58,7 +58,7 @@ class SchedulerConfig:
             )
         if isinstance(self.frequency, bool) or not isinstance(self.frequency, int):
             raise TypeError(
-                f"frequency={self.frequency!r} of a scheduler is {a_type_of(self.frequency)}; pass a whole number."
+                f"frequency={self.frequency!r} of a scheduler is {a_type_of(self.frequency)}; pass an integer."
             )
         if self.frequency < 1:
             raise ValueError(f"frequency={self.frequency} of a scheduler is below 1; pass how many {self.interval}s.")
@@ -132,10 +132,10 @@ def _split(returned: Any) -> tuple[list[Optimizer], list[Any]]:
     if isinstance(returned, Mapping):
         return _split_mapping(returned, "")
     if not isinstance(returned, Sequence) or isinstance(returned, str) or not returned:
-        raise TypeError(f"configure_optimizers returned {_shape(returned)}; accepted are {ACCEPTED}.")
+        raise TypeError(f"configure_optimizers returned {_shape(returned)}; expected {ACCEPTED}.")
     if len(returned) == 2 and isinstance(returned[0], (list, tuple)) and isinstance(returned[1], (list, tuple)):
         if not returned[0]:
-            raise TypeError(f"configure_optimizers returned a pair without an optimizer; accepted are {ACCEPTED}.")
+            raise TypeError(f"configure_optimizers returned a pair without an optimizer; expected {ACCEPTED}.")
         for index, each in enumerate(returned[0]):
             _expect_optimizer(each, f"item {index} of the optimizers that configure_optimizers returned")
         return list(returned[0]), list(returned[1])
@@ -165,14 +165,14 @@ def _expect_optimizer(value: Any, where: str) -> None:
         hint = " Return ([optimizers], [schedulers]), a pair of lists."
     elif isinstance(value, type):
         hint = f" Make one of {value.__name__}."
-    raise TypeError(f"{where} is {a_type_of(value)}, not an Optimizer; accepted are {ACCEPTED}.{hint}")
+    raise TypeError(f"{where} is {a_type_of(value)}, not an Optimizer; expected {ACCEPTED}.{hint}")
 
 
 def _split_mapping(returned: Mapping[str, Any], where: str) -> tuple[list[Optimizer], list[Any]]:
     unknown = [key for key in returned if key not in OPTIMIZER_KEYS]
     if unknown or "optimizer" not in returned:
         raise ValueError(
-            f"{where}what configure_optimizers returned is a dict with the keys {list(returned)}; accepted are 'optimizer', "
+            f"{where}what configure_optimizers returned is a dict with the keys {list(returned)}; expected 'optimizer', "
             f"'lr_scheduler' and 'monitor'.{_nearest(unknown, OPTIMIZER_KEYS)}"
         )
     _expect_optimizer(returned["optimizer"], f"'optimizer' of {where}what configure_optimizers returned")
@@ -190,12 +190,12 @@ def _config(scheduler: Any) -> SchedulerConfig:
     unknown = [key for key in scheduler if key not in SCHEDULER_KEYS]
     if "scheduler" not in scheduler:
         raise ValueError(
-            f"a scheduler's dict has the keys {list(scheduler)}; 'scheduler' is needed, and also accepted are "
+            f"a scheduler's dict has the keys {list(scheduler)}; 'scheduler' is required, and optional are "
             f"{', '.join(SCHEDULER_KEYS[1:])}.{_nearest(unknown, SCHEDULER_KEYS)}"
         )
     if unknown:
         rank_zero_warn(
-            f"a scheduler's dict has the keys {unknown}, which have no effect; accepted are {', '.join(SCHEDULER_KEYS)}."
+            f"a scheduler's dict has the keys {unknown}, which have no effect; expected {', '.join(SCHEDULER_KEYS)}."
             f"{_nearest(unknown, SCHEDULER_KEYS)}",
             stacklevel=3,
         )

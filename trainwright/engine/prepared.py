@@ -57,16 +57,16 @@ class PreparedOptimizer(Optimizer):
         self.step_was_skipped = False
         """Whether the latest step was left out because the gradients held an inf or a NaN."""
         self.steps_called = self.steps_made = 0
-        """How often step was called, and how often it stepped."""
+        """How many times step was called, and how many times it stepped."""
         self._engine, self._windows = engine, windows
         self._before_step, self._after_step = before_step, after_step
         self._clip_norm, self._admit, self._has_loss = clip_norm, admit, has_loss
         self._is_done = False
-        """Whether the present gradients have been stepped with."""
+        """Whether the current gradients have been stepped with."""
         self._began = windows.backwards if windows is not None else 0
         """How many losses had been sent backward when the gradients were last cleared."""
         self._cleared_at: int | None = None
-        """The same at a `zero_grad` that waits; None if none does."""
+        """The same count at a deferred `zero_grad`; None without one."""
 
     def __getattr__(self, name: str) -> Any:  # param_groups, state, and what else an optimizer has
         if name == "optimizer":  # a copy that has no attributes yet
@@ -110,7 +110,7 @@ class PreparedOptimizer(Optimizer):
             self._cleared_at = None
             scale = windows.current.correct(self.optimizer)
         if self._clip_norm is not None and self.optimizer not in self._engine.strategy.finalized:
-            norm = self._clip_norm  # else the loop has clipped them already
+            norm = self._clip_norm  # otherwise the loop has clipped them already
         if self._before_step is not None:
             self._before_step(self.optimizer)
         result = self._engine.step(self.optimizer, Clipping.needed(norm, value, scale), call)
@@ -232,7 +232,7 @@ class PreparedModule(nn.Module):
     def __init__(self, engine: Engine, module: nn.Module, *, to_float32: bool) -> None:
         super().__init__()
         self.forwards = self.method_calls = 0
-        """How often it was called with gradients enabled, and how often a method was in the precision's context."""
+        """How many times it was called with gradients enabled, and how many times a method was in the precision's context."""
         self.module = module
         self._engine = engine
         self._to_float32 = to_float32
@@ -351,7 +351,7 @@ class PreparedScheduler:
             self.scheduler.step(*args, **kwargs)
 
     def steps_since(self) -> list[int]:
-        """Return how often its optimizers' step was called since its own last step, and how often they stepped."""
+        """Return how many times its optimizers' step was called since its own last step, and how many times they stepped."""
         called, made = self._counts()
         return [called - self._called, made - self._made]
 

@@ -24,9 +24,9 @@ class Restored(NamedTuple):
     rng: dict[str, Any] | None
     """The states of this rank's generators, if the checkpoint has them."""
     rank_state: dict[str, Any] | None
-    """What this rank stored for itself; None if nothing, or at another world size."""
+    """What this rank stored for itself; None if nothing, or at a different world size."""
     nearest_rank_state: dict[str, Any]
-    """The same, or rank 0's at another world size, for what every rank stores under the same keys."""
+    """The same, or rank 0's at a different world size, for what every rank stores under the same keys."""
 
 
 def restored(

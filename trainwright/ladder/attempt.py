@@ -18,7 +18,7 @@ WORDS = {
     "test": re.compile(r"(?<![a-z])test"),  # not that of "latest"
     "validation": re.compile(r"(?<![a-z])(?:e?val|valid|validation|evaluation)(?![a-z])|(?<![a-z])val(?=loss|acc)"),
 }
-"""What names of a stage's metrics have."""
+"""What the names of a stage's metrics contain."""
 _HUMP = re.compile(r"(?<=[a-z])(?=[A-Z])")
 
 
@@ -36,7 +36,7 @@ class Attempt:
     log: str = ""
     """The file with its output."""
     seconds: float = 0.0
-    """From the start of its processes to their end."""
+    """The time from the start of its processes to their end."""
 
     def metrics(self) -> Iterator[tuple[str, dict[str, float]]]:
         """Yield where metrics come from, and their values: those of tests first, and a Trainer's before what is printed."""

@@ -10,11 +10,11 @@ from trainwright.ladder.attempt import Attempt, Figure, Result, figure_of
 from trainwright.metric_direction import Direction, direction_of
 
 NOISE = 0.02
-"""By how much of its value a metric may be worse without counting as worse, if there is one seed."""
+"""The fraction of its value by which a metric may be worse without counting as worse, if there is one seed."""
 SPEED_NOISE = 0.05
-"""By how much of its rate a rung has to exceed another one to count as faster."""
+"""The fraction of its rate by which a rung has to exceed another to count as faster."""
 DEVIATIONS = 2
-"""The same in standard deviations of the unchanged script's seeds, if there are several."""
+"""What replaces NOISE, in standard deviations of the unchanged script's seeds, if there are several."""
 
 SETTINGS = ("devices", "strategy", "precision", "compile", "dynamo_backend")
 """The arguments of a script that a rung may be chosen for."""
@@ -26,7 +26,7 @@ class ComparedMetric:
 
     name: str
     source: str
-    """Where the runs have it from."""
+    """Which of the sources of a run's metrics has it."""
     direction: Direction | None
     """Whether lower or higher is better; None if that is unknown."""
 

@@ -23,7 +23,7 @@ class LoopRecorder:
     def __init__(self, recording: Recording) -> None:
         self._recording = recording
         self._samples: int | None = None
-        """Of the latest batch."""
+        """The samples in the latest batch."""
         self._is_waiting = self._has_trained = self._has_batches = self._has_begun = False
         """Whether the latest batch was not trained yet; whether one was since the latest step, or ever; the clock runs."""
         self._is_within = False

@@ -24,7 +24,7 @@ class RungRecorder(Callback):
         self._steps = 0
         """The run's steps at its latest batch."""
         self._is_within = False
-        """Whether its run is part of another Trainer's fit, of which it takes time but makes no step."""
+        """Whether its run is part of another Trainer's fit, which it slows down without taking a step."""
 
     @property
     def _recording(self) -> Recording:

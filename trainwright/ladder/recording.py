@@ -52,10 +52,10 @@ class Recording:
         self._device = torch.device("cpu")
         self._clock: StepClock | None = None
         self._rows: list[tuple[int, float, int, bool]] = []
-        """Of each step in the present fit: its number, its samples, its batches, and whether only training led to it."""
+        """For each step of the current fit: its number, its samples, its batches, and whether only training led to it."""
         self._steps = 0
         self._samples, self._batches = 0.0, 0
-        """Since the latest step."""
+        """The counts since the latest step."""
         self._is_steady = True
         self._lacks_samples = False
         self._points: list[tuple[int, float, float, int, bool]] = []
@@ -125,7 +125,7 @@ class Recording:
         self._is_steady = False
 
     def note_steps(self, count: int) -> None:
-        """Note that optimizers have stepped so many times since the latest batch."""
+        """Note that optimizers have stepped this many times since the latest batch."""
         self._steps += count
         if self._clock is not None:
             self._clock.mark()
@@ -150,7 +150,7 @@ class Recording:
         self._clock, self._rows = None, []
 
     def cut(self) -> None:
-        """End a loop: the rung has made its steps, the same number on every rank."""
+        """End a loop: the rung has taken its steps, the same number on every rank."""
         self._is_cut = True
         self.end(at_latest_step=True)
         self.write()

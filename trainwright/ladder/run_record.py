@@ -17,7 +17,7 @@ class RunRecord:
     """What the script has made: a Trainer or an Accelerator."""
     steps: int
     seconds: float
-    """Of the training, from the start of the fit or of the loop to its end."""
+    """The duration of the training, from the start of the fit or of the loop to its end."""
     points: tuple[tuple[int, float], ...]
     """Steps, and the second at which each ended."""
     samples_per_second: float | None
@@ -30,9 +30,9 @@ class RunRecord:
     logged: dict[str, float]
     """What a loop has logged."""
     replaced: dict[str, tuple[str, str]]
-    """By setting: the script's value and the rung's."""
+    """For each setting, the script's value and the rung's."""
     has_seeded: bool
-    """Whether the script has seeded itself by trainwright, and so with the rung's seed."""
+    """Whether the script has seeded itself through trainwright, and so with the rung's seed."""
     resumed: str
     """What the training resumed from; "" if it began at its first step."""
     is_cut: bool

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 FIRST_STEPS, FIRST_PART = 3, 10
 """The first three steps, or a tenth of all if that is more, are warm-up."""
 OUTLIER = 5
-"""A step that takes so many times the median is left out: a graph was compiled again, or a checkpoint was written."""
+"""A step that takes this many times the median is left out: a graph was compiled again, or a checkpoint was written."""
 
 
 def steady_rate(ends: Sequence[float], amounts: Sequence[float], is_steady: Sequence[bool]) -> float | None:

@@ -26,7 +26,7 @@ class StepClock:
         self._device = device
         self._has_events = times_events(device.type)
         self._seconds = [0.0]
-        """From the first mark to each that was read."""
+        """The time from the first mark to each that was read."""
         self._unread: list[Any] = []
         """The last mark that was read, and those after it."""
         self.mark()

@@ -27,7 +27,7 @@ from trainwright.launch.nodes import Job
 from trainwright.launch.pipe_logs import PipeLogs
 from trainwright.launch.rendezvous import GONE, NodeRendezvous
 
-LEAVE_SECONDS = 1.0  # for the other ranks to flush their output and leave by themselves once a failure is posted
+LEAVE_SECONDS = 1.0  # for the other ranks to flush their output and exit on their own once a failure is posted
 END_SECONDS = 2.0  # for a rank to end after posting its failure
 CLOSE_SECONDS = 3.0  # between SIGTERM and SIGKILL to a rank
 TIDY_SECONDS = 5.0  # between SIGTERM and SIGKILL to the loader workers of a rank that has ended
@@ -220,9 +220,9 @@ class JobAgent(LocalElasticAgent):
             return RunResult(WorkerState.SUCCEEDED, return_values={each.global_rank: None for each in workers})
         if self.shutdown.has_timed_out:
             ending = signal.Signals(number or signal.SIGTERM)
-            self._fail_other_nodes(f"its launcher received {ending.name}, and its ranks did not leave in time")
+            self._fail_other_nodes(f"its launcher received {ending.name}, and its ranks did not exit in time")
             self._kill_all()
-            raise SignalException("the time of the ranks is over", sigval=ending)
+            raise SignalException("the ranks' time to exit is over", sigval=ending)
         return RunResult(state=WorkerState.HEALTHY)
 
     def _announced_codes(self) -> set[int]:
@@ -236,7 +236,7 @@ class JobAgent(LocalElasticAgent):
 
     def _job_has_failed(self) -> bool:
         """Return whether a rank of any node has failed; the main node also posts a failure for a node whose launcher ended."""
-        if not self._has_lost_main:  # else torch prints a stack for each request
+        if not self._has_lost_main:  # otherwise torch prints a stack for each request
             try:
                 if self.failures.count() > 0:
                     return True
@@ -267,7 +267,7 @@ class JobAgent(LocalElasticAgent):
         return {rank: code for rank, code in codes.items() if code is not None}
 
     def _close_workers(self, death_sig: signal.Signals | None = None, timeout: float = 0.0) -> None:
-        """End the running ranks: after a failure they may first leave by themselves, then SIGTERM, then SIGKILL."""
+        """End the running ranks: after a failure they may first exit on their own, then come SIGTERM and SIGKILL."""
         codes = self._exit_codes()
         failed = {rank: code for rank, code in codes.items() if code != 0}
         if self._stopped_code is not None:
@@ -305,7 +305,7 @@ class JobAgent(LocalElasticAgent):
 
     def _post(self, rank: int, summary: str) -> None:
         self.failures.post(rank, summary)
-        self.failures.mark_printed()  # else the ranks would wait for a traceback
+        self.failures.mark_printed()  # otherwise the ranks would wait for a traceback
 
     def _first_rank(self) -> int:
         return self.rendezvous.first_rank(self.rendezvous.node_rank)

@@ -136,9 +136,9 @@ def _launch_parser() -> tuple[Parser, list[argparse.Action]]:
         add("--main-address", metavar="HOST", help="name or address of machine 0 (or MASTER_ADDR)"),
         add("--main-port", metavar="PORT", help="port of machine 0 (or MASTER_PORT; default: 29500; alone, a free one)"),
         add("--rendezvous-seconds", metavar="N", help=f"how long the machines wait for each other (default: {WAIT_SECONDS})"),
-        add("--max-restarts", metavar="N", help="how often all ranks are restarted, after a failed rank or a lost machine "
+        add("--max-restarts", metavar="N", help="how many times all ranks are restarted, after a failed rank or a lost machine "
             "(default: 0)"),
-        add("--grace-seconds", metavar="N", help="on SIGTERM, SIGUSR1 or Ctrl-C, how long the ranks have to save and leave (or "
+        add("--grace-seconds", metavar="N", help="on SIGTERM, SIGUSR1 or Ctrl-C, how long the ranks have to save and exit (or "
             f"the variable {GRACE_VARIABLE}; default: {GRACE_SECONDS})"),
         add("--logs", metavar="DIR", help="also append each rank's output to DIR/rank0.log and so on"),
         add("--config-file", metavar="PATH", help=f"a YAML file for what flags leave open (or the variable {CONFIG_VARIABLE}; "
@@ -252,7 +252,7 @@ def _range(sources: Sources) -> tuple[Setting, Setting] | None:
     numbers = [int(each) for each in (first, last if is_range else first) if each.isascii() and each.isdigit()]
     if len(numbers) < 2 or not 1 <= numbers[0] <= numbers[1]:
         raise ValueError(
-            f"{given.label}: expected MIN:MAX, two whole numbers from 1 of which the second is not smaller, such as 1:4, or "
+            f"{given.label}: expected MIN:MAX, two integers of at least 1, the second not smaller, such as 1:4, or "
             "one number."
         )
     return Setting(numbers[0], given.source), Setting(numbers[1], given.source)
@@ -306,7 +306,7 @@ def _number(given: Given | None, *, default: int | None, least: int = 0, more: s
         return Setting(default, "default")
     # int() alone also takes " 5" and "1_000"; isdigit alone takes superscripts, which int() refuses.
     if not (given.text.isascii() and given.text.isdigit()) or int(given.text) < least:
-        raise ValueError(f"{given.label}: expected a whole number from {least}{more}.")
+        raise ValueError(f"{given.label}: expected an integer of at least {least}{more}.")
     return Setting(int(given.text), given.source)
 
 

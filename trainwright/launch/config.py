@@ -26,7 +26,7 @@ KEYS = {
     "main_address": "name or address of machine 0",
     "main_port": "port of machine 0",
     "rendezvous_seconds": "how long the machines wait for each other",
-    "max_restarts": "how often all ranks are restarted, after a failed rank or a lost machine",
+    "max_restarts": "how many times all ranks are restarted, after a failed rank or a lost machine",
     "grace_seconds": "how long the ranks have to save and leave after a signal",
     "logs": "a folder that keeps the output of each rank",
     "env": "environment variables of the processes; those that are set already stay",
@@ -131,7 +131,7 @@ def _parse(path: str, text: str) -> tuple[dict[str, Entry], dict[str, Entry]]:
             )
         if key not in KEYS:
             hint = f" Did you mean {OTHER_WORDS[key]!r}?" if key in OTHER_WORDS else nearest(key, KEYS)
-            raise ValueError(f"{where}: {key!r} is not a key of a config; accepted are {', '.join(KEYS)}.{hint}")
+            raise ValueError(f"{where}: {key!r} is not a key of a config; expected one of {', '.join(KEYS)}.{hint}")
         if key == "env":
             variables = {
                 name: checked_variable(name, Entry(_scalar(each, name, where), where))
@@ -166,7 +166,7 @@ def _scalar(node: Any, name: str, where: str) -> str:
     import yaml
 
     if not isinstance(node, yaml.ScalarNode):
-        raise ValueError(f"{where}: {name} is {_kind(node)}; accepted is a single value.")
+        raise ValueError(f"{where}: {name} is {_kind(node)}; expected a single value.")
     return str(node.value)
 
 
@@ -181,7 +181,7 @@ def _kind(node: Any) -> str:
 def checked_variable(name: str, entry: Entry) -> Entry:
     """Return the entry of a variable, which a config may set (ValueError otherwise)."""
     if not re.fullmatch(r"[A-Za-z_]\w*", name, re.ASCII):
-        raise ValueError(f"{entry.where}: {name!r} is not the name of a variable; accepted are letters, digits and _.")
+        raise ValueError(f"{entry.where}: {name!r} is not the name of a variable; expected only letters, digits and _.")
     if name in KEY_OF:
         raise ValueError(f"{entry.where}: env has {name}; set the key {KEY_OF[name]!r} instead.")
     if name in OWN_VARIABLES:

@@ -17,7 +17,7 @@ class GracefulShutdown:
 
     Args:
         send: sends a signal to each running rank and returns how many there are.
-        seconds: how long the ranks have to leave.
+        seconds: how long the ranks have to exit.
     """
 
     def __init__(self, send: Callable[[int], int], seconds: float) -> None:
@@ -46,7 +46,7 @@ class GracefulShutdown:
         return self._deadline is not None and time.monotonic() >= self._deadline
 
     def describe(self) -> str:
-        """Return what happened to ranks that did not leave in time."""
+        """Return what happened to ranks that did not exit in time."""
         if self._interrupts > 1:
             return "trainwright: second Ctrl-C; the ranks were killed.\n"
         why = f" after {signal.Signals(self.number).name}" if self.number else ""

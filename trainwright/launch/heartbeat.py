@@ -75,7 +75,7 @@ class Heartbeat:
     def _keep(self, number: int, peer: socket.socket) -> None:
         peer.setblocking(False)
         peer.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        if hasattr(socket, "TCP_KEEPIDLE"):  # else the kernel probes a silent machine every two hours
+        if hasattr(socket, "TCP_KEEPIDLE"):  # otherwise the kernel probes a silent machine every two hours
             # Half of the time without a sign, then three probes a sixth apart: SILENCE_SECONDS in all.
             for option, value in (("TCP_KEEPIDLE", SILENCE_SECONDS // 2), ("TCP_KEEPINTVL", SILENCE_SECONDS // 6)):
                 peer.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)

@@ -37,7 +37,7 @@ class Nodes:
     def __post_init__(self) -> None:
         if not isinstance(self.count, int) or self.count < 1:
             raise ValueError(
-                f"num_nodes={self.count!r} is not a whole number from 1; pass the number of machines of the job."
+                f"num_nodes={self.count!r} is not an integer of at least 1; pass the number of machines of the job."
             )
         if self.rank is not None and not 0 <= self.rank < self.count:
             raise ValueError(
@@ -63,13 +63,13 @@ class Job:
     num_processes: int
     nodes: Nodes = Nodes()
     max_restarts: int = 0
-    """How often all ranks are restarted after a failure."""
+    """How many times all ranks are restarted after a failure."""
     logs: str | None = None
     """The folder that keeps each rank's output, in a file of its own."""
     report: str | None = None
     """A file to which the launcher writes the line about the rank that failed first."""
     grace_seconds: float = 120.0
-    """How long the ranks have to save and leave after a signal."""
+    """How long the ranks have to save and exit after a signal."""
 
 
 def nodes_of(num_nodes: int, variables: Mapping[str, str]) -> Nodes:

@@ -23,7 +23,7 @@ from trainwright.launch.nodes import Job, Nodes, nodes_of
 HANDLED_SIGNALS = ("SIGTERM", "SIGUSR1", "SIGINT", "SIGHUP", "SIGQUIT")
 
 GRACE_VARIABLE, GRACE_SECONDS = "TRAINWRIGHT_GRACE_SECONDS", 120
-"""How long the ranks have to save and leave after a signal: the variable that sets it, and the default."""
+"""How long the ranks have to save and exit after a signal: the variable that sets it, and the default."""
 
 
 def launch(num_processes: int, *, num_nodes: int = 1, reason: str = "this script") -> NoReturn:
@@ -98,11 +98,11 @@ def supervise(job: Job, defaults: dict[str, str | None]) -> int:
 
 
 def grace_seconds(variables: Mapping[str, str]) -> int:
-    """Return how long the ranks have to leave after a signal (ValueError if the variable is wrong)."""
+    """Return how long the ranks have to exit after a signal (ValueError if the variable is wrong)."""
     given = variables.get(GRACE_VARIABLE) or str(GRACE_SECONDS)
     if not (given.isascii() and given.isdigit()):
         raise ValueError(
-            f"the environment has {GRACE_VARIABLE}={given!r}; a whole number of seconds from 0 is accepted. Set it to the "
+            f"the environment has {GRACE_VARIABLE}={given!r}; expected an integer of at least 0, in seconds. Set it to the "
             f"longest time of a step and a save, or unset it for {GRACE_SECONDS}."
         )
     return int(given)

@@ -210,7 +210,7 @@ class NodeRendezvous(RendezvousHandler):
 
     @property
     def node_rank(self) -> int:
-        """This node's number in the present round."""
+        """This node's number in the current round."""
         return self.round.arrivals.index(self._arrival)
 
     @property

@@ -62,7 +62,7 @@ class Sources:
         if given is None:
             return False
         if given.text.lower() not in ("true", "false"):
-            raise ValueError(f"{given.label}: accepted are true and false.")
+            raise ValueError(f"{given.label}: expected true or false.")
         return given.text.lower() == "true"
 
     def check_names(self, check: NameCheck, settings: Mapping[str, Setting]) -> dict[str, Setting]:

@@ -100,7 +100,7 @@ class Logger:
     def plot(self, path: str | os.PathLike[str] | None = None, metrics: Sequence[str] | None = None) -> str:
         """Draw the curves of this run, and return the path of the file."""
         raise NotImplementedError(
-            f"{type(self).__name__}.plot() was called, but it keeps no rows in files of ours; CSVLogger and TensorBoardLogger "
+            f"{type(self).__name__}.plot() was called, but it writes no files to draw from; CSVLogger and TensorBoardLogger "
             "can draw theirs. Pass the Trainer one of them too."
         )
 
@@ -200,8 +200,8 @@ def _number(name: str, value: Any) -> float:
     if hasattr(value, "item") and (size() if callable(size) else size) == 1:
         return value.detach().item() if hasattr(value, "detach") else value.item()  # type: ignore[no-any-return]
     raise TypeError(
-        f"the metric {name!r} was given to a logger as {a_type_of(value)}; accepted are numbers, tensors and arrays of "
-        "one element, and dicts of them."
+        f"the metric {name!r} was given to a logger as {a_type_of(value)}; expected numbers, tensors or arrays of "
+        "one element, or dicts of them."
     )
 
 
@@ -210,5 +210,5 @@ def to_dict(params: Mapping[str, Any] | argparse.Namespace) -> dict[str, Any]:
     if isinstance(params, argparse.Namespace):
         return dict(vars(params))
     if not isinstance(params, Mapping):
-        raise TypeError(f"log_hyperparams got {params!r:.80}, {a_type_of(params)}; accepted are a dict or a Namespace.")
+        raise TypeError(f"log_hyperparams got {params!r:.80}, {a_type_of(params)}; expected a dict or a Namespace.")
     return dict(params)

@@ -53,11 +53,9 @@ class FolderLogger(Logger):
     ) -> None:
         own = type(self).__name__
         if not isinstance(save_dir, (str, os.PathLike, type(None))):
-            raise TypeError(
-                f"{own}(save_dir={save_dir!r}) is {a_type_of(save_dir)}; accepted are a path, a URL or None."
-            )
+            raise TypeError(f"{own}(save_dir={save_dir!r}) is {a_type_of(save_dir)}; expected a path, a URL or None.")
         if version is not None and (isinstance(version, bool) or not isinstance(version, (int, str))):
-            raise TypeError(f"{own}(version={version!r}) is {a_type_of(version)}; accepted are int, str or None.")
+            raise TypeError(f"{own}(version={version!r}) is {a_type_of(version)}; expected int, str or None.")
         self.save_dir: str = absolute(save_dir or ".")
         self._follows_root = save_dir is None
         self.name: str = name or ""
@@ -70,7 +68,7 @@ class FolderLogger(Logger):
         self._rows: list[Row] = []
         self._hparams: dict[str, Any] = {}
         self._hparams_digest = ""
-        """Of the hyper-parameters that this run has written, also before it was resumed."""
+        """The digest of the hyper-parameters that this run has written, also before it was resumed."""
         self._writes_hparams = True
         self._is_writer = True
         self._is_new = False

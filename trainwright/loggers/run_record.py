@@ -52,11 +52,11 @@ class RunRecord:
     resumed: str | None = None
     """When a later call, or another process, last continued the run."""
     step: int | None = None
-    """That of the latest row at the run's end."""
+    """The step of the latest row at the run's end."""
     epoch: int | None = None
     """The latest epoch that was trained, which counts from 0."""
     folder: str = ""
-    """Where the run was when it wrote this."""
+    """The run's folder when it wrote this."""
     checkpoints: tuple[str, ...] = ()
     """The folders that its checkpoints were saved to; those within the run's are relative to it."""
     host: str = ""

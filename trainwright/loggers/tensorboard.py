@@ -82,7 +82,7 @@ class TensorBoardLogger(FolderLogger):
         self._latest_step = -1
         self._synced: dict[str, int] = {}
         self._earlier: dict[str, int] = {}
-        """The event files that existed when the present one was opened, and their sizes."""
+        """The event files that existed when the current one was opened, and their sizes."""
 
     def log_dir_in(self, folder: str) -> str:
         return f"{folder}/{self.sub_dir}" if self.sub_dir else folder
@@ -181,7 +181,7 @@ class TensorBoardLogger(FolderLogger):
         metrics = dict(self._hp_metrics)
         if not metrics and self._default_hp_metric:
             metrics = self._hp_metrics = {"hp_metric": -1}
-            if not self._has_hp_metric:  # else the resumed run has written it
+            if not self._has_hp_metric:  # otherwise the resumed run has written it
                 self._add_row({"step": 0, **metrics})
         shown = dict(_flattened(params))
 
@@ -316,7 +316,7 @@ def _as_images(images: Any) -> tuple[Any, str]:
     layouts = [layout for layout in ("NCHW", "NHWC") if array.ndim == 4 and array.shape[layout.index("C")] in (1, 3)]
     if not layouts:
         raise ValueError(
-            f"log_images was given an array of shape {tuple(array.shape)}; accepted are one image or a batch of them, with "
+            f"log_images was given an array of shape {tuple(array.shape)}; expected one image or a batch of them, with "
             "1 or 3 channels first or last."
         )
     first = images[0] if isinstance(images, (list, tuple)) else images

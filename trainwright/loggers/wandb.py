@@ -139,7 +139,7 @@ class WandbLogger(RemoteLogger):
             "mode": "offline" if self._offline else None,
         }
         if getattr(wandb.setup(), "most_recent_active_run", wandb.run) is not None:
-            options["reinit"] = "create_new"  # else init returns that run; and only without it does wandb.log work
+            options["reinit"] = "create_new"  # otherwise init returns that run; and only without it does wandb.log work
         options |= self._options
         try:
             return wandb.init(**options)
@@ -220,7 +220,7 @@ class WandbLogger(RemoteLogger):
 
     def _log_media(self, kind: str, key: str, items: list[Any], step: int | None, options: Mapping[str, Any]) -> None:
         if not isinstance(items, list):
-            raise TypeError(f"log_{kind.lower()}({key!r}) was given {a_type_of(items)}; accepted is a list.")
+            raise TypeError(f"log_{kind.lower()}({key!r}) was given {a_type_of(items)}; expected a list.")
         for name, values in options.items():
             if len(values) != len(items):
                 raise ValueError(

@@ -119,7 +119,7 @@ def _panel_of(name: str) -> tuple[int, str]:
 
 
 def _range(arrays: Sequence[Numbers], margin: float | None = None) -> tuple[float, float]:
-    """Return the least and the greatest finite number; without any, 0 and 1. A single number gets a margin on both sides."""
+    """Return the smallest and the largest finite number; without any, 0 and 1. A single number gets a margin on both sides."""
     finite = [each[np.isfinite(each)] for each in arrays]
     finite = [each for each in finite if len(each)]
     if not finite:
@@ -140,7 +140,7 @@ class Line:
 
 
 def line_of(curve: Curve, x_range: tuple[float, float], columns: int) -> Line:
-    """Return the parts of a curve; of a long one, for each of `columns` columns its first, least, greatest and last values.
+    """Return the parts of a curve; of a long one, for each of `columns` columns its first, smallest, largest and last values.
 
     What is left out lies between these, so that the picture is that of all points. A column that holds a gap ends its part.
     """
@@ -171,7 +171,7 @@ def thinning_of(panels: Sequence[Panel], columns: int) -> str:
     if most <= POINTS_A_COLUMN * columns:
         return ""
     return (
-        f"Long curves, of up to {most:,} points, are drawn by the first, least, greatest and last value in each of {columns} "
+        f"Long curves (up to {most:,} points) are drawn from the first, smallest, largest and last value in each of {columns} "
         "columns, so that no peak is lost."
     )
 

@@ -17,7 +17,7 @@ def checked_format(path: str) -> str:
     found = next((each for each in FORMATS if path.lower().endswith(each)), None)
     if found is None:
         raise ValueError(
-            f"{path!r} does not say what to draw: accepted are names that end in {' or '.join(FORMATS)}. Give such a name."
+            f"{path!r} does not say what to draw: expected names that end in {' or '.join(FORMATS)}. Give such a name."
         )
     return found
 

@@ -22,7 +22,7 @@ COLORS = ("#3b7dd8", "#e0762f", "#3c9f5f", "#c94c5b", "#8c6bc8", "#8a6d4b", "#d4
 """Each is visible in both settings."""
 DASHES = ("", "7 4", "2 3", "10 3 2 3", "14 5")
 GENERATOR = '<meta name="generator" content="trainwright">'
-"""By which a page is known as one of ours."""
+"""Marks a page that trainwright wrote."""
 STYLE = """
 :root { color-scheme: light dark; --paper: #ffffff; --ink: #1d2126; --soft: #626b75; --grid: #dfe3e8; }
 @media (prefers-color-scheme: dark) { :root { --paper: #15181c; --ink: #e6e9ec; --soft: #9aa4ae; --grid: #30363d; } }
@@ -112,11 +112,7 @@ def _figure(panel: Panel, axis: str) -> Iterator[str]:
     yield "</svg><ul>"
     for curve in panel.curves:
         finite = curve.y[~np.isnan(curve.y)]
-        values = (
-            f"last {finite[-1]:.5g}, least {finite.min():.5g}, greatest {finite.max():.5g}"
-            if len(finite)
-            else "no value"
-        )
+        values = f"last {finite[-1]:.5g}, min {finite.min():.5g}, max {finite.max():.5g}" if len(finite) else "no value"
         yield f'<li>{_key(curve.color, curve.dash)} {escaped(curve.label)} <span class="soft">{values}</span></li>'
     yield "</ul></figure>"
 

@@ -60,7 +60,7 @@ def resolve_precision(precision: str | int | Precision | None, device_type: str)
         precision = "32-true"
     if isinstance(precision, bool) or not isinstance(precision, (str, int)):
         raise TypeError(
-            f"precision={precision!r} is {a_type_of(precision)}; accepted are a name, 16, 32, 64 or a Precision "
+            f"precision={precision!r} is {a_type_of(precision)}; expected a name, 16, 32, 64 or a Precision "
             f"instance. Choose from {', '.join(NAMES)}.{foreign_hint(precision)}"
         )
     wanted = str(precision).lower()

@@ -34,7 +34,7 @@ def resolve_profiler(profiler: str | Profiler | None) -> Profiler:
         return PROFILERS[profiler]()
     if not isinstance(profiler, Profiler):
         raise TypeError(
-            f"profiler={profiler!r} is {a_type_of(profiler)}; accepted are a name ({', '.join(PROFILERS)}) or a "
+            f"profiler={profiler!r} is {a_type_of(profiler)}; expected a name ({', '.join(PROFILERS)}) or a "
             f"Profiler instance. Pass an instance, not its class.{foreign_hint(profiler)}"
         )
     return profiler

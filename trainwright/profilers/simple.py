@@ -29,7 +29,7 @@ class Running:
     action: str
     began: float
     inner_seconds: float = 0.0
-    """Of the actions within it that have been stopped."""
+    """The time of the actions within it that have stopped."""
 
 
 class SimpleProfiler(Profiler):

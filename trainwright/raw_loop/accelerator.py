@@ -491,13 +491,13 @@ class Accelerator(Collectives):
         """Write a checkpoint of everything that was prepared or registered, in the Trainer's format; return its path.
 
         Without a path it is the next of `project_dir/checkpoints/checkpoint_0`, `checkpoint_1`, .., also after a resume;
-        `ProjectConfiguration(total_limit=...)` removes the oldest whole ones once it is committed, but not one that was loaded
-        by its path. Collective: call on every rank.
+        `ProjectConfiguration(total_limit=...)` removes the oldest complete ones once it is committed, but not one that was
+        loaded by its path. Collective: call on every rank.
 
         Args:
             safe_serialization: True; a checkpoint holds no pickle.
             blocking: False returns once all is copied to host memory, and a thread writes: see `finish_save`.
-            overwrite: replace a whole checkpoint at that path, once the new one is committed.
+            overwrite: replace a complete checkpoint at that path, once the new one is committed.
 
         Raises:
             CheckpointError: on every rank, if it was not written, the path exists (with overwrite, as something else), or
@@ -533,7 +533,7 @@ class Accelerator(Collectives):
         every rank.
 
         Args:
-            input_dir: the checkpoint, of any strategy and number of processes; by default the newest whole one of
+            input_dir: the checkpoint, of any strategy and number of processes; by default the newest complete one of
                 `project_dir/checkpoints`. Damaged ones are skipped with a warning.
             verify: how the files are checked first: "full" (every digest), "size", or "off".
             weights_only: load the model's weights and nothing else, also from an imported checkpoint.
@@ -561,7 +561,7 @@ class Accelerator(Collectives):
 
         What it writes into output_dir becomes a part of the checkpoint, verified and removed with it: a folder with another
         name until the commit. `weights` are the models' state_dicts, to read, where each rank holds them whole, and otherwise
-        empty. The checkpoint is whole in any case: what a hook removes from the two lists is stored all the same.
+        empty. The checkpoint is complete in any case: what a hook removes from the two lists is stored all the same.
         """
         return self._states.add_save_hook(hook)
 

@@ -61,7 +61,7 @@ def find_executable_batch_size(
         )
     if not callable(function):
         raise TypeError(
-            f"find_executable_batch_size was given {a_type_of(function)}; accepted is a function whose first argument is "
+            f"find_executable_batch_size was given {a_type_of(function)}; expected a function whose first argument is "
             "the batch size. Give the size by name: starting_batch_size=."
         )
     size = _checked(starting_batch_size, "starting_batch_size")
@@ -123,7 +123,7 @@ def _failures(failure: str, size: int) -> list[str]:
             raise
         raise RuntimeError(
             f"rank {ranks.rank} ran out of memory with a batch size of {size} ({failure}), and other ranks did not: they wait "
-            "for it within that try, which then ends on no rank. Begin with a smaller starting_batch_size, or give all ranks "
+            "for it within that attempt, which then never ends. Begin with a smaller starting_batch_size, or give all ranks "
             "samples of the same size."
         ) from error
     return [each for each in replies if each]
@@ -131,5 +131,5 @@ def _failures(failure: str, size: int) -> list[str]:
 
 def _checked(size: Any, what: str) -> int:
     if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-        raise ValueError(f"{what} {size!r} is not accepted; it has to be a whole number from 1.")
+        raise ValueError(f"{what} {size!r} is not accepted; it has to be an integer of at least 1.")
     return size

@@ -109,14 +109,14 @@ def _launch(
     defaults: dict[str, str],
 ) -> Any:
     if not callable(function):
-        raise TypeError(f"{name} was given {a_type_of(function)}; accepted is a function, with its arguments in args=.")
+        raise TypeError(f"{name} was given {a_type_of(function)}; expected a function, with its arguments in args=.")
     if not isinstance(args, (list, tuple)):
         raise TypeError(
-            f"{name} was given args={args!r}; accepted is a tuple of the function's arguments, such as args=(1,)."
+            f"{name} was given args={args!r}; expected a tuple of the function's arguments, such as args=(1,)."
         )
     if isinstance(num_processes, bool) or not isinstance(num_processes, int) or num_processes < 1:
         raise ValueError(
-            f"num_processes={num_processes!r} is not accepted; pass a whole number from 1, or to notebook_launcher None for "
+            f"num_processes={num_processes!r} is not accepted; pass an integer of at least 1, or to notebook_launcher None for "
             "one for each GPU."
         )
     asked = f"{name}(num_processes={num_processes})"

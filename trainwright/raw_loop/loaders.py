@@ -53,7 +53,7 @@ class DataLoaderConfiguration(NamedArguments):
             value = getattr(self, field.name)
             if field.name == "data_seed":
                 if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
-                    raise TypeError(f"data_seed={value!r} is {a_type_of(value)}; accepted is an int, or None.")
+                    raise TypeError(f"data_seed={value!r} is {a_type_of(value)}; expected an int, or None.")
             elif not isinstance(value, bool) and not (field.name == "dispatch_batches" and value is None):
                 raise TypeError(f"{field.name}={value!r} is not accepted; pass True or False.")
 
@@ -94,7 +94,7 @@ def loader_options(
         configuration = DataLoaderConfiguration()
     elif not isinstance(configuration, DataLoaderConfiguration):
         raise TypeError(
-            f"dataloader_config is {a_type_of(configuration)}; accepted is a DataLoaderConfiguration of trainwright."
+            f"dataloader_config is {a_type_of(configuration)}; expected a DataLoaderConfiguration of trainwright."
         )
     check_flags(split_batches=split_batches, device_placement=moves)
     if split_batches:
@@ -105,7 +105,7 @@ def loader_options(
 def check_loader(given: Any) -> None:
     """Refuse what is not a loader (TypeError)."""
     if not isinstance(given, (DataLoader, PreparedLoader)):
-        raise TypeError(f"prepare_data_loader was given {a_type_of(given)}; accepted is a torch DataLoader.")
+        raise TypeError(f"prepare_data_loader was given {a_type_of(given)}; expected a torch DataLoader.")
 
 
 def synchronize(rng_types: Iterable[Any], generator: torch.Generator | None, broadcast: Callable[[Any], Any]) -> None:
@@ -131,12 +131,12 @@ def synchronize(rng_types: Iterable[Any], generator: torch.Generator | None, bro
 def _names(rng_types: Iterable[Any]) -> tuple[str, ...]:
     """Return the names of generators, or of members of an enum of them (TypeError, ValueError)."""
     if isinstance(rng_types, str) or not isinstance(rng_types, Iterable):
-        raise TypeError(f"rng_types={rng_types!r} is not a list; accepted is one of names, such as ['torch'].")
+        raise TypeError(f"rng_types={rng_types!r} is not a list; expected a list of names, such as ['torch'].")
     names = tuple(str(getattr(each, "value", each)) for each in rng_types)
     device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     known = ["torch", "generator", *([] if device is None else [device.type])]
     if unknown := [each for each in names if each not in known]:
-        raise ValueError(f"rng_types has {unknown[0]!r}; accepted here are {', '.join(known)}.")
+        raise ValueError(f"rng_types has {unknown[0]!r}; expected {', '.join(known)}.")
     return names
 
 
@@ -193,9 +193,9 @@ def skip_first_batches(dataloader: Any, num_batches: int = 0) -> SkippedBatches:
     (2, 8)
     """
     if isinstance(num_batches, bool) or not isinstance(num_batches, int) or num_batches < 0:
-        raise ValueError(f"num_batches={num_batches!r} is not accepted; pass a whole number from 0.")
+        raise ValueError(f"num_batches={num_batches!r} is not accepted; pass an integer of at least 0.")
     if not isinstance(dataloader, Iterable):
-        raise TypeError(f"skip_first_batches was given {a_type_of(dataloader)}; accepted is a loader.")
+        raise TypeError(f"skip_first_batches was given {a_type_of(dataloader)}; expected a loader.")
     return SkippedBatches(dataloader, num_batches)
 
 

@@ -46,7 +46,7 @@ class LocalSGD:
 
     def __init__(self, accelerator: Processes, model: nn.Module, local_sgd_steps: int, enabled: bool = True) -> None:
         if isinstance(local_sgd_steps, bool) or not isinstance(local_sgd_steps, int) or local_sgd_steps < 1:
-            raise ValueError(f"local_sgd_steps={local_sgd_steps!r} is not accepted; pass a whole number from 1.")
+            raise ValueError(f"local_sgd_steps={local_sgd_steps!r} is not accepted; pass an integer of at least 1.")
         engine = accelerator.engine
         strategy = engine.strategy
         if enabled and (not strategy.holds_modules or strategy.divides_optimizers):
@@ -66,7 +66,7 @@ class LocalSGD:
             )
         self.enabled = enabled and accelerator.use_distributed
         self.num_steps = 0
-        """How often `step` was called."""
+        """How many times `step` was called."""
         self._engine, self._module, self._every = engine, module, local_sgd_steps
 
     def __enter__(self) -> LocalSGD:
@@ -80,7 +80,7 @@ class LocalSGD:
         if not self.enabled:
             return
         self._engine.train_apart(False)
-        if error is None:  # else the other ranks may be elsewhere
+        if error is None:  # otherwise the other ranks may be elsewhere
             self._unite()
 
     def step(self) -> None:
@@ -125,7 +125,7 @@ class LocalSGD:
 
 
 def _is_moment(value: Any, parameter: Tensor) -> bool:
-    # A count of steps, which has another shape, is the same on all ranks.
+    # A count of steps, which has a different shape, is the same on all ranks.
     return isinstance(value, Tensor) and value.is_floating_point() and value.shape == parameter.shape
 
 

@@ -38,9 +38,9 @@ class LossCheck:
         self._unclear = 0
         """How many losses passed whose nearest nodes showed no such parameter."""
         self._forwards = self._steps = 0
-        """How often prepared models had been called at the last loss of a new call, and the optimizer steps by then."""
+        """How many times prepared models had been called at the last loss of a new call, and the optimizer steps by then."""
         self._autocasts = 0
-        """How often the loop has asked for the precision's context, to compute in it by itself."""
+        """How many times the loop has asked for the precision's context, to compute in it by itself."""
         self._is_kept = False
         """Whether the last backward has kept its graph for another one."""
         self._passed = 0
@@ -72,7 +72,7 @@ class LossCheck:
             RuntimeError: nothing was prepared.
         """
         if not isinstance(loss, Tensor):
-            raise TypeError(f"backward was given {a_type_of(loss)}; accepted is a loss tensor.")
+            raise TypeError(f"backward was given {a_type_of(loss)}; expected a loss tensor.")
         if loss.numel() != 1 and options.get("gradient") is None:
             raise ValueError(f"backward was given a loss of shape {tuple(loss.shape)}; take its mean or its sum.")
         if not loss.requires_grad:

@@ -154,7 +154,7 @@ def _write_tensors(out: BinaryIO, path: str, tensors: Mapping[str, Tensor], meta
 
 @contextlib.contextmanager
 def _new_file(files: Files, path: str) -> Iterator[BinaryIO]:
-    """Yield a file that takes its path once it is whole, in the place of an earlier one."""
+    """Yield a file that takes its path once it is complete, in the place of an earlier one."""
     temporary = temporary_path(path) if files.has_rename else path
     try:
         with files.create(temporary) as out:

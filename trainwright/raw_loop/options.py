@@ -198,14 +198,14 @@ def by_kind(given: Iterable[Any] | None, kinds: tuple[type, ...] = KINDS) -> Cal
         raise TypeError(f"kwargs_handlers={given!r} is not a list; pass kwargs_handlers=[{type(given).__name__}(...)].")
     if given is not None and not isinstance(given, Iterable):
         raise TypeError(
-            f"kwargs_handlers={given!r} is not a list; accepted is one of options, such as [AutocastKwargs()]."
+            f"kwargs_handlers={given!r} is not a list; expected a list of options, such as [AutocastKwargs()]."
         )
     found: dict[type, Any] = {}
     for each in given or ():
         kind = next((kind for kind in kinds if isinstance(each, kind)), None)
         if kind is None:
             raise TypeError(
-                f"kwargs_handlers has {a_type_of(each)}; accepted are objects of trainwright's "
+                f"kwargs_handlers has {a_type_of(each)}; expected objects of trainwright's "
                 f"{', '.join(kind.__name__ for kind in kinds)}."
             )
         if kind in found:

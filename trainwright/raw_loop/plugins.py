@@ -193,9 +193,9 @@ class DeepSpeedPlugin(NamedArguments):
 
 
 def check_length(length: Any, name: str) -> None:
-    """Refuse a number of batches that is not a whole number from 1 (ValueError)."""
+    """Refuse a number of batches that is not an integer of at least 1 (ValueError)."""
     if isinstance(length, bool) or not isinstance(length, int) or length < 1:
-        raise ValueError(f"{name}={length!r} is not accepted; pass a whole number from 1.")
+        raise ValueError(f"{name}={length!r} is not accepted; pass an integer of at least 1.")
 
 
 def _wraps_nothing(module: nn.Module) -> bool:

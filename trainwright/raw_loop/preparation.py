@@ -95,8 +95,8 @@ class Preparation(Preparations):
                         "skip_first_batches."
                     )
                 raise TypeError(
-                    f"prepare was given an object of type {type(each).__name__}; accepted are torch modules, optimizers "
-                    "(subclasses of torch.optim.Optimizer), DataLoaders and LR schedulers."
+                    f"prepare was given an object of type {type(each).__name__}; expected torch modules, optimizers "
+                    "(subclasses of torch.optim.Optimizer), DataLoaders or LR schedulers."
                 )
             if self.of(each) is None and each not in new[kind]:
                 new[kind].append(each)

@@ -163,7 +163,7 @@ class Processes:
 
     def _only(self, function: Callable[..., Any], is_chosen: Callable[[], bool]) -> Callable[..., Any]:
         if not callable(function):
-            raise TypeError(f"a decorator of processes was given {a_type_of(function)}; accepted is a function.")
+            raise TypeError(f"a decorator of processes was given {a_type_of(function)}; expected a function.")
 
         @wraps(function)
         def chosen(*args: Any, **kwargs: Any) -> Any:

@@ -31,8 +31,8 @@ class ProjectConfiguration(NamedArguments):
         project_dir: the project's folder, a path or an fsspec URL.
         logging_dir: the folder of the logs; by default the project's.
         automatic_checkpoint_naming: number every checkpoint, also where `save_state` is given a path.
-        total_limit: how many numbered checkpoints are kept; None keeps all. The oldest whole ones are removed, once the new one
-            is committed.
+        total_limit: how many numbered checkpoints are kept; None keeps all. The oldest complete ones are removed once the
+            new one is committed.
         iteration: the number of the next checkpoint. If the folder has that one or a later one, it is one more than the last.
         save_on_each_node: accepted on one node, where it changes nothing.
 
@@ -57,13 +57,13 @@ class ProjectConfiguration(NamedArguments):
         for name in ("project_dir", "logging_dir"):
             value = getattr(self, name)
             if not isinstance(value, (str, os.PathLike, type(None))):
-                raise TypeError(f"{name}={value!r} is {a_type_of(value)}; accepted are a path, a URL and None.")
+                raise TypeError(f"{name}={value!r} is {a_type_of(value)}; expected a path, a URL or None.")
             setattr(self, name, None if value is None else os.fspath(value))
         for name, least in (("total_limit", 1), ("iteration", 0)):
             value = getattr(self, name)
             is_count = isinstance(value, int) and not isinstance(value, bool) and value >= least
             if not is_count and not (value is None and name == "total_limit"):
-                raise ValueError(f"{name}={value!r} is not accepted; pass a whole number from {least}.")
+                raise ValueError(f"{name}={value!r} is not accepted; pass an integer of at least {least}.")
         self.set_directories(self.project_dir)
 
     def set_directories(self, project_dir: str | None = None) -> None:
@@ -89,7 +89,7 @@ def chosen_project(
         return ProjectConfiguration(project_dir)  # type: ignore[arg-type] # which it converts
     if not isinstance(project_config, ProjectConfiguration):
         raise TypeError(
-            f"project_config is {a_type_of(project_config)}; accepted is a ProjectConfiguration of trainwright."
+            f"project_config is {a_type_of(project_config)}; expected a ProjectConfiguration of trainwright."
         )
     if project_dir is not None:
         given, own = os.fspath(project_dir), project_config.project_dir
@@ -167,7 +167,7 @@ class NumberedCheckpoints:
         self._source = path
 
     def newest(self, verify: Verify) -> StoredCheckpoint:
-        """Return the newest whole numbered checkpoint, verified. Collective.
+        """Return the newest complete numbered checkpoint, verified. Collective.
 
         Raises:
             CheckpointError: on every rank, if the folder has none, or the newest needs another version of trainwright.
@@ -179,7 +179,7 @@ class NumberedCheckpoints:
             return [(each.path, each.damage, each.is_refused) for _, each in reversed(_entries(folder))]
 
         for path, damage, is_refused in ranks.decide(look, "the choice of a checkpoint"):
-            if is_refused:  # it is whole: an older one would lose what it holds
+            if is_refused:  # it is complete: an older one would lose what it holds
                 raise CheckpointError(f"load_state: the newest checkpoint is {path}. {damage}")
             if not damage:
                 try:
@@ -191,7 +191,7 @@ class NumberedCheckpoints:
                     return checkpoint
             rank_zero_warn(f"load_state skips {path}, which is damaged and is left untouched: {damage}", stacklevel=3)
         raise CheckpointError(
-            f"load_state: no whole checkpoint of save_state was found in {folder}. Save one first, or pass a path."
+            f"load_state: no complete checkpoint of save_state was found in {folder}. Save one first, or pass a path."
         )
 
     def _lock(self, folder: str) -> None:
@@ -204,7 +204,7 @@ class NumberedCheckpoints:
             sweep_temporaries(folder)
 
     def _remove_replaced(self) -> None:
-        """Remove the oldest whole checkpoints beyond the limit, on rank 0, if the latest save has committed."""
+        """Remove the oldest complete checkpoints beyond the limit, on rank 0, if the latest save has committed."""
         if self._committing is None:
             return
         path, save = self._committing
@@ -223,7 +223,7 @@ class NumberedCheckpoints:
 
 
 def _numbers(folder: str) -> list[int]:
-    """Return the numbers that are taken, by whole checkpoints or by anything else."""
+    """Return the numbers that are taken, by complete checkpoints or by anything else."""
     files, inside = resolve(folder)
     with suppress(FileNotFoundError):
         return [int(match[1]) for name in files.listing(inside) if (match := _NUMBERED.fullmatch(name))]

@@ -48,7 +48,7 @@ class SavedStates:
                     else f"{a_type_of(each)} without {lacking[0]}"
                 )
                 raise TypeError(
-                    f"register_for_checkpointing was given {what}; accepted are objects with state_dict and load_state_dict."
+                    f"register_for_checkpointing was given {what}; expected objects with state_dict and load_state_dict."
                 )
             try:
                 state = each.state_dict()
@@ -255,7 +255,7 @@ class SavedStates:
 
 def _added(hooks: OrderedDict[int, Hook], hook: Any, call: str, given: tuple[str, ...]) -> RemovableHandle:
     if not callable(hook):
-        raise TypeError(f"{call} was given {a_type_of(hook)}; accepted is a function.")
+        raise TypeError(f"{call} was given {a_type_of(hook)}; expected a function.")
     check_takes(f"{call}: {getattr(hook, '__name__', type(hook).__name__)}", hook, given)
     handle = RemovableHandle(hooks)
     hooks[handle.id] = hook

@@ -165,5 +165,5 @@ def _compiler(given: Any) -> str | None:
 
 def _of_kind(given: Any, kind: type, name: str) -> Any:
     if given is not None and not isinstance(given, kind):
-        raise TypeError(f"{name} is {a_type_of(given)}; accepted is a {kind.__name__} of trainwright.")
+        raise TypeError(f"{name} is {a_type_of(given)}; expected a {kind.__name__} of trainwright.")
     return given

@@ -28,7 +28,7 @@ class AcceleratorState(Processes):
 
     @property
     def mixed_precision(self) -> str:
-        """Return "no", "fp16", "bf16", or the Trainer's name of another precision."""
+        """Return "no", "fp16", "bf16", or the Trainer's name of any other precision."""
         return word_for(self.engine.precision)
 
     def __repr__(self) -> str:

@@ -87,7 +87,7 @@ def chosen_loggers(log_with: Any) -> Chosen:
             chosen.append((name_of(each), each))
         elif not isinstance(text := getattr(each, "value", each), str):  # a member of an enum of names, too
             what = f"the class {each.__name__}" if isinstance(each, type) else a_type_of(each)
-            raise TypeError(f"log_with holds {what}; accepted are names, Logger instances, and lists of them.")
+            raise TypeError(f"log_with holds {what}; expected names, Logger instances, or lists of them.")
         else:
             names = available_loggers() if text == "all" else [text]
             chosen += [(name, logger_class(name)) for name in names if name not in [other for other, _ in chosen]]
@@ -106,7 +106,7 @@ class Trackers:
         self._config: dict[str, Any] = {}
         self._is_made = self._is_started = False
         self._runs = 0
-        """How often `end` has ended a run, the same on every rank."""
+        """How many times `end` has ended a run, the same on every rank."""
         self._refused = 0
         """How many calls before `init` were refused on this rank, in this run."""
         self._resumed: tuple[list[dict[str, Any]], str] = ([], "")
@@ -156,7 +156,7 @@ class Trackers:
     def log(self, values: Mapping[str, Any], step: Any, log_kwargs: Options | None) -> None:
         """Write a row with each logger; see `Accelerator.log`."""
         if not isinstance(values, Mapping) or isinstance(step, str):
-            raise TypeError(f"log({values!r:.80}, step={step!r}): accepted are a dict of numbers, and a whole step.")
+            raise TypeError(f"log({values!r:.80}, step={step!r}): expected a dict of numbers, and an integer as step.")
         if (recording := active_recording()) is not None:
             recording.note_logged(values)
         if self._is_ready("log"):

@@ -91,7 +91,7 @@ def resolve_strategy(strategy: str | Strategy, num_processes: int) -> Strategy:
         strategy = make_strategy(*named_strategy(strategy, num_processes, ", or pass a Strategy instance"))
     if not isinstance(strategy, Strategy):
         raise TypeError(
-            f"strategy={strategy!r} is {a_type_of(strategy)}; accepted are a name ({', '.join(STRATEGIES)}) or a "
+            f"strategy={strategy!r} is {a_type_of(strategy)}; expected a name ({', '.join(STRATEGIES)}) or a "
             f"Strategy instance. Pass an instance, not its class.{foreign_hint(strategy)}"
         )
     return strategy

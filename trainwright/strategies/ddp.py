@@ -303,7 +303,7 @@ class ReadyOrder:
     """Records the order in which gradients get ready in the first backward, and replays it in a resumed run.
 
     DDP rebuilds its buckets by that order after the first backward. A resumed run has other buckets until then, so three or
-    more ranks would sum its first gradients in another order, and differ in the last bits.
+    more ranks would sum its first gradients in a different order, and differ in the last bits.
     """
 
     def __init__(self, wrapped: DistributedDataParallel) -> None:

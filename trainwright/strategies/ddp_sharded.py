@@ -186,7 +186,9 @@ class ShardedDDPStrategy(Strategy):
                 "strategy='ddp_sharded' needs FairScale, which is not installed. Run: pip install 'trainwright[fairscale]'"
             )
         if isinstance(reduce_buffer_size, bool) or not isinstance(reduce_buffer_size, int) or reduce_buffer_size < 0:
-            raise ValueError(f"reduce_buffer_size={reduce_buffer_size!r} is not accepted; pass a whole number from 0.")
+            raise ValueError(
+                f"reduce_buffer_size={reduce_buffer_size!r} is not accepted; pass an integer of at least 0."
+            )
         self.reduce_buffer_size = 0 if reduce_fp16 else reduce_buffer_size
         self.reduce_fp16 = reduce_fp16
         self._optimizers: dict[int, ShardedOptimizer] = {}
@@ -195,7 +197,7 @@ class ShardedDDPStrategy(Strategy):
 
     def check(self, device_type: str, num_processes: int, precision: Precision) -> None:
         if num_processes == 1:
-            rank_zero_info("strategy='ddp_sharded' has nothing to share on one process; it runs as 'single_device'.")
+            rank_zero_info("strategy='ddp_sharded' has nothing to shard on one process; it runs as 'single_device'.")
 
     def setup_module(self, module: nn.Module, optimization: Optimization | None) -> None:
         self.move_to_device(module)

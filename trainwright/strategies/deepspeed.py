@@ -165,7 +165,7 @@ class DeepSpeedStrategy(Strategy):
         self.precision = ZeroPrecision(inner, lambda: [each.optimizer.loss_scaler for each in self._engines.values()])
 
     def _inner_precision(self, device_type: str, precision: Precision) -> Precision:
-        """Return the precision, or the config's if that computes in another dtype."""
+        """Return the precision, or the config's if that computes in a different dtype."""
         configured = resolve_precision(self._configured_precision or precision, device_type)
         return precision if precision.compute_dtype == configured.compute_dtype else configured
 

@@ -40,7 +40,7 @@ def read_config(config: str | os.PathLike[str] | Mapping[str, Any] | None) -> di
         config = loaded
     if not isinstance(config, Mapping):
         raise TypeError(
-            f"config= is {a_type_of(config)}; accepted are a dict of DeepSpeed's settings, or the path of a JSON file."
+            f"config= is {a_type_of(config)}; expected a dict of DeepSpeed's settings, or the path of a JSON file."
         )
     settings = _without_auto(config)
     _check(settings)
@@ -57,11 +57,11 @@ def _check(config: dict[str, Any]) -> None:
     clip, accumulate = config.get("gradient_clipping", 0.0), config.get("gradient_accumulation_steps", 1)
     if isinstance(clip, bool) or not isinstance(clip, (int, float)) or not clip >= 0:
         raise ValueError(
-            f"the DeepSpeed config's gradient_clipping={clip!r} is not a number from 0; give the largest norm, or 0 for none."
+            f"the DeepSpeed config's gradient_clipping={clip!r} is not a norm; give the largest one, or 0 for none."
         )
     if isinstance(accumulate, bool) or not isinstance(accumulate, int) or accumulate < 1:
         raise ValueError(
-            f"the DeepSpeed config's gradient_accumulation_steps={accumulate!r} is not accepted; give a whole number from 1."
+            f"the DeepSpeed config's gradient_accumulation_steps={accumulate!r} is not accepted; give an integer of at least 1."
         )
 
 

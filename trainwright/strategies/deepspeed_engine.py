@@ -184,13 +184,13 @@ def refuse_plain_backward(zero: Any, is_expected: Callable[[], bool], name: str)
 
 
 def refuse_other_dtype(sharded: Mapping[str, Any], precision: Precision) -> None:
-    """Raise ValueError for parameters that an earlier run has sharded in another precision."""
+    """Raise ValueError for parameters that an earlier run has sharded in a different precision."""
     low = precision.param_dtype
     for name, parameter in sharded.items():
         is_low = parameter.ds_tensor.dtype in (torch.bfloat16, torch.float16)
         if parameter.ds_tensor.dtype != low and (low is not None or is_low):
             raise ValueError(
-                f"parameter {name!r} was sharded by a run in another precision, and this one is in {precision.name}; "
+                f"parameter {name!r} was sharded by a run in a different precision, and this one is in {precision.name}; "
                 "continue in that precision, take the whole copy that tw.gather_module(module, all_ranks=True) gives, or "
                 "create the module again and load a checkpoint."
             )

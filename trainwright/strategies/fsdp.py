@@ -135,7 +135,7 @@ class FSDPStrategy(Strategy):
         refuse_options(FSDPStrategy, unknown, OF_FSDP)
         self.timeout_seconds = seconds_of(timeout)
         if isinstance(min_parameters, bool) or not isinstance(min_parameters, int) or min_parameters < 0:
-            raise ValueError(f"min_parameters={min_parameters!r} is not accepted; pass a whole number from 0.")
+            raise ValueError(f"min_parameters={min_parameters!r} is not accepted; pass an integer of at least 0.")
         self.auto_wrap_policy = auto_wrap_policy
         self.min_parameters = min_parameters
         check_policy("auto_wrap_policy", auto_wrap_policy)

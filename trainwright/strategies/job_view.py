@@ -79,7 +79,7 @@ class JobView:
         """Return the mean, sum, min or max of a tensor over the ranks, anything else unchanged. Collective.
 
         Raises:
-            TypeError: the mean of whole numbers.
+            TypeError: the mean of integers.
             ValueError: a group: all ranks of the job take part.
         """
         _refuse_group(group, "reduce")
@@ -129,5 +129,5 @@ def _construct(kind: type[JobView], args: tuple[Any, ...], kwargs: dict[str, Any
 def _refuse_group(group: Any, call: str) -> None:
     if group is not None:
         raise ValueError(
-            f"strategy.{call} was given the group {group!r}; accepted is None: all ranks of the job take part."
+            f"strategy.{call} was given the group {group!r}; expected None: all ranks of the job take part."
         )

@@ -17,11 +17,11 @@ class DeviceBytes(NamedTuple):
     parameters: int
     gradients: int
     optimizer: int
-    """Of the optimizer's state."""
+    """The bytes of the optimizer's state."""
     masters: int
-    """Of the float32 copies that an engine steps in place of the parameters."""
+    """The bytes of the float32 copies that an engine steps in place of the parameters."""
     buffers: int
-    """Of what is reduced or gathered over the devices."""
+    """The bytes of what is reduced or gathered over the devices."""
 
     @property
     def total(self) -> int:

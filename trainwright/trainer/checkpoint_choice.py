@@ -1,4 +1,4 @@
-"""Choice of a checkpoint: what ckpt_path means, whether that checkpoint is whole, and which run folder the fit continues in."""
+"""Choice of a checkpoint: what ckpt_path means, whether that is complete, and which run folder the fit continues in."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class CheckpointSearch:
     A path is itself, "best" the best of the first ModelCheckpoint that has one. "last" and "auto" are the one of the highest
     step in the folders of all ModelCheckpoints; the default folder is in the newest run folder of the logger that has any
     checkpoint. A fit ignores checkpoints with weights only. If that checkpoint is damaged, "last" is an error, while "auto"
-    warns and takes the next lower one that is whole; a fit without any starts from scratch.
+    warns and takes the next lower one that is complete; a fit without any starts from scratch.
 
     A fit from the newest checkpoint of a folder (damaged ones aside) continues in the run folder of the loggers that it was
     saved with, whose later rows are cut and written again. A fit from an older one is a branch: its loggers begin a run
@@ -149,7 +149,7 @@ class CheckpointSearch:
         for entry in (CheckpointEntry(**each) for each in seen["found"]):
             path, damage = entry.path, entry.damage
             newest = f"ckpt_path={name!r}: the newest checkpoint is {path}. {damage}"
-            if entry.is_refused:  # it is whole: an older one would lose what it holds
+            if entry.is_refused:  # it is complete: an older one would lose what it holds
                 raise CheckpointError(newest)
             if damage and not falls_back:
                 raise CheckpointError(f"{newest} It is damaged: replace it by a good copy, or remove it. {FALL_BACK}")
@@ -169,7 +169,7 @@ class CheckpointSearch:
                 f"ckpt_path='auto' skips {path}, which is damaged and is left untouched: {damage}", stacklevel=2
             )
         if not falls_back or not is_fit:
-            problem = "no whole checkpoint found" if falls_back else "no checkpoint was saved"
+            problem = "no complete checkpoint found" if falls_back else "no checkpoint was saved"
             raise CheckpointError(f"ckpt_path={name!r}: {problem}{seen['where']}. Run fit first, or pass a path.")
         weights = f" ({seen['weights']} holds only weights, from which no run can resume)" if seen["weights"] else ""
         self.say(f"ckpt_path='auto': no checkpoint found{seen['where']}{weights}; starting from scratch.")
@@ -205,7 +205,7 @@ def _check_path(ckpt_path: Any) -> None:
         return
     if not isinstance(ckpt_path, (str, os.PathLike)):
         raise TypeError(
-            f"ckpt_path={ckpt_path!r} is {a_type_of(ckpt_path)}; accepted are a path, 'best', 'last' and 'auto'."
+            f"ckpt_path={ckpt_path!r} is {a_type_of(ckpt_path)}; expected a path, 'best', 'last' or 'auto'."
         )
     path = str(ckpt_path)
     if not path:

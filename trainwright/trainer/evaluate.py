@@ -120,12 +120,12 @@ class Evaluation:
                 continue
             if loader.shard.source_length == 0:
                 raise ValueError(
-                    f"{self._named(index, name)} has no batch (its dataset is empty, or drop_last dropped all); give it data, "
-                    "or leave it out."
+                    f"{self._named(index, name)} has no batches (its dataset is empty, or drop_last dropped all); give it "
+                    "data, or leave it out."
                 )
 
     def refuse_none(self, index: int, source: Shard | OwnRounds, has_batch: bool) -> None:
-        """Refuse a loader that was given and gave no batch to any rank (RuntimeError); a hook may return an empty one.
+        """Refuse a loader that was given and yielded no batch on any rank (RuntimeError); a hook may return an empty one.
 
         Only reading shows that of one without a length. All ranks know it without another exchange: a sharded loader gives a
         rank without a batch a dummy of another rank's, and OwnRounds has exchanged what each rank has.
@@ -133,8 +133,8 @@ class Evaluation:
         is_empty = source.is_empty if isinstance(source, OwnRounds) else not has_batch
         if is_empty and self.source.owner is None:
             raise RuntimeError(
-                f"{self._named(index, self.loaders[index][0])} gave no batch (its dataset yields nothing, drop_last dropped "
-                "all, or its __iter__ does not start again for another pass); give it data, or leave it out."
+                f"{self._named(index, self.loaders[index][0])} yielded no batches (its dataset yields nothing, drop_last "
+                "dropped all, or its __iter__ does not start again for another pass); give it data, or leave it out."
             )
 
     def _named(self, index: int, name: str | None) -> str:

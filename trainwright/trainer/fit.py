@@ -272,15 +272,15 @@ def agree_to_leave(run: TrainingRun) -> None:
 
 
 def refuse_short_epoch(run: TrainingRun, is_last: bool) -> None:
-    """Refuse a loader that gave no batch, or fewer than its length (RuntimeError)."""
+    """Refuse a loader that yielded no batches, or fewer than its length (RuntimeError)."""
     length = run.data.num_batches
     if length is None and run.state.batch == 0 and not is_last:
         raise RuntimeError(
-            "the training loader gave no batch (its dataset yields nothing, drop_last dropped all, or its __iter__ does not "
-            "start again in a later epoch); give it data."
+            "the training loader yielded no batches (its dataset yields nothing, drop_last dropped all, or its __iter__ does "
+            "not start again in a later epoch); give it data."
         )
     if length is not None and not is_last:
         raise RuntimeError(
-            f"the training loader gave {run.state.batch} batches, but its length is {length}; make the __len__ of its "
+            f"the training loader yielded {run.state.batch} batches, but its length is {length}; make the __len__ of its "
             "sampler the number of batches that it yields."
         )

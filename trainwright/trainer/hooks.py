@@ -64,13 +64,13 @@ SILENT = (
 SAVE = "on_train_epoch_end, saving"
 """The hook table's name for the on_train_epoch_end of ModelCheckpoints, which come last of all."""
 RUN_LAST = "on_train_epoch_end, last"
-"""The same for that of the other callbacks that run last."""
+"""The table's name for the same hook of the other callbacks that run last."""
 SAVED_AFTER = ("on_train_batch_end", "on_validation_end")
 """Hooks in which the callbacks that run last come after the module: they save what it has done there."""
 
 
 class HookTable:
-    """For each hook, the bound methods to call, timed by the profiler if there is one; without a module none of a module."""
+    """For each hook, the bound methods to call, timed by the profiler if there is one; no module hooks without a module."""
 
     def __init__(
         self,

@@ -67,7 +67,7 @@ def check_module(module: Any, needed: list[str], call: str) -> None:
         hint = " Subclass trainwright.Module, or use trainwright.Accelerator in your own loop."
         hint = foreign_hint(module) or (hint if isinstance(module, nn.Module) else "")
         raise TypeError(
-            f"trainer.{call} was given {a_type_of(module)}; accepted is an instance of trainwright.Module.{hint}"
+            f"trainer.{call} was given {a_type_of(module)}; expected an instance of trainwright.Module.{hint}"
         )
     check_replaced_hooks(module)
     missing = [name for name in needed if not is_overridden(name, module, Module)]
@@ -91,7 +91,7 @@ def check_loader(loader: Any, argument: str, call: str, hook: str, is_read_once:
         )
     if isinstance(loader, str) or not isinstance(loader, Iterable):  # a str is iterable
         raise TypeError(
-            f"{argument} is {a_type_of(loader)}; accepted are a torch DataLoader, an iterable of batches, and several of "
+            f"{argument} is {a_type_of(loader)}; expected a torch DataLoader, an iterable of batches, or several of "
             f"them in a list, a dict or a CombinedLoader.{foreign_hint(loader)}"
         )
     once = iterators_of(loader)
@@ -127,7 +127,7 @@ def choose_precision(precision: Any, plugins: Any) -> Any:
             raise ValueError(f"plugins= holds {a_type_of(plugin)}; pass it as strategy=.")
         if not isinstance(plugin, Precision):
             raise TypeError(
-                f"plugins= holds {plugin!r}, {a_type_of(plugin)}; accepted is a Precision. Pass a strategy as strategy=. "
+                f"plugins= holds {plugin!r}, {a_type_of(plugin)}; expected a Precision. Pass a strategy as strategy=. "
                 "Leave out environments, checkpoint IO and layer synchronisation: a job is detected, checkpoints have one "
                 f"format, and sync_batchnorm=True synchronises.{foreign_hint(plugin)}"
             )
@@ -143,8 +143,8 @@ def choose_root(default_root_dir: Any) -> str:
     """Return the absolute folder of a Trainer's files; TypeError unless it is a path or None."""
     if not isinstance(default_root_dir, (str, os.PathLike, type(None))):
         raise TypeError(
-            f"default_root_dir={default_root_dir!r} is {a_type_of(default_root_dir)}; accepted are a path, an fsspec URL "
-            "and None for the working directory."
+            f"default_root_dir={default_root_dir!r} is {a_type_of(default_root_dir)}; expected a path, an fsspec URL "
+            "or None for the working directory."
         )
     return absolute("." if default_root_dir is None else default_root_dir)
 

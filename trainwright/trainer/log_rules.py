@@ -139,19 +139,19 @@ def check_batch_size(name: str, batch_size: Any) -> float:
     """Return a batch size as a float; TypeError or ValueError unless it is a positive number."""
     if isinstance(batch_size, torch.Tensor):
         raise TypeError(
-            f"self.log({name!r}, ...) got a tensor as batch_size; accepted is a positive number. Pass len(...) or a shape's "
+            f"self.log({name!r}, ...) got a tensor as batch_size; expected a positive number. Pass len(...) or a shape's "
             "element; a sum over a mask has to be read with .item(), which waits for the device."
         )
     try:
         size = float(batch_size)
     except (TypeError, ValueError):
         raise TypeError(
-            f"self.log({name!r}, ...) got batch_size={batch_size!r}, {a_type_of(batch_size)}; accepted is a positive "
+            f"self.log({name!r}, ...) got batch_size={batch_size!r}, {a_type_of(batch_size)}; expected a positive "
             "number."
         ) from None
     if not 0 < size < float("inf"):
         raise ValueError(
-            f"self.log({name!r}, ...) got batch_size={batch_size!r}; accepted is a positive number. If a batch has nothing to "
+            f"self.log({name!r}, ...) got batch_size={batch_size!r}; expected a positive number. If a batch has nothing to "
             "average, leave the call out."
         )
     return size

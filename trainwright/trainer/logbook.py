@@ -32,7 +32,7 @@ class Logbook:
         self.collector: MetricCollector | None = None
         """The target of self.log; None if nothing is collected."""
         self.training_collector: MetricCollector | None = None
-        """That of the training epoch, also during a validation within the epoch, which has its own."""
+        """The collector of the training epoch, also during a validation within the epoch, which has its own."""
         self.unfinished: dict[str, Any] | None = None
         """What a checkpoint within an epoch holds of that epoch, until it is resumed."""
         self.owes_row = False

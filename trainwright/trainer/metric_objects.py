@@ -157,7 +157,7 @@ def _numbers(key: Key, value: Any) -> Reduced:
         return numbers
     kind = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else a_type_of(value)
     raise ValueError(
-        f"the metric logged as {key.base_name!r} computes {kind}; accepted are one number, a vector of numbers (logged as "
+        f"the metric logged as {key.base_name!r} computes {kind}; expected one number, a vector of numbers (logged as "
         f"{key.base_name}_0, ...) and a dict of numbers (logged as {key.base_name}_key). Log the rest under other names."
     )
 

@@ -55,7 +55,7 @@ class MetricCollector:
 
     def __init__(self, module: nn.Module, stage: str = "train", rank: int = 0, warned: set[str] | None = None) -> None:
         self.values: dict[tuple[str, str, Loader | None], LoggedValue] = {}
-        """By hook, name and loader."""
+        """What was logged, by hook, name and loader."""
         self.hook = ""
         """The running step or hook."""
         self.loader: Loader | None = None
@@ -128,7 +128,7 @@ class MetricCollector:
         elif isinstance(value, Tensor):
             if value.dim() and value.numel() != 1:
                 raise ValueError(
-                    f"self.log({name!r}, ...) got a tensor of shape {tuple(value.shape)}; accepted is one element. Reduce it "
+                    f"self.log({name!r}, ...) got a tensor of shape {tuple(value.shape)}; expected one element. Reduce it "
                     "first, for example with .mean()."
                 )
             if type(value) is Tensor and value.is_cpu and not logged.enable_graph:
@@ -139,7 +139,7 @@ class MetricCollector:
                         f"log({name!r}) was given a value that was computed from sharded parameters themselves, of which "
                         "each rank holds a part; pass value.full_tensor(), computed on every rank."
                     )
-                value = value.reshape(()) if value.dim() else value  # else (1,) and () could not be stacked
+                value = value.reshape(()) if value.dim() else value  # otherwise (1,) and () could not be stacked
                 number = value.detach().clone()  # the user may change the tensor in place before it is read
         elif isinstance(value, Real):  # int, bool, numpy's numbers
             number = float(value)
@@ -148,7 +148,7 @@ class MetricCollector:
             return
         else:
             raise TypeError(
-                f"self.log({name!r}, ...) got {a_type_of(value)}; accepted are a number, a tensor of one element, a "
+                f"self.log({name!r}, ...) got {a_type_of(value)}; expected a number, a tensor of one element, a "
                 "torchmetrics Metric, or a flat dict of these."
             )
         logged.show(value.clone() if logged.enable_graph and isinstance(value, Tensor) else number)
@@ -208,7 +208,7 @@ class MetricCollector:
         for key, value in flat_items(values):
             if isinstance(value, Mapping):
                 raise ValueError(
-                    f"self.log({name!r}, ...) got a dict that holds a dict under {key!r}; accepted is a flat one. Log the "
+                    f"self.log({name!r}, ...) got a dict that holds a dict under {key!r}; expected a flat dict. Log the "
                     f"inner one by itself, as {f'{name}/{key}'!r}."
                 )
             self.log(f"{name}/{key}", value, options, batch_size)
@@ -238,7 +238,7 @@ class MetricCollector:
                     "under one name; leave add_dataloader_idx at True, or use a different name for each loader."
                 )
         if isinstance(value, Tensor) and value.is_complex():
-            raise TypeError(f"self.log({name!r}, ...) got a complex tensor; accepted are real ones. Log its .abs().")
+            raise TypeError(f"self.log({name!r}, ...) got a complex tensor; expected a real one. Log its .abs().")
         if known is not None:
             logged.take_over(known)
         self.values[self.hook, name, self.loader] = logged

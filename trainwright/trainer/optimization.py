@@ -43,7 +43,7 @@ def read_loss(outputs: Any, world_size: int) -> Tensor | None:
         if "loss" in outputs:
             given = f"a dict whose 'loss' is {a_type_of(outputs['loss'])}"
     raise TypeError(
-        f"training_step returned {given}; accepted are a loss tensor, a dict with one under 'loss', or None to "
+        f"training_step returned {given}; expected a loss tensor, a dict with one under 'loss', or None to "
         "skip the batch."
     )
 
@@ -104,7 +104,7 @@ def backward(run: TrainingRun, loss: Tensor, weight: float) -> None:
     """Send a loss backward, divided by its window's length and weighted by this rank's part in an uneven round."""
     if loss.numel() != 1:
         raise RuntimeError(
-            f"training_step returned a loss of shape {tuple(loss.shape)}; accepted is one element. Reduce it, for example with "
+            f"training_step returned a loss of shape {tuple(loss.shape)}; expected one element. Reduce it, for example with "
             ".mean()."
         )
     if not loss.requires_grad:
@@ -196,7 +196,7 @@ def step_by_module(
     prepared = run.trained.prepared_optimizers[0]
     run.engine.strategy.finalize(optimizer)
     clip_gradients(run, optimizer)
-    # After the clipping: the closure notes the present gradients, to see later changes.
+    # After the clipping: the closure notes the current gradients, to see later changes.
     closure = StepClosure(run, optimizer, arguments, loss, weight)
     if "optimizer_step" in run.own:
         index = run.state.batch

@@ -60,7 +60,7 @@ def arranged_callbacks(
     """
     if isinstance(callbacks, str) or not (callbacks is None or isinstance(callbacks, (Callback, type, Iterable))):
         raise TypeError(
-            f"callbacks={callbacks!r} is {a_type_of(callbacks)}; accepted are a Callback or a list of them."
+            f"callbacks={callbacks!r} is {a_type_of(callbacks)}; expected a Callback or a list of them."
             f"{foreign_hint(callbacks)}"
         )
     given = _as_callbacks([callbacks] if isinstance(callbacks, type) else callbacks, "callbacks= holds")
@@ -118,8 +118,7 @@ def _as_callbacks(given: Any, origin: str) -> list[Callback]:
     for each in callbacks:
         if not isinstance(each, Callback):
             raise TypeError(
-                f"{origin} {each!r}, {a_type_of(each)}; accepted are instances of trainwright.Callback."
-                f"{foreign_hint(each)}"
+                f"{origin} {each!r}, {a_type_of(each)}; expected instances of trainwright.Callback.{foreign_hint(each)}"
             )
     return callbacks
 
@@ -150,14 +149,14 @@ def arranged_loggers(logger: Any, root: str, settings: Settings) -> list[Logger]
         return []
     if isinstance(logger, str) or not (logger is None or isinstance(logger, (bool, Logger, Iterable))):
         raise TypeError(
-            f"logger={logger!r} is {a_type_of(logger)}; accepted are True, False or Logger instances, such as "
+            f"logger={logger!r} is {a_type_of(logger)}; expected True, False or Logger instances, such as "
             f"CSVLogger(...) and TensorBoardLogger(...).{foreign_hint(logger)}"
         )
     loggers = [logger] if isinstance(logger, Logger) else list(logger) if isinstance(logger, Iterable) else []
     for each in loggers:
         if not isinstance(each, Logger):
             raise TypeError(
-                f"logger= holds {each!r}, {a_type_of(each)}; accepted are True, False or Logger instances."
+                f"logger= holds {each!r}, {a_type_of(each)}; expected True, False or Logger instances."
                 f"{foreign_hint(each)}"
             )
     if settings.fast_dev_run:

@@ -159,7 +159,7 @@ class Resumption:
         )
 
     def _unfinished_metrics(self, own: dict[str, Any] | None) -> dict[str, Any] | None:
-        """Return what the epoch had logged: this rank's own, or at another world size its part of what all ranks had."""
+        """Return what the epoch had logged: this rank's own, or at a different world size its part of what all ranks had."""
         checkpoint, engine = self._checkpoint, self._run.engine
         if checkpoint.world_size == engine.world_size:
             return (own or {}).get("metrics")

@@ -72,7 +72,7 @@ class Trained:
     schedulers: list[SchedulerConfig] = field(default_factory=list)
 
     def accumulate(self, batches: int) -> None:
-        """Accumulate so many batches from the next epoch on."""
+        """Accumulate this many batches from the next epoch on."""
         self.accumulate_grad_batches = batches
 
     def resumed_from(self, path: str) -> None:

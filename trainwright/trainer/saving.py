@@ -84,7 +84,7 @@ def run_state(run: Run, data: LoaderState | None) -> dict[str, Any]:
 
 
 def position_in_data(run: Run) -> LoaderState:
-    """Return the position in the training data of the present or the latest fit."""
+    """Return the position in the training data of the current or the latest fit."""
     assert run.trained.data is not None
     return run.trained.data.state_dict()
 

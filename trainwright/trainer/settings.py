@@ -106,39 +106,39 @@ class Settings:
         yield from _limit(self, "overfit_batches")
         clip = self.gradient_clip_val
         if clip is not None and not (_is_number(clip) and clip >= 0):
-            yield f"gradient_clip_val={clip!r}: accepted is a number above 0, or 0 or None for no limit"
+            yield f"gradient_clip_val={clip!r}: expected a number above 0, or 0 or None for no limit"
         if not isinstance(self.fast_dev_run, bool):
             yield from _whole_number(self, "fast_dev_run", 0)
 
     def _wrong_choices(self) -> Iterable[str]:
         if self.gradient_clip_algorithm not in (None, "norm", "value"):
             yield (
-                f"gradient_clip_algorithm={self.gradient_clip_algorithm!r}: accepted are 'norm' (the total norm) and "
+                f"gradient_clip_algorithm={self.gradient_clip_algorithm!r}: expected 'norm' (the total norm) or "
                 "'value' (each element)"
             )
         if self.deterministic not in (None, True, False, "warn"):
-            yield f"deterministic={self.deterministic!r}: accepted are True, False, 'warn' and None"
+            yield f"deterministic={self.deterministic!r}: expected True, False, 'warn' or None"
         options: object = self.compile
         if not isinstance(options, (bool, dict)):
-            yield f"compile={options!r}: accepted are True, False and a dict of torch.compile's options"
+            yield f"compile={options!r}: expected True, False or a dict of torch.compile's options"
         for name in (
             "enable_checkpointing", "enable_progress_bar", "enable_model_summary", "enable_report", "benchmark",
         ):  # fmt: skip
             if not isinstance(getattr(self, name), (bool, type(None))):
-                yield f"{name}={getattr(self, name)!r}: accepted are True, False and None"
+                yield f"{name}={getattr(self, name)!r}: expected True, False or None"
         for name in (
             "inference_mode", "use_distributed_sampler", "detect_anomaly", "barebones", "sync_batchnorm",
             "enable_autolog_hparams", "fused_optimizers",
         ):  # fmt: skip
             if not isinstance(getattr(self, name), bool):
-                yield f"{name}={getattr(self, name)!r}: accepted are True and False"
+                yield f"{name}={getattr(self, name)!r}: expected True or False"
 
     def _wrong_times(self) -> Iterable[str]:
         interval = self.val_check_interval
         if isinstance(interval, int) and (isinstance(interval, bool) or interval < 1):
             yield (
-                f"val_check_interval={interval!r}: accepted are a number of batches from 1 (int), a fraction of the epoch "
-                "(float), and a time"
+                f"val_check_interval={interval!r}: expected a number of batches of at least 1 (int), a fraction of the epoch "
+                "(float), or a time"
             )
         elif isinstance(interval, float) and not 0.0 < interval <= 1.0:
             yield (
@@ -162,7 +162,7 @@ class Settings:
             )
         if self.overfit_batches and (self.limit_train_batches is not None or self.limit_val_batches is not None):
             yield "overfit_batches sets limit_train_batches and limit_val_batches; leave these two out"
-        if self.max_epochs is not None and -1 < self.max_epochs < (self.min_epochs or 0):  # -1 is without end
+        if self.max_epochs is not None and -1 < self.max_epochs < (self.min_epochs or 0):  # -1 is unlimited
             yield f"min_epochs={self.min_epochs} is above max_epochs={self.max_epochs}"
         if -1 < self.max_steps < (self.min_steps or 0):
             yield f"min_steps={self.min_steps} is above max_steps={self.max_steps}"
@@ -198,7 +198,7 @@ class Settings:
 
     @property
     def last_epoch(self) -> int | None:
-        """The number of epochs to train; None without end."""
+        """The number of epochs to train; None if unlimited."""
         if self.max_epochs is None:
             return DEFAULT_MAX_EPOCHS if self.max_steps == -1 and self.max_time is None else None
         return None if self.max_epochs == -1 else self.max_epochs
@@ -259,8 +259,8 @@ def _whole_number(settings: Settings, name: str, least: int) -> list[str]:
         return []
     if name == "num_sanity_val_steps" and value == float("inf"):  # as the attribute shows -1
         return []
-    meaning = f" (-1 is {'all' if name == 'num_sanity_val_steps' else 'without end'})" if least == -1 else ""
-    problem = f"{name}={value!r}: accepted is a whole number from {least}{meaning}{', or None' if is_optional else ''}"
+    meaning = f" (-1 is {'all' if name == 'num_sanity_val_steps' else 'unlimited'})" if least == -1 else ""
+    problem = f"{name}={value!r}: expected an integer of at least {least}{meaning}{', or None' if is_optional else ''}"
     if name == "accumulate_grad_batches" and isinstance(value, dict):
         problem += f"; for a number that changes pass GradientAccumulationScheduler({value!r}) in callbacks="
     return [problem]
@@ -271,5 +271,5 @@ def _limit(settings: Settings, name: str) -> list[str]:
     if value is None or (_is_number(value) and value >= 0 and (isinstance(value, int) or value <= 1.0)):
         return []
     return [
-        f"{name}={value!r}: accepted is a number of batches (int), a fraction from 0.0 to 1.0 (float), or None for all"
+        f"{name}={value!r}: expected a number of batches (int), a fraction from 0.0 to 1.0 (float), or None for all"
     ]

@@ -81,7 +81,7 @@ def read_datamodule(loaders: Any, datamodule: Any, argument: str, call: str) -> 
         raise TypeError(f"trainer.{call} was given the class {datamodule.__name__}; pass an instance of it.")
     if not isinstance(datamodule, DataModule):
         raise TypeError(
-            f"trainer.{call} was given datamodule={type(datamodule).__name__}(...); accepted is an instance of "
+            f"trainer.{call} was given datamodule={type(datamodule).__name__}(...); expected an instance of "
             f"trainwright.DataModule.{foreign_hint(datamodule)}"
         )
     if loaders is not None:

@@ -48,7 +48,7 @@ class TrainerState:
     `schedulers_wait` is True while step-wise schedulers that follow a metric wait for the validation after their step.
     `saves` counts the checkpoints, which orders those of one step.
 
-    All of them are valid at another world size. An epoch resumed there continues from each rank's `batch`, with the rest of
+    All of them are valid at a different world size. An epoch resumed there continues from each rank's `batch`, with the rest of
     the data sharded again, so its number of batches differs from a whole epoch's.
     """
 

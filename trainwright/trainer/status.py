@@ -122,9 +122,9 @@ class Status:
         """Return whether this is rank 0."""
         return self.engine.rank == 0
 
-    model = Forwarded[Module | None]("run.module", "The module of the present or the latest run.")
-    lightning_module = Forwarded[Module | None]("run.module", "The module of the present or the latest run.")
-    datamodule = Forwarded[DataModule | None]("run.datamodule", "The DataModule of the present or the latest run.")
+    model = Forwarded[Module | None]("run.module", "The module of the current or the latest run.")
+    lightning_module = Forwarded[Module | None]("run.module", "The module of the current or the latest run.")
+    datamodule = Forwarded[DataModule | None]("run.datamodule", "The DataModule of the current or the latest run.")
     optimizers = Forwarded[list[Optimizer]]("run.trained.optimizers", "What configure_optimizers returned.")
     lr_scheduler_configs = Forwarded[list[SchedulerConfig]](
         "run.trained.schedulers", "The schedulers and when they step."
@@ -228,7 +228,7 @@ class Status:
     def accumulate_grad_batches(self, value: Any) -> None:
         if isinstance(value, bool) or not isinstance(value, Integral) or int(value) < 1:
             raise ValueError(
-                f"trainer.accumulate_grad_batches={value!r} is not accepted; set it to a whole number of batches from 1."
+                f"trainer.accumulate_grad_batches={value!r} is not accepted; set it to an integer of at least 1."
             )
         if self.run.running_call is None:
             self._change_setting("accumulate_grad_batches", int(value))

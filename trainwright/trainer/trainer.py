@@ -213,8 +213,8 @@ class Trainer(Status):
             val_dataloaders: the same for validation; a dict's keys name the loaders.
             datamodule: a DataModule, instead of the loaders.
             ckpt_path: the checkpoint to resume from: a path; "best"; "last", the newest of ModelCheckpoint's folder, which
-                must be whole; or "auto", the newest whole one if any, so that the same command can be repeated until the run
-                is finished. From the newest checkpoint the loggers continue in its run folder.
+                must be complete; or "auto", the newest complete one if any, so that the same command can be repeated until the
+                run is finished. From the newest checkpoint the loggers continue in its run folder.
             weights_only: accepted and not needed: a checkpoint holds nothing but plain data and tensors.
             verify: how the checkpoint is checked before anything changes: "full" (every file's digest), "size" or "off".
 
@@ -299,7 +299,7 @@ class Trainer(Status):
             model: the module; None for the latest run's, with the weights of its best checkpoint if there is one.
             dataloaders: a DataLoader or an iterable of batches, several in a list or a dict of names, or a DataModule. None:
                 the module's test_dataloader hook.
-            ckpt_path: the weights to load: a path, "best", "last" (the newest) or "auto" (the newest that is whole); None
+            ckpt_path: the weights to load: a path, "best", "last" (the newest) or "auto" (the newest that is complete); None
                 leaves a given module as it is.
             verbose: print the table of metrics.
             datamodule: a DataModule, instead of the loaders.
@@ -359,10 +359,10 @@ class Trainer(Status):
             blocking: False copies everything to host memory and lets a thread write it while training continues. One such save
                 is in flight at a time: the next save or load, the end of the run and the program's end wait for it and raise
                 its error.
-            overwrite: replace a whole checkpoint at this path, even the one that the run was resumed from, so that a script can
-                be repeated. The new one is committed beside it as `-v1` first, so a kill at any moment leaves one of the two
-                whole. Anything else at the path is refused, and on a file system without rename (object stores) any path that
-                exists.
+            overwrite: replace a complete checkpoint at this path, even the one that the run was resumed from, so that a script
+                can be repeated. The new one is committed beside it as `-v1` first, so a kill at any moment leaves one of the
+                two complete. Anything else at the path is refused, and on a file system without rename (object stores) any path
+                that exists.
 
         From on_train_batch_start to the schedulers' steps the save waits for the batch's end, or a resumed run would repeat it;
         within an accumulation window for its end, since a checkpoint within an epoch holds no gradients; between an epoch's

@@ -95,7 +95,7 @@ class TrainData:
         """Make and shard the loaders, and compute the epoch's length and the interval between validations.
 
         Raises:
-            ValueError: no batch, different lengths across ranks, or an interval that does not fit.
+            ValueError: no batches, different lengths across ranks, or an interval that does not fit.
         """
         settings, engine = self._settings, self._engine
         self._users = self._source.load(settings.trains_once(self._source.owner is not None))
@@ -121,8 +121,8 @@ class TrainData:
             )
         if length == 0 and limit != 0:
             raise ValueError(
-                "the training loader has no batch (its dataset is empty, drop_last dropped all, or limit_train_batches is too "
-                "small); give it data."
+                "the training loader has no batches (its dataset is empty, drop_last dropped all, or limit_train_batches is "
+                "too small); give it data."
             )
         warn_of_dropped_samples(self._users)
         if self._validates:
@@ -171,7 +171,7 @@ class TrainData:
         """
         state, loader = self._state, self.loader
         loader.set_epoch(self._engine.seed, state.epoch, state.batch)
-        # Again: an epoch that resumes at another world size has another length.
+        # Again: an epoch that resumes at a different world size has another length.
         self._measure()
         if loader.starts_beyond or (self.num_batches is not None and state.batch > self.num_batches):
             whole = limited(loader.whole_length, self._settings.limit_train_batches)
@@ -206,7 +206,7 @@ class TrainData:
         if saving:
             pairs.append((SPACING, 0))
             if self.validate_every is not None:
-                # An interval that counts across epochs began so many batches before this epoch.
+                # An interval that counts across epochs began that many batches before this epoch.
                 begun = 0 if settings.check_val_every_n_epoch is not None else state.total_batches - state.batch
                 pairs.append((self.validate_every, -begun))
             steps = [each.every_n_train_steps for each in saving if each.every_n_train_steps > 0]

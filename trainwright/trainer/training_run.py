@@ -75,7 +75,7 @@ class TrainingRun(Run):
         self.num_empty = 0
         """Batches of this run for which training_step returned None."""
         self.generators: dict[str, Any] | None = None
-        """Those of a checkpoint within an epoch; set once the hooks of the epoch's start have run again."""
+        """The generators of a checkpoint within an epoch; set once the hooks of the epoch's start have run again."""
         self.step_results: list[StepResult] = []
         """Results of the steps that the module's running optimizer_step has made."""
         self.waiting_saves: list[tuple[str, bool, bool, bool]] = []
@@ -97,7 +97,7 @@ class TrainingRun(Run):
             None if seconds is None else IntervalClock(seconds, self.engine.connection.sync_point("validation"))
         )
         self.accumulate = optimization.accumulate
-        if self.accumulate != settings.accumulate_grad_batches:  # else setup() may have set another number
+        if self.accumulate != settings.accumulate_grad_batches:  # otherwise setup() may have set another number
             self.trained.accumulate(self.accumulate)
         if validation is not None:
             self.validation = Evaluation(self, self.module, "validation", validation)
@@ -201,7 +201,7 @@ class TrainingRun(Run):
     def begin_windows(self) -> None:
         """Begin an epoch's windows, of the length that the Trainer has now."""
         self.accumulate = self.trained.accumulate_grad_batches
-        if not self.is_manual:  # else gradients that on_train_epoch_start has sent backward wait for a step
+        if not self.is_manual:  # otherwise gradients that on_train_epoch_start has sent backward wait for a step
             self.window.drop()
 
     def batches(self) -> tuple[Iterator[tuple[Any, bool]], bool]:

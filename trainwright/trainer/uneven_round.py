@@ -226,7 +226,7 @@ def _taking_nothing(metric: Metric) -> Undo:
     update = metric.__dict__["update"]
 
     def take_nothing(*args: Any, **kwargs: Any) -> None:
-        metric._computed = None  # else compute() would return its cached value and not gather
+        metric._computed = None  # otherwise compute() would return its cached value and not gather
         metric._update_count += 1
 
     metric.__dict__["update"] = take_nothing
