@@ -366,6 +366,7 @@ PACKAGE_LINES = [
         "runs that another logger has ended, Lightning's options of W&B and of bars, missing names in its own modules",
     ),
     (36, "an error about a folder that cannot be made says what to set; long errors end in an ellipsis"),
+    (51, "the ladder names another framework that a script imports, and why a metric is worse on several devices"),
 ]
 """Lines of the package: what is added to it, or taken off, with the reason. The sum is the limit."""
 
