@@ -43,5 +43,5 @@ def test_they_are_in_the_texts() -> None:
         ShardedLoader(DataLoader(Each(), 2), rank=0, world_size=2, mode="train")
     with pytest.raises(TypeError, match="register_for_checkpointing was given an int without state_dict"):
         tw.Accelerator(cpu=True).register_for_checkpointing(3)
-    with pytest.raises(tw.CheckpointError, match=r"is an argparse\.Namespace; accepted are"):
+    with pytest.raises(tw.CheckpointError, match=r"is an argparse\.Namespace; expected"):
         encode_state({"options": argparse.Namespace()}, "the state")

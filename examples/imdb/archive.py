@@ -18,7 +18,7 @@ from tqdm import tqdm
 
 PUBLISHED_MD5 = "7c2ac02c03563afcf9b574c7e56c153a"
 PARTS = [(part, side) for part in ("train", "test") for side in ("neg", "pos")]
-NO_NETWORK = "Without --data the script trains on made reviews, which need no network."
+NO_NETWORK = "Without --data the script trains on synthetic reviews, which need no network."
 
 
 def find_folder(data: str, digest: str, cache: Path) -> Path:

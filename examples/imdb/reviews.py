@@ -28,15 +28,21 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument(
         "--cache", type=Path, default=Path("runs/imdb/data"), help="the folder for downloads and vocabularies"
     )
-    parser.add_argument("--reviews", type=int, default=6000, help="how many reviews to make")
+    parser.add_argument("--reviews", type=positive_int, default=6000, help="how many reviews to make")
     parser.add_argument("--pretrained", metavar="NAME", help="weights from the Hub, such as distilbert-base-uncased")
-    parser.add_argument("--epochs", type=int, default=3)
-    parser.add_argument("--batch-size", type=int, default=12, help="reviews in a batch of each process")
+    parser.add_argument("--epochs", type=positive_int, default=3)
+    parser.add_argument("--batch-size", type=positive_int, default=12, help="reviews in a batch of each process")
     parser.add_argument("--learning-rate", type=float, help="by default 1e-3, or 5e-5 for pretrained weights")
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args()
     options.learning_rate = options.learning_rate or (5e-5 if options.pretrained else 1e-3)
     return options
+
+
+def positive_int(text: str) -> int:
+    if (number := int(text)) < 1:
+        raise argparse.ArgumentTypeError(f"{number} is not positive")
+    return number
 
 
 def load(options: argparse.Namespace) -> list[DataLoader]:
@@ -147,5 +153,6 @@ def load_pretrained(kind, name: str, **settings):
         return kind.from_pretrained(name, **settings)
     except (OSError, ValueError) as error:
         raise OSError(
-            f"--pretrained {name} cannot be loaded: {error} Without it the script makes a small model, which needs no network."
+            f"--pretrained {name} cannot be loaded: {error} Without --pretrained the script makes a small model, "
+            "which needs no network."
         ) from error

@@ -63,9 +63,10 @@ def test_runs_that_do_not_finish(fake: Path, capsys: pytest.CaptureFixture[str])
     }  # fmt: skip
     assert "bf16-mixed failed: exit code 3: ValueError: it broke. Its output is in" in said
     assert "compile timed out: it had not ended after 1 s." in said
-    assert "fsdp was left out: Run: pip install it." in said
+    assert "fsdp was skipped: Run: pip install it." in said
+    assert "The strategies run in 2 processes on the CPU." in said
     assert "The ladder was interrupted; this is what it has." in said
-    assert "Keep the script unchanged: no other rung is 5% faster." in said
+    assert "Keep the script unchanged: no other rung has finished." in said
     assert (folder / "bf16-mixed/output.log").read_text().startswith("first line\n")
     assert (folder / "unchanged/arguments").read_text() == "train.py --lr 1\n"
     rung = json.loads((folder / "unchanged/rung.json").read_text())
@@ -218,7 +219,12 @@ def test_a_first_rung_that_nothing_can_be_compared_with(
         (["--steps", "0", "train.py"], "--steps 0: expected an integer of at least 1."),
         (["--lower", "--higher", "train.py"], "--higher and --lower exclude each other; pass one."),
         (["--out", "full", "train.py"], "--out full is there already; give a new folder"),
-        (["--out", "train.py/results", "train.py"], "Not a directory"),
+        (
+            ["--out", "train.py/results", "train.py"],
+            "--out train.py/results cannot be made: Not a directory; give another folder with --out.",
+        ),
+        (["full"], "'full' is a folder without a __main__.py"),
+        (["--bogus", "train.py"], "'--bogus' is not an option of trainwright ladder. Put options"),
         (["--step", "3", "train.py"], "'--step' is not an option of trainwright ladder. Did you mean '--steps'?"),
     ],
 )
@@ -231,6 +237,31 @@ def test_what_is_refused(arguments: list[str], said: str, capsys: pytest.Capture
     assert caught.value.code == 2
     assert said in capsys.readouterr().err
     assert not Path("ladder").exists()
+
+
+def test_a_file_where_the_results_would_go(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("train.py").touch()
+    Path("ladder").touch()
+    with pytest.raises(SystemExit):
+        ladder_command(["train.py"], None)
+    assert "the folder ladder cannot be made: there is a file of this name; give another" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("line", "hint"),
+    [
+        ("import lightning as L", "; it imports lightning: import trainwright instead, most names are the same."),
+        ("    from accelerate import Accelerator", "; it imports accelerate: import trainwright instead"),
+        ("import torch  # import lightning", "can be changed."),
+    ],
+)
+def test_a_script_of_another_framework(line: str, hint: str, fake: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (fake / "interpreter").write_text("#!/bin/sh\n")
+    Path("train.py").write_text(f"import os\n{line}\n")
+    assert ladder_command(["--cpu", "--rungs", "bf16-mixed", "train.py"], None) == 1
+    said = " ".join(capsys.readouterr().out.split())
+    assert f"so no setting of it can be changed{hint.removeprefix('can be changed')}" in said
+    assert "The strategies run" not in said
 
 
 def test_a_rank_of_a_job_has_no_ladder(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

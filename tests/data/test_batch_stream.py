@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from trainwright.data.batch_stream import count_samples
 from trainwright.data.loaders import ShardedLoader, with_last
 
-READ_WHOLE = "ignore:a .* is an IterableDataset:UserWarning"
+READ_WHOLE = "ignore:an? .* is an IterableDataset:UserWarning"
 
 
 class Counting(IterableDataset[Any]):

@@ -178,7 +178,7 @@ def test_orders() -> None:
     assert read(share, epoch=1) == second_epoch
 
 
-@pytest.mark.filterwarnings("ignore:a .* is an IterableDataset:UserWarning")
+@pytest.mark.filterwarnings("ignore:an? .* is an IterableDataset:UserWarning")
 @pytest.mark.parametrize("kind", ["evaluate", "padded"])
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 @pytest.mark.parametrize("mode", MODES[:3])

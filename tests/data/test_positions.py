@@ -28,7 +28,7 @@ from trainwright.data.combined import CombinedLoader, shard
 from trainwright.data.stateful_iterable import ONCE
 
 SEED, EPOCH = 3, 2
-READ_WHOLE = "ignore:a .* is an IterableDataset:UserWarning"
+READ_WHOLE = "ignore:an? .* is an IterableDataset:UserWarning"
 
 
 Plans = Sequence[Sequence[tuple[int, int | None]]]

@@ -89,6 +89,16 @@ def options(**changes: Any) -> argparse.Namespace:
     return found
 
 
+@pytest.mark.parametrize("flag", ["--reviews", "--epochs", "--batch-size"])
+@pytest.mark.parametrize("number", ["0", "-5"])
+def test_a_number_that_is_not_positive_is_refused(flag: str, number: str, capsys: pytest.CaptureFixture[str]) -> None:
+    import reviews
+
+    with mock.patch.object(sys, "argv", ["script", flag, number]), pytest.raises(SystemExit):
+        reviews.parse_options()
+    assert f"argument {flag}: {number} is not positive" in capsys.readouterr().err
+
+
 def test_the_published_reviews_are_split_evenly() -> None:
     import reviews
 
@@ -152,7 +162,9 @@ def test_pretrained_weights_come_with_their_tokenizer() -> None:
     same, *_ = reviews.load(small)
     assert [each.tolist() for each, _ in first.dataset] == [each.tolist() for each, _ in same.dataset]
     Path("gone").mkdir()
-    with pytest.raises(OSError, match=r"--pretrained gone cannot be loaded: .* Without it the script makes a small"):
+    with pytest.raises(
+        OSError, match=r"--pretrained gone cannot be loaded: .* Without --pretrained the script makes a small"
+    ):
         reviews.make_model(options(pretrained="gone"))
     with pytest.raises(SystemExit, match=r"OSError: --pretrained gone cannot be loaded"):  # without a traceback
         reviews.load(options(reviews=200, pretrained="gone"))

@@ -97,6 +97,8 @@ def test_the_metric_is_a_tests() -> None:
         ValueError, match=r"--metric test_ac: the script has no such metric; it has .* Did you mean 'test_acc'"
     ):
         choose_metric(attempt("a", metrics=both), "test_ac")
+    with pytest.raises(ValueError, match=r"--metric loss: .*; it has neither a test nor a validation metric"):
+        choose_metric(attempt("a", metrics={}, logged={}), "loss")
 
 
 def test_figures_next_to_the_unchanged_script() -> None:
@@ -154,7 +156,9 @@ def compared() -> Comparison:
             scored("unchanged", 100),
             scored("ddp", 185, 0.91, facts={"processes": 2}, replaced=replaced, **faster),
             result("fsdp", "failed", "exit code 1: ValueError: it does not fit.", devices=2, strategy="fsdp"),
+            result("deepspeed_stage_2", "skipped", "deepspeed is missing: pip install deepspeed"),
             result("ddp_sharded", "skipped", "fairscale is missing: pip install fairscale"),
+            result("deepspeed_stage_3", "skipped", "deepspeed is missing: pip install deepspeed"),
         ],
         ACCURACY,
     )
@@ -175,9 +179,12 @@ def test_the_lines_of_a_trainer() -> None:
     assert said[0] == (
         "fsdp failed: exit code 1: ValueError: it does not fit. Its output is in ladder/fsdp/output.log."
     )
-    assert said[1].startswith("ddp_sharded was left out: fairscale is missing: pip install fairscale.")
-    assert "their figures say nothing about several GPUs" in said[2]
-    assert said[3] == "test_acc comes from the Trainer (test)."
+    assert said[1:3] == [
+        "deepspeed_stage_2 and deepspeed_stage_3 were skipped: deepspeed is missing: pip install deepspeed.",
+        "ddp_sharded was skipped: fairscale is missing: pip install fairscale.",
+    ]
+    assert "their figures say nothing about several GPUs" in said[3]
+    assert said[4] == "test_acc comes from the Trainer (test)."
 
 
 def test_the_lines_of_an_accelerator() -> None:
@@ -272,7 +279,17 @@ def test_a_loop_that_tests_in_each_epoch_has_a_test_when_it_is_cut() -> None:
     assert "no test metric" not in said
 
 
+def test_a_worse_metric_on_several_devices_is_explained() -> None:
+    first, pair = scored("unchanged", 100), scored("ddp", 180, 0.5, devices=2, strategy="ddp")
+    why = "ddp made fewer steps on larger batches, since each device keeps the script's batch size"
+    assert any(each.startswith(why) for each in notes(Comparison([first, pair], ACCURACY), ["a.py"], "cpu"))
+    slow = scored("bf16-mixed", 180, 0.5, precision="bf16-mixed")
+    assert not any("larger batches" in each for each in notes(Comparison([first, slow], ACCURACY), ["a.py"], "cpu"))
+
+
 def test_keeping_the_script() -> None:
+    alone = Comparison([scored("unchanged", 100), result("ddp", "failed", "it broke")], ACCURACY)
+    assert list(choice_lines(alone, ["a.py"])) == ["Keep the script unchanged: no other rung has finished."]
     slow = Comparison([scored("unchanged", 100), scored("ddp", 80), scored("compile", 104)], ACCURACY)
     assert list(choice_lines(slow, ["a.py"])) == ["Keep the script unchanged: no other rung is 5% faster."]
     worse = Comparison([scored("unchanged", 100), scored("ddp", 180, 0.5)], ACCURACY)
@@ -299,7 +316,7 @@ def test_the_files(tmp_path: Path) -> None:
     paths = write_files(tmp_path, "The ladder of train.py", comparison, sentences)
     assert [path.name for path in paths][:3] == ["ladder.csv", "ladder.md", "ladder.html"]
     rows = list(csv.DictReader((tmp_path / "ladder.csv").read_text().splitlines()))
-    assert [each["state"] for each in rows] == ["finished", "finished", "failed", "skipped"]
+    assert [each["state"] for each in rows] == ["finished", "finished", "failed", *["skipped"] * 3]
     assert float(rows[1]["samples_per_second"]) == 185
     assert rows[2]["reason"] == "exit code 1: ValueError: it does not fit."
     written = (tmp_path / "ladder.md").read_text()
@@ -309,7 +326,9 @@ def test_the_files(tmp_path: Path) -> None:
     assert not page.open
     assert not page.attributes & LOADING
     assert "185 (1.85x)" in page.text
-    assert [row[0] for row in page.cells] == ["rung", "unchanged", "ddp", "fsdp", "ddp_sharded"]
+    assert [row[0] for row in page.cells] == [
+        "rung", "unchanged", "ddp", "fsdp", "deepspeed_stage_2", "ddp_sharded", "deepspeed_stage_3",
+    ]  # fmt: skip
     if len(paths) == 4:
         assert paths[3].read_bytes().startswith(b"\x89PNG")
 

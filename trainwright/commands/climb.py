@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -25,6 +26,7 @@ LEAVE_SECONDS = 10
 """How long a run that is being stopped has to exit on its own, before it is killed."""
 SEED = "{seed}"
 """What is replaced by the rung's seed in the script's arguments."""
+OTHER_FRAMEWORK = re.compile(r"^\s*(?:import|from)\s+(lightning|pytorch_lightning|accelerate)\b", re.MULTILINE)
 LOG_NAME, RUNG_NAME = "output.log", "rung.json"
 
 
@@ -81,7 +83,7 @@ class Climb:
         for each in printed_metrics(lines_of(text)):
             printed.setdefault(each.stage, {}).pop(each.name, None)
             printed[each.stage] = {each.name: each.value, **printed[each.stage]}  # the latest first
-        reason = _why_empty(record)
+        reason = _why_empty(record, self.command[0])
         return Attempt(rung, "failed" if reason else "finished", reason, record, printed, str(log), seconds)
 
     def folder_of(self, name: str, seed: int | None) -> Path:
@@ -98,10 +100,23 @@ def with_seed(command: Sequence[str], seed: int | None) -> list[str]:
     return [each if seed is None else each.replace(SEED, str(seed)) for each in command]
 
 
-def _why_empty(record: RunRecord | None) -> str:
+def _other_framework(script: str) -> str:
+    """Return the framework that a script imports, if a change of that line makes it one of trainwright's; "" if none."""
+    try:
+        found = OTHER_FRAMEWORK.search(Path(script).read_text(encoding="utf-8", errors="replace"))
+    except OSError:  # a module, or a folder
+        return ""
+    return "" if found is None else found[1]
+
+
+def _why_empty(record: RunRecord | None, script: str) -> str:
     """Return why the figures of a run that ended well say nothing; "" if they do."""
     if record is None:
-        return "the script made neither a Trainer nor an Accelerator of trainwright, so no setting of it can be changed"
+        reason = (
+            "the script made neither a Trainer nor an Accelerator of trainwright, so no setting of it can be changed"
+        )
+        other = _other_framework(script)
+        return f"{reason}; it imports {other}: import trainwright instead, most names are the same" if other else reason
     if not record.points:
         is_loop = record.owner == "Accelerator"
         unseen = ", or the script ended by os._exit, which leaves no time to record a loop" if is_loop else ""

@@ -137,7 +137,7 @@ class Ladder:
         """Run the rungs, and print and write the comparison; return the exit code."""
         script = self.climb.command[1] if self.climb.command[0] == "-m" else self.climb.command[0]
         self._say(f"The ladder of {script}: {', '.join(self.names)}. This machine has {describe_devices()}.")
-        if self.device_type == "cpu" and self.num_devices > 1:
+        if self.device_type == "cpu" and self.num_devices > 1 and _strategies(self.names):
             self._say(f"The strategies run in {self.num_devices} processes on the CPU.")
         self._say(f"Logs and results are in {os.path.relpath(self.climb.folder)}.")
         print(flush=True)
@@ -254,26 +254,38 @@ def _outcome(attempt: Attempt) -> str:
 
 
 def _new_folder(given: str | None, command: Sequence[str]) -> Path:
-    """Make and return the folder of this ladder (ValueError if it is there and not empty, OSError if it cannot be made)."""
+    """Make and return the folder of this ladder (ValueError if it is there and not empty, or cannot be made)."""
     if given is not None:
         folder = Path(given).absolute()
         if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
             raise ValueError(
                 f"--out {given} is there already; give a new folder, so that no earlier result is replaced."
             )
-        folder.mkdir(parents=True, exist_ok=True)
+        _make_folder(folder, f"--out {given}")
         if not os.access(folder, os.W_OK):
             raise ValueError(f"--out {given} cannot be written; give another folder.")
         return folder
     stem = command[1].replace(".", "_") if command[0] == "-m" else Path(command[0]).resolve().stem
-    Path("ladder").mkdir(exist_ok=True)
+    parent = Path("ladder").absolute()
+    _make_folder(parent, "the folder ladder")
     number = 1
     while True:
-        folder = Path("ladder", f"{stem}-{number}").absolute()
+        folder = parent / f"{stem}-{number}"
         with suppress(FileExistsError):  # perhaps made by another ladder at this moment
-            folder.mkdir()
+            _make_folder(folder, f"the folder {os.path.relpath(folder)}", exist_ok=False)
             return folder
         number += 1
+
+
+def _make_folder(folder: Path, what: str, exist_ok: bool = True) -> None:
+    """Make a folder (ValueError if it cannot be made, FileExistsError if it is there and may not be)."""
+    try:
+        folder.mkdir(parents=True, exist_ok=exist_ok)
+    except OSError as error:
+        if isinstance(error, FileExistsError) and not exist_ok:
+            raise
+        why = "there is a file of this name" if isinstance(error, FileExistsError) else error.strerror
+        raise ValueError(f"{what} cannot be made: {why}; give another folder with --out.") from error
 
 
 def _whole(text: str | None, flag: str) -> int | None:

@@ -98,13 +98,18 @@ def _csv_row(comparison: Comparison, attempt: Attempt) -> Iterator[Any]:
 
 def notes(comparison: Comparison, command: Sequence[str], device_type: str) -> Iterator[str]:
     """Yield the sentences that a reader of the table needs."""
+    skipped: dict[str, list[str]] = {}
     for result in comparison.results:
-        for each in result.attempts:
-            if each.state != "finished":
-                seed = "" if each.rung.seed is None else f" with seed {each.rung.seed}"
-                log = f" Its output is in {each.log}." if each.log else ""
-                yield f"{each.rung.name}{seed} {_verb(each)}: {sentence(each.reason)}{log}"
-                break
+        if result.state == "skipped":
+            skipped.setdefault(result.attempts[0].reason, []).append(result.rung.name)
+    for result in comparison.results:
+        each = next((each for each in result.attempts if each.state not in ("finished", "skipped")), None)
+        if each is not None:
+            seed = "" if each.rung.seed is None else f" with seed {each.rung.seed}"
+            log = f" Its output is in {each.log}." if each.log else ""
+            yield f"{each.rung.name}{seed} {_verb(each)}: {sentence(each.reason)}{log}"
+    for reason, names in skipped.items():
+        yield f"{' and '.join(names)} {'was' if len(names) == 1 else 'were'} skipped: {sentence(reason)}"
     ran = [run.record for each in comparison.finished for run in each.finished if run.record is not None]
     for result in comparison.finished:
         if result is not comparison.first and not comparison.replaced(result):
@@ -148,6 +153,14 @@ def _metric_notes(comparison: Comparison) -> Iterator[str]:
             f"The name {metric.name} does not say whether lower or higher is better: pass --lower or --higher. Until then "
             "only speed is compared."
         )
+    shared = [
+        each.rung.name for each in comparison.finished if (each.rung.devices or 1) > 1 and comparison.is_worse(each)
+    ]
+    if shared and comparison.metric is not None:
+        yield (
+            f"{' and '.join(shared)} made fewer steps on larger batches, since each device keeps the script's batch size: that "
+            f"alone may make {metric.name} worse. A smaller batch size in the script shows whether it does."
+        )
 
 
 def choice_lines(comparison: Comparison, command: Sequence[str]) -> Iterator[str]:
@@ -159,6 +172,8 @@ def choice_lines(comparison: Comparison, command: Sequence[str]) -> Iterator[str
         reason = (
             "the faster rungs have a worse metric or none" if slower else f"no other rung is {SPEED_NOISE:.0%} faster"
         )
+        if comparison.finished == [first]:
+            reason = "no other rung has finished"
         if comparison.rate(first) is None:
             reason = "its run took fewer than two steps, so its speed is unknown"
         yield f"Keep the script unchanged: {reason}."
@@ -227,7 +242,7 @@ def sentence(text: str) -> str:
 
 
 def _verb(attempt: Attempt) -> str:
-    return {"skipped": "was left out", "interrupted": "was interrupted"}.get(attempt.state, attempt.state)
+    return "was interrupted" if attempt.state == "interrupted" else attempt.state
 
 
 def _plain(value: Any) -> Any:

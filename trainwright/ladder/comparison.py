@@ -50,7 +50,11 @@ def choose_metric(
             known = list(dict.fromkeys(name for _, values in found for name in values))
             close = difflib.get_close_matches(wanted, known, n=1)
             hint = f" Did you mean {close[0]!r}?" if close else ""
-            has = f"it has {', '.join(known)}" if known else "it has no metric"
+            has = (
+                f"it has {', '.join(known)}"
+                if known
+                else "it has neither a test nor a validation metric, and logs none"
+            )
             raise ValueError(f"--metric {wanted}: the script has no such metric; {has}.{hint}")
         return ComparedMetric(wanted, source, direction or direction_of(wanted))
     found = [each for each in found if each[0] != "log"]  # of the training, unless it is wanted

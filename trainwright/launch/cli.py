@@ -102,10 +102,13 @@ def check_script(command: Sequence[str]) -> None:
     """Refuse a command without a script or a module, or whose script does not exist (ValueError)."""
     if not command:
         raise ValueError("no script was given; pass one, or -m and a module, after the options.")
-    # Python runs a folder by its __main__.py.
-    inside = os.path.join(command[0], "__main__.py") if os.path.isdir(command[0]) else command[0]
-    if command[0] != "-m" and not os.path.exists(inside):
-        raise ValueError(f"file {inside!r} does not exist; pass the path of a script, or -m and the name of a module.")
+    if command[0] == "-m":
+        return
+    what = "pass the path of a script, or -m and the name of a module."
+    if not os.path.exists(command[0]):
+        raise ValueError(f"file {command[0]!r} does not exist; {what}")
+    if os.path.isdir(command[0]) and not os.path.exists(os.path.join(command[0], "__main__.py")):
+        raise ValueError(f"{command[0]!r} is a folder without a __main__.py, so Python cannot run it; {what}")
 
 
 COMMANDS: dict[str, Command] = {

@@ -106,7 +106,9 @@ def find_config(given: str | None, variables: Mapping[str, str] | None = None) -
 
 def nearest(word: str, known: Mapping[str, Any]) -> str:
     """Return the known name that is nearest to a word as a question, or ""."""
-    close = [each for each in known if each.lower() == word.lower()] or difflib.get_close_matches(word, known, n=1)
+    bare = {each.lstrip("-"): each for each in known}  # dashes make no two flags similar
+    close = difflib.get_close_matches(word.lstrip("-"), bare, n=1)
+    close = [each for each in known if each.lower() == word.lower()] or [bare[each] for each in close]
     return f" Did you mean {close[0]!r}?" if close else ""
 
 
