@@ -75,15 +75,23 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items[:] = [item for item in items if item not in set(left_out)]
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, Any, Any]:
+    """Look for no garbage meanwhile: almost all that is made stays."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+
+
 def pytest_collection_finish() -> None:
     _freeze()
 
 
 def _freeze() -> None:
     """Keep what is loaded by now, torch above all, out of every later collection of garbage."""
-    gc.collect()
     gc.freeze()
-    gc.enable()
     collapse()
     _frozen.update(sys.modules)
 
@@ -116,7 +124,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    gc.disable()  # until the tests are collected: almost all that is made until then stays
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell without job control does so for what it runs with &
         signal.signal(signal.SIGINT, signal.default_int_handler)
     # torch's compiler makes a folder for its cache when it is imported, in the folder that a test checks for what a job leaves.
@@ -129,6 +136,7 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, Any, Any]:
     """Give a test more time on a busy machine."""
     if len(sys.modules) > len(_frozen) + 100:
+        gc.collect()
         _freeze()
     if item.config.getoption("timeout", None) is None:
         marker = item.get_closest_marker("timeout")

@@ -60,7 +60,7 @@ def by_turns(context: Any, rank: int, folder: Path) -> bool:
     path = folder / "made"
     with context:
         if rank == 0:
-            time.sleep(0.3)
+            time.sleep(0.1)
             path.write_text("here")
         return path.exists()
 
