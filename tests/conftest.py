@@ -26,7 +26,7 @@ STARTS_PROCESSES = {"run_job", "run_alone", "run_python", "subprocess", "start_j
 """What a test calls that runs in other interpreters."""
 
 
-LONGEST = (
+BEGIN = (
     "data/test_positions.py",
     "trainer/test_resume_data.py",
     "data/test_epoch_listeners.py",
@@ -58,13 +58,23 @@ LONGEST = (
     "launch/test_cli.py",
     "trainer/test_cuts.py",
 )
-"""Files that begin where tests are shared out among processes, so that none of them is begun last."""
+"""Files that begin where tests are shared out among processes: those that fork most, while their process is small, then the
+longest, so that none of them is begun last."""
+NOT_FAST = {"programs": {"slow"}, "device": {"gpu", "device"}}
+"""Folders that the fast sets do not read (`QUICK` in the Makefile), with the marks of which each test there has one."""
+_loaded: set[str] = set()
+"""The modules that were loaded when garbage was looked for last, or the tests had been collected."""
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """On an accelerator leave out what is the host's own, and what starts processes: `tests/device` has a few of those."""
-    places = {Path(__file__).parent / each: number for number, each in enumerate(LONGEST)}
-    assert not (gone := [str(path) for path in places if not path.exists()]), f"LONGEST has {gone}"
+    tests = Path(__file__).parent
+    places = {tests / each: number for number, each in enumerate(BEGIN)}
+    assert not (gone := [str(path) for path in places if not path.exists()]), f"BEGIN has {gone}"
+    for item in items:
+        marks = NOT_FAST.get(item.path.relative_to(tests).parts[0]) if item.path.is_relative_to(tests) else None
+        if marks is not None and not any(map(item.get_closest_marker, marks)):
+            raise pytest.UsageError(f"{item.nodeid} would never run; mark it as one of {sorted(marks)}")
     items.sort(key=lambda item: places.get(item.path, len(places)))
     from small import ON_HOST
 
@@ -93,11 +103,7 @@ def _freeze() -> None:
     """Keep what is loaded by now, torch above all, out of every later collection of garbage."""
     gc.freeze()
     collapse()
-    _frozen.update(sys.modules)
-
-
-_frozen: set[str] = set()
-"""The modules that were loaded then."""
+    _loaded.update(sys.modules)
 
 
 def _starts_processes(item: pytest.Item) -> bool:
@@ -135,7 +141,7 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, Any, Any]:
     """Give a test more time on a busy machine."""
-    if len(sys.modules) > len(_frozen) + 100:
+    if len(sys.modules) > len(_loaded) + 100:
         gc.collect()
         _freeze()
     if item.config.getoption("timeout", None) is None:
