@@ -297,9 +297,9 @@ def report(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     for strategy in options.strategies.split(","):
         width = options.width or family.width
         measure(family, family.step, strategy)  # what is imported and allocated once
-        estimate = tw.estimate_memory(family.make(width), torch.optim.Adam, options.ranks).per_device[
-            strategy.split()[0]
-        ]
+        network = family.make(width)
+        estimates = tw.estimate_memory(network, torch.optim.Adam, options.ranks, auto_wrap_policy={family.block})
+        estimate = estimates.per_device[strategy.split()[0]]
         held = measure(family, width, strategy)
         shared = {"family": options.family, "ranks": options.ranks, "strategy": strategy}
         size = {"width": width, "count": count_parameters(family, width)}

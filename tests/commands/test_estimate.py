@@ -139,7 +139,8 @@ def test_the_table_groups_precisions_that_take_the_same(capsys: pytest.CaptureFi
     assert "\n16-true, bf16-true\n" in said
     assert "fewest devices that fit: 2, with fsdp" in said
     assert "fewest devices that fit: 1, with single_device" in said
-    line = next(" ".join(line.split()) for line in said.splitlines() if "fsdp" in line)
+    assert "\nfsdp has a block at a time whole in addition, whose size --params does not give.\n" in said
+    line = next(" ".join(line.split()) for line in said.splitlines() if line.startswith("  fsdp"))
     assert line == "fsdp 2 1.9 GiB 1.9 GiB 3.7 GiB - - 7.5 GiB fits"
 
 

@@ -23,6 +23,11 @@ def on_meta(dtype: torch.dtype = torch.float32) -> nn.Module:
     return nn.Linear(1000, 1000, device="meta", dtype=dtype)
 
 
+def deep() -> nn.Module:
+    """Eight blocks, which are groups of fsdp."""
+    return nn.Sequential(*(nn.Sequential(on_meta()) for _ in range(8)))
+
+
 def measured(kind: Any, **options: Any) -> int:
     """The bytes of a real optimizer's state after a real step."""
     module = nn.Sequential(nn.Linear(40, 30), nn.Linear(30, 30))
@@ -66,13 +71,37 @@ def test_the_shares_of_each_strategy() -> None:
         "ddp_sharded": 2 * one + 2 * one / 4,
         "deepspeed_stage_1": 2 * one + 3 * one / 4 + one,  # with the buffer in which gradients are reduced
         "deepspeed_stage_2": one + 4 * one / 4 + one,
-        "fsdp": 4 * one / 4,
+        "fsdp": 4 * one / 4 + 2 * one,  # with what was gathered and its gradients
         "deepspeed_stage_3": 5 * one / 4 + one + one,  # and with what was gathered
     }
     assert list(estimate.per_device) == list(expected)
     for name, size in expected.items():
         assert estimate.per_device[name] == pytest.approx(size, abs=16)
     assert list(tw.estimate_memory(on_meta(), num_devices=1).per_device) == ["single_device"]
+
+
+def test_what_fsdp_has_whole_is_that_of_its_groups() -> None:
+    """Two blocks, the gradients of one, and what is outside of blocks."""
+    one = 4 * PARAMETERS
+
+    def gathered(module: nn.Module, **options: Any) -> int:
+        estimate = tw.estimate_memory(module, torch.optim.SGD, num_devices=8, available_bytes=GIB, **options)
+        assert estimate.parts["fsdp"].buffers == estimate.gathered
+        assert estimate.parts["ddp_sharded"].buffers == 0
+        return estimate.gathered
+
+    assert gathered(deep()) == 3 * one
+    assert (
+        gathered(nn.Sequential(*deep(), on_meta(), on_meta())) == 6 * one
+    )  # two blocks and the others, which are more
+    assert gathered(deep().requires_grad_(False).append(nn.Linear(2, 3, device="meta"))) == 2 * one + 2 * 4 * 9
+    assert gathered(deep(), auto_wrap_policy={nn.Linear}) == 3 * one
+    assert gathered(deep(), auto_wrap_policy=lambda module: isinstance(module, nn.Linear)) == 3 * one
+    assert (
+        gathered(nn.Sequential(deep(), nn.Linear(2, 3, device="meta")), auto_wrap_policy={nn.Sequential})
+        == 3 * one + 36
+    )
+    assert gathered(nn.ParameterList([nn.Parameter(torch.empty(9, device="meta"))])) == 0
 
 
 def test_buffers_of_deepspeed_are_no_larger_than_it_makes_them() -> None:
@@ -106,14 +135,31 @@ def test_frozen_parameters_buffers_and_half_precision() -> None:
         (1, 100, r"^strategy='single_device' would need 15.3 MiB of the 100.0 MiB\.$"),
         (2, 100, r"^strategy='ddp' would need 19.1 MiB of the 100.0 MiB\.$"),
         (4, 14, r"^strategy='ddp_sharded' would need 9.5 MiB of the 14.0 MiB\.$"),
-        (4, 10, r"^strategy='fsdp' would need 3.8 MiB of the 10.0 MiB\.$"),
-        (4, 5, r"^strategy='fsdp' would need 3.8 MiB of the 5.0 MiB\.$"),
-        (2, 5, r"^no strategy fits it on 2 device\(s\) of 5.0 MiB: strategy='fsdp' would need 4 of them\.$"),
-        (1, 5, r"^no strategy fits it on 1 device\(s\) of 5.0 MiB: strategy='fsdp' would need 4 of them\.$"),
     ],
 )
 def test_the_advice(devices: int, megabytes: int, advice: str) -> None:
-    estimate = tw.estimate_memory(on_meta(), num_devices=devices, available_bytes=megabytes * 2**20)
+    check_advice(on_meta(), devices, megabytes, advice)
+
+
+@pytest.mark.parametrize(
+    ("devices", "megabytes", "advice"),
+    [
+        (8, 40, r"^strategy='fsdp' would need 26.7 MiB of the 40.0 MiB\.$"),
+        (8, 20, r"^no strategy fits it on 8 device\(s\) of 20.0 MiB: strategy='fsdp' would need 27 of them\.$"),
+        (1, 20, r"^no strategy fits it on 1 device\(s\) of 20.0 MiB: strategy='fsdp' would need 27 of them\.$"),
+        (
+            2,
+            14,
+            r"^no strategy fits .* 14.0 MiB, nor does fsdp on more: what it has whole at once takes 11.5 MiB\. Give it smaller",
+        ),
+    ],
+)
+def test_the_advice_for_a_deep_net(devices: int, megabytes: int, advice: str) -> None:
+    check_advice(deep(), devices, megabytes, advice)
+
+
+def check_advice(module: nn.Module, devices: int, megabytes: int, advice: str) -> None:
+    estimate = tw.estimate_memory(module, num_devices=devices, available_bytes=megabytes * 2**20)
     assert re.search(advice, estimate.advice)
     text = str(estimate)
     assert estimate.advice in text
@@ -140,6 +186,8 @@ def test_what_is_refused() -> None:
         tw.estimate_memory(nn.LazyLinear(3))
     with pytest.raises(TypeError, match="optimizer='adam' is not accepted; pass an optimizer, a list of them, a class"):
         tw.estimate_memory(on_meta(), "adam")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="auto_wrap_policy chooses no submodule of Linear"):
+        tw.estimate_memory(on_meta(), auto_wrap_policy={nn.Conv1d})
     with pytest.raises(ValueError, match="optimizer=-1 is not accepted; pass the bytes for each parameter"):
         tw.estimate_memory(on_meta(), -1)
 

@@ -340,6 +340,10 @@ OUTPUTS = {
     f"[rank1] {HEAD}\n[rank1] KeyError: 'x'\n{FAILED_FIRST.format('OSError: y')}": (1, "OSError: y"),
     f"{HEAD}\nMemoryError\n{FAILED_FIRST.format('exit code 1')}": (1, "MemoryError"),
     "  File\n    x y\nSyntaxError: invalid syntax\n": (1, "SyntaxError: invalid syntax"),
+    '  File "/home/me/train.py", line 3\n    x y\n      ^\nSyntaxError: invalid syntax\n': (
+        1,
+        "SyntaxError: invalid syntax (/home/me/train.py, line 3)",
+    ),
     "usage: a.py\na.py: error: unrecognized arguments: --lr\n": (2, "a.py: error: unrecognized arguments: --lr"),
     "epoch 1\repoch 2\r": (-9, "killed by SIGKILL, on Linux often by the out-of-memory killer"),
     "": (3, "it printed nothing"),

@@ -20,7 +20,7 @@ from trainwright.launch.cli import Parser
 from trainwright.launch.columns import fill, lay_out, terminal_width
 from trainwright.launch.config import nearest
 from trainwright.precision import NAMES, canonical_name, resolve_precision
-from trainwright.strategies.memory_plan import DeviceBytes
+from trainwright.strategies.memory_plan import FULLY_SHARDED, DeviceBytes
 
 ALL_PRECISIONS = [name for name in NAMES if not name.startswith("64")]
 USUAL_PRECISIONS = [name for name in ALL_PRECISIONS if name not in ("16-true", "bf16-true")]
@@ -93,6 +93,8 @@ def estimate_command(arguments: Sequence[str], _: Any) -> int:
         remarks.append(
             f"{options.optimizer} could not be tried on these sizes: its state is counted as Adam's, 8 bytes a parameter."
         )
+    if options.params and FULLY_SHARDED in strategies:
+        remarks.append(f"{FULLY_SHARDED} has a block at a time whole in addition, whose size --params does not give.")
     remarks.append(f"With {size_text(memory)} for each device; `fits` leaves a fifth of it for activations.")
     print("\n".join([*(fill(each, width) for each in remarks), *_table(rows, memory, width)]))
     if options.precision is None:

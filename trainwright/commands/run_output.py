@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import re
 import signal
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 from trainwright.distributed.failures import shortened
 
 _FIRST_FAILURE = re.compile(r"trainwright: rank \d+ of \d+.*? failed first \((?P<summary>.*)\); the job was ended\.")
 _TRACEBACK = "Traceback (most recent call last)"
 _ERROR = re.compile(r"(?:[\w.]+\.)?\w*(?:Error|Exception|Interrupt|Warning|Exit)\b.*")
+_LOCATION = re.compile(r'  File "(?P<path>.*)", line (?P<line>\d+)')
 _RANK_PREFIX = re.compile(r"\[rank\d+\]:? ?")
+_OF_SYNTAX = ("SyntaxError:", "IndentationError:", "TabError:")
+"""Errors that do not say of which line they are; the lines before them do."""
 _IGNORED = "Exception ignored"
 """How Python begins what it prints of an error that ends nothing, as one of a finalizer at exit."""
 
@@ -35,11 +38,20 @@ def reason_of(output: str, code: int) -> str:
     error = next((line for line in after if not line[0].isspace()), None)
     if error is None:
         error = next((line for line in reversed(lines) if _ERROR.fullmatch(line)), None)
+    if error is not None and error.startswith(_OF_SYNTAX):
+        error += _location_before(lines, error)
     if error is None and code < 0:
         hint = ", on Linux often by the out-of-memory killer" if -code == signal.SIGKILL else ""
         return f"killed by {_signal_name(-code)}{hint}"
     last = next((line for line in reversed(lines) if any(map(str.isalnum, line))), "it printed nothing")  # not a rule
     return shortened(error or last.strip())
+
+
+def _location_before(lines: Sequence[str], error: str) -> str:
+    """Return the file and line that were printed last before an error, in parentheses; "" if none were."""
+    locations = map(_LOCATION.fullmatch, reversed(lines[: lines.index(error)]))
+    found = next(filter(None, locations), None)
+    return "" if found is None else f" ({found['path']}, line {found['line']})"
 
 
 def _without_ignored(lines: Iterable[str]) -> Iterator[str]:

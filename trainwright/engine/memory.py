@@ -19,6 +19,7 @@ from trainwright.devices import accelerator
 from trainwright.engine.engine import Engine
 from trainwright.rank_zero import rank_zero_warn
 from trainwright.strategies.memory_plan import ALONE, FULLY_SHARDED, MEMORY_PLANS, DeviceBytes, MemoryPlan
+from trainwright.strategies.wrap_policy import WrapPolicy, check_policy, choose_groups, has_forward
 
 MOST_USED = 0.8
 """The part of a device's memory that an estimate may take; activations need the rest."""
@@ -40,6 +41,8 @@ class MemoryEstimate:
     gradients: int
     optimizer: int
     """The bytes of the optimizers' state."""
+    gathered: int
+    """The bytes that fsdp has whole on each device at once, however many devices there are."""
     is_assumed: bool
     """Whether an optimizer could not be tried, and was counted as Adam."""
     num_devices: int
@@ -63,12 +66,15 @@ class MemoryEstimate:
         fitting = next((name for name in self.per_device if self.fits(name)), None)
         if fitting is not None:
             return f"strategy={fitting!r} would need {size_text(self.per_device[fitting])} of the {size_text(self.available)}."
-        whole = self.parameters + self.gradients + self.optimizer
-        devices = math.ceil(whole / (MOST_USED * self.available))
-        return (
-            f"no strategy fits it on {self.num_devices} device(s) of {size_text(self.available)}: "
-            f"strategy={FULLY_SHARDED!r} would need {devices} of them."
-        )
+        none = f"no strategy fits it on {self.num_devices} device(s) of {size_text(self.available)}"
+        left = MOST_USED * self.available - self.gathered
+        if left <= 0:
+            return (
+                f"{none}, nor does {FULLY_SHARDED} on more: what it has whole at once takes "
+                f"{size_text(self.gathered)}. Give it smaller groups (auto_wrap_policy)."
+            )
+        devices = math.ceil((self.parameters + self.gradients + self.optimizer) / left)
+        return f"{none}: strategy={FULLY_SHARDED!r} would need {devices} of them."
 
     def __str__(self) -> str:
         assumed = ", counted as Adam's" if self.is_assumed else ""
@@ -88,25 +94,29 @@ def estimate_memory(
     optimizer: type[Optimizer] | Optimizer | Sequence[Optimizer] | float = torch.optim.AdamW,
     num_devices: int | None = None,
     available_bytes: int | None = None,
+    auto_wrap_policy: WrapPolicy | None = None,
 ) -> MemoryEstimate:
     """Return the bytes on each device that training a module takes under each strategy, without activations.
 
-    Nothing is allocated. `print` shows the estimate as a table; `advice` names the strategy to use, `per_device` has the bytes
-    by strategy, and `fits(name)` says whether a strategy leaves enough for activations.
+    For fsdp they include what is whole at once: the parameters outside of its groups, those of two groups, since torch gathers
+    the next one early, and the gradients of one. Nothing is allocated. `print` shows the estimate as a table; `advice` names a
+    strategy, `per_device` has the bytes by strategy, and `fits(name)` says whether it leaves enough for activations.
 
     Args:
         module: the model, also on the meta device.
         optimizer: an optimizer, several of them, a class, or the bytes of its state for each trained parameter.
         num_devices: by default every GPU, or 1.
         available_bytes: memory of each device; by default the GPU's, or this process's part of the machine's.
+        auto_wrap_policy: that of `FSDPStrategy`, which chooses the groups.
 
     Raises:
-        ValueError, TypeError: a number that is not positive, a module whose parameters have no shape yet, no optimizer.
+        ValueError, TypeError: a number that is not positive, a module whose parameters have no shape yet, no optimizer, or a
+            policy that FSDPStrategy refuses.
 
     >>> with tw.init_empty_weights():
     ...     model = nn.Transformer(num_encoder_layers=12, num_decoder_layers=12, batch_first=True)
     >>> print(tw.estimate_memory(model, torch.optim.AdamW, num_devices=4, available_bytes=2**30).advice)
-    strategy='fsdp' would need 336.8 MiB of the 1.0 GiB.
+    strategy='fsdp' would need 384.9 MiB of the 1.0 GiB.
     """
     if num_devices is None:
         num_devices = accelerator.count() or 1
@@ -114,28 +124,40 @@ def estimate_memory(
         raise ValueError(f"num_devices={num_devices!r} is not accepted; pass an integer of at least 1.")
     if not isinstance(module, nn.Module):
         raise TypeError(f"module={module!r:.80} is not accepted; pass a torch module, which may be on the meta device.")
-    tensors = [*module.parameters(), *module.buffers()]
-    if any(map(is_lazy, tensors)):
+    if any(map(is_lazy, (*module.parameters(), *module.buffers()))):
         raise ValueError(
             f"{type(module).__name__} has lazy parameters, which have no shape yet; run it on one batch first, or give its "
             "layers their sizes."
         )
+    check_policy("auto_wrap_policy", auto_wrap_policy)
+    available = available_memory() if available_bytes is None else available_bytes
+    return _estimate(module, optimizer, num_devices, available, choose_groups(module, auto_wrap_policy))
+
+
+def _estimate(
+    module: nn.Module, optimizer: Any, num_devices: int, available: int, groups: Sequence[nn.Module]
+) -> MemoryEstimate:
     trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
     state, is_assumed = _state_bytes(optimizer, trained)
     of_masters, _ = _state_bytes(optimizer, trained, torch.float32)
     sizes = {
-        "parameters": _bytes(tensors),
+        "parameters": _bytes((*module.parameters(), *module.buffers())),
         "gradients": _bytes(trained),
         "optimizer": state,
         "num_devices": num_devices,
     }
+    gathered = _gathered_bytes(module, groups)
     masters = 4 * sum(each.numel() for each in trained)
     plans = {ALONE: MemoryPlan()} if num_devices == 1 else MEMORY_PLANS
     return MemoryEstimate(
         **sizes,
+        gathered=gathered,
         is_assumed=is_assumed,
-        available=available_memory() if available_bytes is None else available_bytes,
-        parts={name: plan.on_device(**sizes, masters=masters, of_masters=of_masters) for name, plan in plans.items()},
+        available=available,
+        parts={
+            name: plan.on_device(**sizes, masters=masters, of_masters=of_masters, of_groups=gathered)
+            for name, plan in plans.items()
+        },
     )
 
 
@@ -147,7 +169,8 @@ def warn_of_memory(engine: Engine, module: nn.Module, optimizers: Sequence[Optim
     available = available_memory(engine.device, engine.environment.local_world_size)
     if SURELY_ENOUGH * _bytes(tensors) < MOST_USED * available:
         return
-    estimate = estimate_memory(module, optimizers, engine.world_size, available)
+    groups = engine.strategy.gathered_groups(module) or choose_groups(module, None)
+    estimate = _estimate(module, optimizers, engine.world_size, available, groups)
     used = ALONE if engine.world_size == 1 else engine.strategy.name
     if used in estimate.per_device and not estimate.fits(used):
         rank_zero_warn(f"strategy={used!r} leaves too little memory for activations: {estimate}", stacklevel=2)
@@ -167,6 +190,20 @@ def available_memory(device: torch.device | None = None, processes: int = 1) -> 
         except (OSError, ValueError):  # no such kind of cgroup, or "max"
             continue
     return min(limits) // processes
+
+
+def _gathered_bytes(module: nn.Module, groups: Sequence[nn.Module]) -> int:
+    """Return the bytes that fsdp has whole at once; 0 for a list of parameters, of whose groups nothing is known."""
+    if not has_forward(module):
+        return 0
+    taken: set[Tensor] = set()
+    parts = []
+    for group in (*groups, module):
+        parts.append([each for each in group.parameters() if each not in taken])
+        taken.update(parts[-1])
+    largest = sorted(map(_bytes, parts[:-1]))[-2:]
+    gradients = max(_bytes(each for each in part if each.requires_grad) for part in parts)
+    return _bytes(parts[-1]) + sum(largest) + gradients
 
 
 def _state_bytes(optimizer: Any, trained: Sequence[Tensor], dtype: torch.dtype | None = None) -> tuple[int, bool]:

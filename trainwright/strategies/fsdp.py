@@ -70,7 +70,13 @@ from trainwright.strategies.sharded_access import (
 from trainwright.strategies.sparse_gradients import refuse_sparse_weights
 from trainwright.strategies.split_groups import by_kind, split_groups
 from trainwright.strategies.step_probe import no_shards, refuse_sharded_steps
-from trainwright.strategies.wrap_policy import MIN_PARAMETERS, WrapPolicy, check_policy, choose_groups
+from trainwright.strategies.wrap_policy import (
+    MIN_PARAMETERS,
+    WrapPolicy,
+    check_policy,
+    choose_groups,
+    choose_recomputed,
+)
 
 UNSHARDED = (torch.optim.Adafactor, torch.optim.Rprop)
 """torch's optimizers that cannot step DTensors; others fail in their first step."""
@@ -174,8 +180,8 @@ class FSDPStrategy(Strategy):
                 f"{type(module).__name__} holds sharded parameters already, of torch's fully_shard; leave the sharding to the "
                 "strategy, or create the module again."
             )
-        groups = choose_groups(module, self.auto_wrap_policy, self.min_parameters)
-        to_checkpoint = self._to_checkpoint(module, groups)
+        groups = self.gathered_groups(module)
+        to_checkpoint = choose_recomputed(module, self.activation_checkpointing_policy, groups)
         mesh = make_mesh(self.device.type, self.world_size)
         low = self.mixed_precision or self._policy()
         root = Root(module, low.param_dtype)
@@ -213,6 +219,9 @@ class FSDPStrategy(Strategy):
         module.register_forward_pre_hook(unshard_for_call)
         module.register_forward_hook(reshard_after_call, always_call=True)
 
+    def gathered_groups(self, module: nn.Module) -> list[nn.Module]:
+        return choose_groups(module, self.auto_wrap_policy, self.min_parameters)
+
     def _refuse_other_precision(self, module: nn.Module) -> None:
         """Raise ValueError for a module that an earlier run has sharded for another low precision."""
         gathered = module.__dict__[ROOT].dtype
@@ -223,12 +232,6 @@ class FSDPStrategy(Strategy):
                 "whole copy that tw.gather_module(module, all_ranks=True) gives, or create the module again and load a "
                 "checkpoint."
             )
-
-    def _to_checkpoint(self, module: nn.Module, groups: list[nn.Module]) -> list[nn.Module]:
-        policy = self.activation_checkpointing_policy
-        if isinstance(policy, bool | None):
-            return groups if policy else []
-        return choose_groups(module, policy)
 
     def _policy(self) -> MixedPrecisionPolicy:
         dtype = self.precision.autocast_dtype

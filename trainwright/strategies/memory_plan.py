@@ -45,13 +45,24 @@ class MemoryPlan:
     """The dtype of the reduction buffer: "float32", "gradients" (theirs), or "" without one."""
     gathers: bool = False
     """Whether gathered parameters stay whole on each device until the step ends."""
+    gathers_groups: bool = False
+    """Whether parameters are whole on each device a group at a time, with their gradients."""
 
     def on_device(
-        self, *, parameters: int, gradients: int, optimizer: int, masters: int, of_masters: int, num_devices: int
+        self,
+        *,
+        parameters: int,
+        gradients: int,
+        optimizer: int,
+        masters: int,
+        of_masters: int,
+        of_groups: int,
+        num_devices: int,
     ) -> DeviceBytes:
         """Return what one device holds of a whole model's bytes.
 
-        `masters` are its trained parameters in float32, and `of_masters` the optimizer's state for these.
+        `masters` are its trained parameters in float32, `of_masters` the optimizer's state for these, and `of_groups` what is
+        whole at once where groups are gathered.
         """
         trained = masters // 4
         reduced = {"float32": masters, "gradients": gradients, "": 0}[self.reduces]
@@ -66,7 +77,8 @@ class MemoryPlan:
             masters=part(masters, True) if self.has_masters else 0,
             buffers=(gradients if self.has_buckets else 0)
             + (reduced if trained <= LARGEST_BUCKET else reduced * LARGEST_BUCKET // trained)
-            + (min(parameters, MOST_GATHERED * (gradients // trained if trained else 4)) if self.gathers else 0),
+            + (min(parameters, MOST_GATHERED * (gradients // trained if trained else 4)) if self.gathers else 0)
+            + (of_groups if self.gathers_groups else 0),
         )
 
 
@@ -79,7 +91,7 @@ MEMORY_PLANS = {
     "ddp_sharded": MemoryPlan(optimizer=True),
     "deepspeed_stage_1": MemoryPlan(optimizer=True, has_masters=True, reduces="float32"),
     "deepspeed_stage_2": MemoryPlan(gradients=True, optimizer=True, has_masters=True, reduces="gradients"),
-    "fsdp": MemoryPlan(parameters=True, gradients=True, optimizer=True),
+    "fsdp": MemoryPlan(parameters=True, gradients=True, optimizer=True, gathers_groups=True),
     "deepspeed_stage_3": MemoryPlan(
         parameters=True, gradients=True, optimizer=True, has_masters=True, reduces="gradients", gathers=True
     ),

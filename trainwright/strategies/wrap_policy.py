@@ -68,6 +68,13 @@ def choose_groups(
     return groups
 
 
+def choose_recomputed(module: nn.Module, policy: WrapPolicy | bool | None, groups: list[nn.Module]) -> list[nn.Module]:
+    """Return the submodules whose activations are computed again in the backward pass: all groups for True."""
+    if isinstance(policy, bool | None):
+        return groups if policy else []
+    return choose_groups(module, policy)
+
+
 def _is_one_of(policy: object) -> Callable[[nn.Module], bool]:
     kinds = tuple(policy) if isinstance(policy, Iterable) else (policy,)
     if not kinds or not all(isinstance(kind, type) and issubclass(kind, nn.Module) for kind in kinds):
