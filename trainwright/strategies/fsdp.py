@@ -70,13 +70,7 @@ from trainwright.strategies.sharded_access import (
 from trainwright.strategies.sparse_gradients import refuse_sparse_weights
 from trainwright.strategies.split_groups import by_kind, split_groups
 from trainwright.strategies.step_probe import no_shards, refuse_sharded_steps
-from trainwright.strategies.wrap_policy import (
-    MIN_PARAMETERS,
-    WrapPolicy,
-    check_policy,
-    choose_groups,
-    choose_recomputed,
-)
+from trainwright.strategies.wrap_policy import MIN_PARAMETERS, WrapPolicy, check_policy, choose_groups, recomputed
 
 UNSHARDED = (torch.optim.Adafactor, torch.optim.Rprop)
 """torch's optimizers that cannot step DTensors; others fail in their first step."""
@@ -181,7 +175,7 @@ class FSDPStrategy(Strategy):
                 "strategy, or create the module again."
             )
         groups = self.gathered_groups(module)
-        to_checkpoint = choose_recomputed(module, self.activation_checkpointing_policy, groups)
+        to_checkpoint = recomputed(module, self.activation_checkpointing_policy, groups)
         mesh = make_mesh(self.device.type, self.world_size)
         low = self.mixed_precision or self._policy()
         root = Root(module, low.param_dtype)

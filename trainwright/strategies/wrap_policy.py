@@ -68,7 +68,7 @@ def choose_groups(
     return groups
 
 
-def choose_recomputed(module: nn.Module, policy: WrapPolicy | bool | None, groups: list[nn.Module]) -> list[nn.Module]:
+def recomputed(module: nn.Module, policy: WrapPolicy | bool | None, groups: list[nn.Module]) -> list[nn.Module]:
     """Return the submodules whose activations are computed again in the backward pass: all groups for True."""
     if isinstance(policy, bool | None):
         return groups if policy else []
