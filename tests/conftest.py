@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 from deadlines import load
 from huge_pages import collapse
+from interpreters import search_path
 
 # On a CPU with AMX, oneDNN's gradient of a small bfloat16 convolution is now and then not finite (torch 2.13).
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE")
@@ -132,6 +133,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell without job control does so for what it runs with &
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    os.environ["PYTHONPATH"] = search_path(*filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)))
     # torch's compiler makes a folder for its cache when it is imported, in the folder that a test checks for what a job leaves.
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Path(tempfile.gettempdir(), f"torchinductor_{os.getuid()}")))
     if importlib.util.find_spec("pytest_timeout") is None:

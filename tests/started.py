@@ -11,6 +11,7 @@ from pathlib import Path
 
 import psutil
 from deadlines import deadline, wait_until
+from interpreters import search_path
 
 ROOT = Path(__file__).resolve().parents[1]
 GONE_SECONDS = 20.0
@@ -23,7 +24,7 @@ class Started:
     def __init__(self, command: Sequence[str], folder: Path, **variables: str | None) -> None:
         self.tag = uuid.uuid4().hex
         settings = {
-            "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}",
+            "PYTHONPATH": search_path(ROOT, ROOT / "tests"),
             "TEST_TAG": self.tag,
             "OMP_NUM_THREADS": "1",
             **variables,

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from deadlines import deadline
+from interpreters import search_path
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -25,7 +26,7 @@ def fuzz(*arguments: str, path: tuple[Path, ...] = ()) -> subprocess.CompletedPr
         capture_output=True,
         text=True,
         timeout=deadline(880),
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(map(str, (*path, FOLDER, TESTS)))},
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": search_path(*path, FOLDER, TESTS)},
         check=False,
     )
 
@@ -45,7 +46,7 @@ def test_a_known_fault_is_shrunk_to_its_smallest_configuration_and_a_script_that
         [sys.executable, str(script)],
         capture_output=True,
         text=True,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(FOLDER), str(TESTS)])},
+        env={**os.environ, "PYTHONPATH": search_path(FOLDER, TESTS)},
         check=False,
     )
     assert (shown.returncode, shown.stdout.strip()) == (1, "fruit: too much of it"), shown.stderr

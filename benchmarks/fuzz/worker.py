@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import gc
 import importlib
 import json
 import os
@@ -82,6 +83,8 @@ def main() -> None:
     alone = int(os.environ.get("WORLD_SIZE", "1")) == 1
     for name in LATE if "trainwright" in sys.modules else ():
         importlib.import_module(name)
+    gc.collect()
+    gc.freeze()  # so that the collections of forks leave it alone, and its pages stay shared
     connection = socket.socket(socket.AF_UNIX)
     connection.connect(sys.argv[2])
     lines = connection.makefile("rw")

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 from deadlines import deadline
+from interpreters import search_path
 from started import ROOT, python
 
 from trainwright.__main__ import check_names
@@ -92,7 +93,7 @@ class Terminal:
 
     def __init__(self, folder: Path, *arguments: str) -> None:
         self.own, other = pty.openpty()
-        variables = {**os.environ, "TRAINWRIGHT_CONFIG": str(folder / "config.yaml"), "PYTHONPATH": str(ROOT)}
+        variables = {**os.environ, "TRAINWRIGHT_CONFIG": str(folder / "config.yaml"), "PYTHONPATH": search_path(ROOT)}
         command = python("-m", "trainwright", *arguments)
         self.process = subprocess.Popen(
             command,

@@ -20,6 +20,7 @@ import pytest
 import torch
 from deadlines import deadline, wait_until
 from forked import run_python
+from interpreters import search_path
 from small import QUIET, Classifier, make_loader
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
@@ -116,7 +117,7 @@ def test_a_failed_job_with_workers_leaves_no_folder(tmp_path: Path) -> None:
     script = tmp_path / "failing.py"
     script.write_text(FAILING)
     with tempfile.TemporaryDirectory() as temporary:  # not pytest's, which may be too deep for workers
-        environment = {**os.environ, "TMPDIR": temporary, "PYTHONPATH": str(Path(__file__).parents[1])}
+        environment = {**os.environ, "TMPDIR": temporary, "PYTHONPATH": search_path(Path(__file__).parents[1])}
         done = subprocess.run(
             [sys.executable, str(script)],
             env=environment,
@@ -195,7 +196,7 @@ def test_workers_live_through_signals_and_end_with_their_parent(kept: str, end: 
     temporary = Path(tempfile.mkdtemp(prefix="tw"))
     script = tmp_path / "signalled.py"
     script.write_text(SIGNALLED)
-    environment = {**os.environ, "TMPDIR": str(temporary), "PYTHONPATH": str(Path(__file__).parents[2])}
+    environment = {**os.environ, "TMPDIR": str(temporary), "PYTHONPATH": search_path(Path(__file__).parents[2])}
     if end == "ends":  # by an interpreter's own end
         command = [sys.executable, str(script), kept, end]
         settings: dict[str, Any] = {"capture_output": True, "text": True, "start_new_session": True}

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 from deadlines import deadline
+from interpreters import search_path
 
 from trainwright.distributed.connection import open_process_group, pick_backend
 from trainwright.distributed.environment import Environment, prepare_deterministic
@@ -134,7 +135,12 @@ def test_a_job_without_an_agent_ends_quietly(tmp_path: Path, mode: str) -> None:
     processes = []
     for rank in ("0", "1"):
         variables = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
-        variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        variables |= {
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": port,
+            "PYTHONPATH": search_path(ROOT),
+            "OMP_NUM_THREADS": "1",
+        }
         processes.append(
             subprocess.Popen(
                 [sys.executable, str(script), mode],

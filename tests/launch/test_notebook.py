@@ -22,6 +22,7 @@ import psutil
 import pytest
 import torch
 from deadlines import deadline, wait_until
+from interpreters import search_path
 from small import make_data, make_loader
 from started import GONE_SECONDS, ROOT, processes_of
 from torch import Tensor, nn
@@ -310,7 +311,7 @@ class Program:
         self.tag = uuid.uuid4().hex
         self.environment = {
             **os.environ,
-            "PYTHONPATH": str(ROOT),
+            "PYTHONPATH": search_path(ROOT),
             "TMPDIR": str(self.temporary),
             "TEST_TAG": self.tag,
             "OMP_NUM_THREADS": "1",

@@ -15,6 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 from deadlines import deadline, wait_until
+from interpreters import search_path
 from started import GONE_SECONDS, ROOT, Started, python
 
 from trainwright.errors import LaunchError
@@ -101,7 +102,7 @@ class Job(Started):
         (folder / "sub").mkdir()
         (folder / "sub" / "train.py").write_text(SCRIPT)
         left_out = dict.fromkeys(name for name in os.environ if name.startswith(("TORCHELASTIC", "PYTHON")))
-        settings = {**left_out, "PYTHONPATH": str(ROOT), "TMPDIR": str(self.temporary), **variables}
+        settings = {**left_out, "PYTHONPATH": search_path(ROOT), "TMPDIR": str(self.temporary), **variables}
         super().__init__([*(command or python()), "sub/train.py", *arguments], folder, **settings)
 
     def check_nothing_left(self) -> None:

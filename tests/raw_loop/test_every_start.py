@@ -15,6 +15,7 @@ import pytest
 import torch
 from deadlines import deadline
 from forked import interpret, run_python, run_ranks
+from interpreters import search_path
 from safetensors.torch import load_file
 from small import ON_HOST
 from started import ROOT
@@ -128,7 +129,7 @@ def test_weights_are_those_of_one_process(tmp_path: Path, name: str, one_process
         capture_output=True,
         text=True,
         timeout=deadline(120),
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""},
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": search_path(ROOT), "CUDA_VISIBLE_DEVICES": ""},
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr

@@ -42,6 +42,7 @@ from unittest import mock
 
 import pytest
 from deadlines import deadline
+from interpreters import search_path
 from jobs import run_job
 from small import ON_HOST
 
@@ -111,7 +112,7 @@ def start(command: list[str], folder: Path) -> str:
     done = subprocess.run(
         [sys.executable, *command],
         cwd=folder,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path), "LOGLEVEL": "ERROR"},
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": search_path(*sys.path), "LOGLEVEL": "ERROR"},
         capture_output=True,
         text=True,
         timeout=deadline(600),

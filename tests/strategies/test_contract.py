@@ -18,6 +18,7 @@ import pytest
 import torch
 from contract_job import CASES, Classifies, Players, alone, compiled, contract, more_ranks, relative_distance
 from deadlines import deadline
+from interpreters import search_path
 from jobs import run_job
 
 import trainwright as tw
@@ -132,7 +133,7 @@ def test_failing_rank(strategy: str, tmp_path: Path) -> None:
     root = str(Path(tw.__file__).parents[1])
     done = subprocess.run(
         [sys.executable, str(script)],
-        env={**os.environ, "PYTHONPATH": root, "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "PYTHONPATH": search_path(root), "OMP_NUM_THREADS": "1"},
         cwd=tmp_path,
         capture_output=True,
         text=True,

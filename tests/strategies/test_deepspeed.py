@@ -12,6 +12,7 @@ import pytest
 import torch
 from deepspeed_job import STAGES, deepspeed, deepspeed_everyday, run_equal
 from everyday_job import assert_everyday, assert_same_weights
+from forked import run_python
 from jobs import run_alone, run_job
 
 from trainwright.strategies.base import Optimization
@@ -246,6 +247,25 @@ def test_the_local_rank_is_no_devices_number() -> None:
         _keep_to_current_device(numbered)
     names = [numbered.device_name("0"), numbered.device_name(0), numbered.device_name()]  # type: ignore[arg-type]
     assert names == ["odd:3", "odd:0", "odd"]
+
+
+def test_deepspeed_is_imported_without_mlflow(tmp_path: Path) -> None:
+    """Another thread finds it meanwhile, and so does this one afterwards."""
+    (tmp_path / "mlflow.py").write_text("import threading\nprint('imported by', threading.current_thread().name)\n")
+    script = (
+        "import sys, threading, torch\n"
+        "from trainwright.strategies import deepspeed_engine\n"
+        "other = threading.Thread(target=lambda: __import__('mlflow'), name='another')\n"
+        "with deepspeed_engine._without('mlflow'):\n"
+        "    other.start()\n"
+        "    other.join()\n"
+        "del sys.modules['mlflow']\n"
+        "deepspeed_engine.import_deepspeed(torch.device('cpu'))\n"
+        "print('deepspeed' in sys.modules, 'mlflow' in sys.modules)\n"
+        "import mlflow\n"
+    )
+    done = run_python("-c", script, folder=tmp_path, warnings_are=None)
+    assert done.stdout.splitlines() == ["imported by another", "True False", "imported by MainThread"], done.stderr
 
 
 def test_a_device_that_deepspeed_does_not_know() -> None:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import importlib
 import logging
+import sys
+import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from importlib.abc import MetaPathFinder
 from types import SimpleNamespace
 from typing import Any
 
@@ -35,7 +38,7 @@ def check_supported(device_type: str, precision: Precision) -> None:
 
 def import_deepspeed(device: torch.device) -> Any:
     """Return the package, set to this device, with only its warnings shown, or raise ValueError for the device."""
-    with announced(**({"DS_ACCELERATOR": "cpu"} if device.type == "cpu" else {})):
+    with announced(**({"DS_ACCELERATOR": "cpu"} if device.type == "cpu" else {})), _without("mlflow"):
         import deepspeed
 
     logger = logging.getLogger("DeepSpeed")
@@ -50,6 +53,30 @@ def import_deepspeed(device: torch.device) -> Any:
     else:
         _keep_to_current_device(accelerator)
     return deepspeed
+
+
+@contextmanager
+def _without(package: str) -> Iterator[None]:
+    """Let this thread find no such package within.
+
+    DeepSpeed's autotuner, which is a program by itself, imports MLflow if it is installed: a second and a hundred megabytes of
+    each rank, with pandas and a web server.
+    """
+    missing = _Missing(package, threading.get_ident())
+    sys.meta_path.insert(0, missing)
+    try:
+        yield
+    finally:
+        sys.meta_path.remove(missing)
+
+
+class _Missing(MetaPathFinder):
+    def __init__(self, package: str, thread: int) -> None:
+        self._package, self._thread = package, thread
+
+    def find_spec(self, name: str, path: object, target: object = None) -> None:
+        if name == self._package and threading.get_ident() == self._thread:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 
 
 def _accelerator(deepspeed: Any, device_type: str) -> Any:
