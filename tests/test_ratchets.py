@@ -375,6 +375,7 @@ PACKAGE_LINES = [
         "the ladder leaves a loop within a fit out, keeps records of spawned processes and skips errors that Python ignored",
     ),
     (51, "the ladder names another framework that a script imports, and why a metric is worse on several devices"),
+    (27, "DeepSpeed is imported without MLflow, which its autotuner would bring into each rank"),
     (80, "estimates count what fsdp has whole at once; the ladder says where a script has an error of syntax"),
 ]
 """Lines of the package: what is added to it, or taken off, with the reason. The sum is the limit."""
