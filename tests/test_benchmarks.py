@@ -56,6 +56,21 @@ def test_steps_beside_hand_written_ones_and_their_goals() -> None:
     assert {found[name].split()[3] for name in ("Trainer", "Accelerator")} == {"1.03"}
 
 
+@pytest.mark.slow
+def test_a_script_beside_itself_on_lightning() -> None:
+    done = run("--rounds", "1", "--", "--reviews", "240", "--epochs", "2", script="imdb.py")
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = {row[1]: row for row in map(str.split, done.stdout.splitlines()) if row[0] == "32-true"}
+    if "lightning is not installed" in done.stdout:
+        assert list(rows) == ["trainwright"]
+    else:
+        assert list(rows) == ["trainwright", "lightning"]
+        # The same batches and weights, whose sums may be of another order.
+        assert float(rows["trainwright"][7]) == pytest.approx(float(rows["lightning"][7]), abs=5)
+    for row in rows.values():
+        assert all(float(figure) > 0 for figure in row[2:])
+
+
 def test_unknown_strategy_is_refused() -> None:
     done = run_python(FOLDER / "strategies.py", "--strategies", "ddp,fdsp")
     assert done.returncode == 2
