@@ -377,9 +377,8 @@ PACKAGE_LINES = [
     (51, "the ladder names another framework that a script imports, and why a metric is worse on several devices"),
     (80, "estimates count what fsdp has whole at once; the ladder says where a script has an error of syntax"),
     (
-        86,
-        "estimates know buffers as whole and the groups that fsdp has made, which leave a shared layer out; the ladder shows the "
-        "errors in a group",
+        103,
+        "estimates know the groups that fsdp has made, and whole buffers; shared layers are in no block; exception groups",
     ),
 ]
 """Lines of the package: what is added to it, or taken off, with the reason. The sum is the limit."""

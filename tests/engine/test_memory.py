@@ -171,6 +171,20 @@ def check_advice(module: nn.Module, devices: int, megabytes: int, advice: str) -
     assert all(name in text for name in estimate.per_device)
 
 
+class PassingOn(torch.optim.AdamW):
+    def __init__(self, params: Any, *args: Any, name: str = "", **options: Any) -> None:
+        super().__init__(params, *args, **options)
+
+
+def test_options_that_a_constructor_passes_on() -> None:
+    options = {"amsgrad": True, "weight_decay": 0.1}
+    for kind in (PassingOn, type("Derived", (PassingOn,), {})):
+        module = nn.Sequential(nn.Linear(40, 30), nn.Linear(30, 30))
+        estimate = tw.estimate_memory(module, kind(module.parameters(), name="own", **options))
+        assert not estimate.is_assumed
+        assert estimate.optimizer == measured(kind, **options)
+
+
 class Peculiar(torch.optim.SGD):
     def step(self, closure: Any = None) -> Any:
         raise RuntimeError("it needs values")

@@ -247,7 +247,7 @@ def _tried(
     kind: type[Optimizer], options: dict[str, Any], parameters: Iterable[Tensor], own_dtype: torch.dtype | None
 ) -> int | None:
     """Return the bytes of the state that one step on the meta device makes; None for an optimizer that cannot do that."""
-    accepted = inspect.signature(kind).parameters
+    accepted = _accepted(kind)
     options = {name: value for name, value in options.items() if name in accepted and name not in HOW_COMPUTED}
     total = 0
     for (shape, dtype), count in Counter((each.shape, own_dtype or each.dtype) for each in parameters).items():
@@ -262,6 +262,18 @@ def _tried(
                 return None  # otherwise it has failed after making its state
         total += count * _bytes(each for each in optimizer.state[parameter].values() if isinstance(each, Tensor))
     return total
+
+
+def _accepted(kind: type[Optimizer]) -> set[str]:
+    """Return the names of a constructor's arguments, with those of the base classes that it passes any others on to."""
+    names: set[str] = set()
+    for base in kind.__mro__:
+        if "__init__" in vars(base):
+            arguments = inspect.signature(base.__init__).parameters
+            names.update(arguments)
+            if all(each.kind is not each.VAR_KEYWORD for each in arguments.values()):
+                break
+    return names
 
 
 def _bytes(tensors: Iterable[Tensor]) -> int:
