@@ -377,7 +377,7 @@ PACKAGE_LINES = [
     (51, "the ladder names another framework that a script imports, and why a metric is worse on several devices"),
     (80, "estimates count what fsdp has whole at once; the ladder says where a script has an error of syntax"),
     (
-        103,
+        115,
         "estimates know the groups that fsdp has made, and whole buffers; shared layers are in no block; exception groups",
     ),
 ]

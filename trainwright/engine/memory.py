@@ -268,8 +268,8 @@ def _accepted(kind: type[Optimizer]) -> set[str]:
     """Return the names of a constructor's arguments, with those of the base classes that it passes any others on to."""
     names: set[str] = set()
     for base in kind.__mro__:
-        if "__init__" in vars(base):
-            arguments = inspect.signature(base.__init__).parameters
+        if (constructor := vars(base).get("__init__")) is not None:
+            arguments = inspect.signature(constructor).parameters
             names.update(arguments)
             if all(each.kind is not each.VAR_KEYWORD for each in arguments.values()):
                 break
