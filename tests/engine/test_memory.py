@@ -210,10 +210,11 @@ def test_what_is_refused() -> None:
         tw.estimate_memory(on_meta(), -1)
 
 
-@pytest.mark.parametrize("given", [0, -5, True, 1.5, "80GB"])
+@pytest.mark.parametrize("given", [0, -5, True, float("nan"), float("inf"), "80GB"])
 def test_the_memory_of_a_device_is_checked(given: Any) -> None:
-    with pytest.raises(ValueError, match=r"available_bytes=.* is not accepted; pass an integer of at least 1, such as"):
+    with pytest.raises(ValueError, match=r"available_bytes=.* is not accepted; pass a number of at least 1, such as"):
         tw.estimate_memory(on_meta(), available_bytes=given)
+    assert tw.estimate_memory(on_meta(), available_bytes=16e9).available == 16_000_000_000  # type: ignore[arg-type]
 
 
 class Masked(tw.Module):

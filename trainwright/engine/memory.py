@@ -134,11 +134,11 @@ def estimate_memory(
         )
     check_policy("auto_wrap_policy", auto_wrap_policy)
     available = available_memory() if available_bytes is None else available_bytes
-    if isinstance(available, bool) or not isinstance(available, int) or available < 1:
+    if isinstance(available, bool) or not isinstance(available, (int, float)) or not 1 <= available < math.inf:
         raise ValueError(
-            f"available_bytes={available!r} is not accepted; pass an integer of at least 1, such as 80 * 2**30."
+            f"available_bytes={available!r} is not accepted; pass a number of at least 1, such as 80 * 2**30."
         )
-    return _estimate(module, optimizer, num_devices, available, choose_groups(module, auto_wrap_policy))
+    return _estimate(module, optimizer, num_devices, int(available), choose_groups(module, auto_wrap_policy))
 
 
 def _estimate(
