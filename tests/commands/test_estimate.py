@@ -188,6 +188,7 @@ def test_the_usual_precisions_are_shown(capsys: pytest.CaptureFixture[str]) -> N
         (["fails.py"], "fails.py failed while it was imported (SystemExit: 3); put its work under"),
         (["net.py:small", "--params", "3"], "pass either SCRIPT_OR_MODULE[:CLASS] or --params N."),
         ([], "pass either SCRIPT_OR_MODULE[:CLASS] or --params N."),
+        (["--params", "9e18"], "--params 9e18: expected at most 1e+18 parameters, such as 7e9 or 7B."),
         (["bad.py"], "bad.py failed while it was imported (ValueError: a wrong number); put its work under"),
         (
             ["--params", "1", "--devices", "8", "--strategies", "single_device"],

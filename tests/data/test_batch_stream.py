@@ -163,6 +163,10 @@ def test_ranks_that_may_end_apart_end_together() -> None:
 def test_how_many_samples_a_batch_has() -> None:
     tensor = torch.zeros(3, 2)
     assert [count_samples(each) for each in (tensor, [tensor, 1], {"n": torch.tensor(1), "x": tensor})] == [3, 3, 3]
+    described = {"from": {"shard": 1, "names": "ab"}, "x": tensor}
+    assert [count_samples(each) for each in (described, [described], {"n": 1, "x": tensor})] == [3, 3, 3]
+    array = tensor.numpy()
+    assert [count_samples(each) for each in (array, (array, array), list(array[:2]), array[0, 0])] == [3, 3, 2, None]
     assert [count_samples(each) for each in (["a", "b"], {"name": ["a", "b"]}, torch.tensor(1), "abc", 5)] == [
         2,
         2,

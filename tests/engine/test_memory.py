@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import re
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from jobs import run_job
 from small import QUIET, Classifier, make_loader
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 import trainwright as tw
+from trainwright.engine import memory
 from trainwright.engine.finiteness import Finiteness
 from trainwright.engine.memory import available_memory
 
@@ -167,6 +171,20 @@ def check_advice(module: nn.Module, devices: int, megabytes: int, advice: str) -
     assert all(name in text for name in estimate.per_device)
 
 
+class PassingOn(torch.optim.AdamW):
+    def __init__(self, params: Any, *args: Any, name: str = "", **options: Any) -> None:
+        super().__init__(params, *args, **options)
+
+
+def test_options_that_a_constructor_passes_on() -> None:
+    options = {"amsgrad": True, "weight_decay": 0.1}
+    for kind in (PassingOn, type("Derived", (PassingOn,), {})):
+        module = nn.Sequential(nn.Linear(40, 30), nn.Linear(30, 30))
+        estimate = tw.estimate_memory(module, kind(module.parameters(), name="own", **options))
+        assert not estimate.is_assumed
+        assert estimate.optimizer == measured(kind, **options)
+
+
 class Peculiar(torch.optim.SGD):
     def step(self, closure: Any = None) -> Any:
         raise RuntimeError("it needs values")
@@ -190,6 +208,80 @@ def test_what_is_refused() -> None:
         tw.estimate_memory(on_meta(), auto_wrap_policy={nn.Conv1d})
     with pytest.raises(ValueError, match="optimizer=-1 is not accepted; pass the bytes for each parameter"):
         tw.estimate_memory(on_meta(), -1)
+
+
+@pytest.mark.parametrize("given", [0, -5, True, float("nan"), float("inf"), "80GB"])
+def test_the_memory_of_a_device_is_checked(given: Any) -> None:
+    with pytest.raises(ValueError, match=r"available_bytes=.* is not accepted; pass a number of at least 1, such as"):
+        tw.estimate_memory(on_meta(), available_bytes=given)
+    assert tw.estimate_memory(on_meta(), available_bytes=16e9).available == 16_000_000_000  # type: ignore[arg-type]
+
+
+class Masked(tw.Module):
+    """Two blocks and a buffer that is larger than they are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(2))
+        self.register_buffer("mask", torch.ones(300, 64))
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        for block in self.blocks:
+            batch = block(batch)
+        return (batch @ self.mask.T).square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters())
+
+
+def by_exact_class(module: nn.Module) -> bool:
+    return type(module) is nn.Sequential
+
+
+def what_fits_say(folder: Path) -> dict[str, Any]:
+    """Fits twice under a policy and once without any group, each with a device of 8 KiB; returns what they warn of."""
+    said: dict[str, Any] = {}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(memory, "available_memory", lambda *_: 8 * 2**10)
+        module = Masked()
+        for name, used, options in (
+            ("first", module, {"auto_wrap_policy": by_exact_class}),
+            ("again", module, {"auto_wrap_policy": by_exact_class}),
+            ("whole", Masked(), {"min_parameters": 2_000_000}),
+        ):
+            trainer = tw.Trainer(max_steps=1, devices=2, strategy=tw.FSDPStrategy(**options), **QUIET)
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                trainer.fit(used, torch.utils.data.DataLoader(torch.ones(4, 64), batch_size=2))
+            said[name] = [str(each.message) for each in caught if "too little memory" in str(each.message)]
+    local = [
+        each.to_local() if isinstance(each, DTensor) else each for each in (*module.parameters(), *module.buffers())
+    ]
+    said["held"] = sum(each.nbytes for each in local)
+    return said
+
+
+def test_what_fits_under_fsdp_say(tmp_path: Path) -> None:
+    """The groups are those that fsdp has made, and buffers are whole on each rank."""
+    first, second = run_job(what_fits_say, 2, tmp_path)
+    by_groups, whole = (
+        tw.estimate_memory(Masked(), num_devices=2, available_bytes=8 * 2**10, auto_wrap_policy=policy)
+        for policy in (by_exact_class, None)
+    )
+    assert first["held"] == second["held"] == by_groups.parts["fsdp"].parameters
+    assert by_groups.gathered < whole.gathered
+    for name, estimate in (("first", by_groups), ("again", by_groups), ("whole", whole)):
+        assert first[name] == [f"strategy='fsdp' leaves too little memory for activations: {estimate}"]
+        assert second[name] == []
+
+
+def test_buffers_are_not_sharded() -> None:
+    estimate = tw.estimate_memory(Masked(), 0, num_devices=4, available_bytes=130 * 2**10)
+    mask, parameters = 4 * 300 * 64, 4 * 2 * (64 * 64 + 64)
+    assert (estimate.parameters, estimate.unsharded) == (parameters + mask, mask)
+    for name in ("fsdp", "deepspeed_stage_3"):
+        assert estimate.parts[name].parameters == parameters / 4 + mask
+    assert f"what it has whole at once takes {(mask + 2 * parameters) / 1024:.1f} KiB" in estimate.advice
 
 
 def test_the_memory_of_this_machine() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -351,7 +352,58 @@ OUTPUTS = {
     f"{HEAD}\nOSError: x\nException ignored in: <function A.__del__>\n{HEAD}\nTypeError: y\n": (1, "OSError: x"),
     f"no data\nException ignored in atexit callback: <function late>\n{HEAD}\nTypeError: y\n": (1, "no data"),
     "Exception ignored in: <stdout>\nBrokenPipeError: the pipe\n": (120, "BrokenPipeError: the pipe"),
+    f"{HEAD}\nOSError: handled\nepoch 2\n": (-9, "killed by SIGKILL, on Linux often by the out-of-memory killer"),
+    f"{HEAD}\nOSError: x\nat exit\n": (-6, "OSError: x"),
+    f"{HEAD}\nValueError: \n\nno such\nfile\n": (1, "ValueError: no such"),
+    '  File "a.py", line 3\nSyntaxError: no\n  File "b.py", line 4\nSyntaxError: no\n': (
+        1,
+        "SyntaxError: no (b.py, line 4)",
+    ),
+    f"{HEAD}\nKeyError: Caught KeyError in worker 0.\nOriginal {HEAD}\n    x()\nKeyError: 'row'\n": (
+        1,
+        "KeyError: 'row'",
+    ),
 }
+
+
+class Lowest(Exception):
+    pass
+
+
+def caused() -> Exception:
+    try:
+        raise ValueError("one") from OSError("its cause")
+    except ValueError as error:
+        return error
+
+
+GROUPS = [
+    (
+        ExceptionGroup("many", [caused(), KeyError("two")]),
+        "ExceptionGroup: many (2 sub-exceptions), the first ValueError: one",
+    ),
+    (
+        ExceptionGroup("many", [ExceptionGroup("in\nner", [Lowest("a\nb"), KeyError("c")]), KeyError("d")]),
+        f"ExceptionGroup: many (2 sub-exceptions), the first {Lowest.__module__}.Lowest: a",
+    ),
+]
+
+
+@pytest.mark.parametrize(("error", "reason"), GROUPS)
+@pytest.mark.parametrize("prefix", ["", "[rank1]: "])
+def test_why_a_run_failed_with_several_errors(error: Exception, reason: str, prefix: str) -> None:
+    before = [f"{HEAD} before\n", "OSError: handled\n"]
+    printed = [*before, *traceback.format_exception(raised(error))]
+    assert reason_of("".join(prefix + line for each in printed for line in each.splitlines(keepends=True)), 1) == reason
+    printed = traceback.format_exception(raised(Lowest("after"), error))
+    assert reason_of("".join(printed), 1) == f"{Lowest.__module__}.Lowest: after"
+
+
+def raised(error: Exception, cause: Exception | None = None) -> Exception:
+    try:
+        raise error from cause
+    except Exception as caught:
+        return caught
 
 
 @pytest.mark.parametrize("output", OUTPUTS)

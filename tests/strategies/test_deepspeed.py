@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,12 @@ from jobs import run_alone, run_job
 
 from trainwright.strategies.base import Optimization
 from trainwright.strategies.deepspeed import DeepSpeedStrategy
-from trainwright.strategies.deepspeed_engine import _accelerator, _keep_to_current_device, import_deepspeed
+from trainwright.strategies.deepspeed_engine import (
+    _accelerator,
+    _keep_to_current_device,
+    _without,
+    import_deepspeed,
+)
 from trainwright.strategies.zero_optimizer import Part
 
 TOLD = "the DeepSpeed config says {}: the config's is used."
@@ -256,7 +263,7 @@ def test_deepspeed_is_imported_without_mlflow(tmp_path: Path) -> None:
         "import sys, threading, torch\n"
         "from trainwright.strategies import deepspeed_engine\n"
         "other = threading.Thread(target=lambda: __import__('mlflow'), name='another')\n"
-        "with deepspeed_engine._without('mlflow'):\n"
+        "with deepspeed_engine._without('mlflow', 'deepspeed'):\n"
         "    other.start()\n"
         "    other.join()\n"
         "del sys.modules['mlflow']\n"
@@ -266,6 +273,30 @@ def test_deepspeed_is_imported_without_mlflow(tmp_path: Path) -> None:
     )
     done = run_python("-c", script, folder=tmp_path, warnings_are=None)
     assert done.stdout.splitlines() == ["imported by another", "True False", "imported by MainThread"], done.stderr
+
+
+def test_only_deepspeed_finds_no_mlflow(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """What it imports may look for the package, or keep it for a user."""
+    sources = {
+        "hidden_package": "",
+        "asks_for_it": "import importlib.util\nhas = importlib.util.find_spec('hidden_package') is not None\n",
+        "keeps_it": "import hidden_package\n",
+        "its_importer": "import asks_for_it\nimport hidden_package\n",
+    }
+    for name, text in sources.items():
+        (tmp_path / f"{name}.py").write_text(text)
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    monkeypatch.syspath_prepend(tmp_path)
+    finders = list(sys.meta_path)
+    with _without("hidden_package", "its_importer"):
+        with pytest.raises(ModuleNotFoundError, match="No module named 'hidden_package'"):
+            importlib.import_module("its_importer")
+        assert importlib.import_module("asks_for_it").has
+        assert importlib.import_module("keeps_it").hidden_package
+        importlib.import_module("its_importer")  # as it is loaded by now
+    assert sys.meta_path == finders
+    for name in sources:
+        monkeypatch.delitem(sys.modules, name, raising=False)
 
 
 def test_a_device_that_deepspeed_does_not_know() -> None:

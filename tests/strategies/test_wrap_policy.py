@@ -66,6 +66,19 @@ def test_tied_weights_keep_a_block_from_being_a_group() -> None:
     assert "blocks.0" in names(inside)
 
 
+def test_a_layer_that_two_blocks_call_is_in_neither_of_their_groups() -> None:
+    net = model()
+    net.blocks[0].up = net.blocks[1].up
+    assert names(net) == ["pair.0", "pair"]
+    with pytest.raises(
+        ValueError, match=r"'up.weight' is also used outside of it \(tied weights or a shared submodule\)"
+    ):
+        names(net, {Called})
+    assert len(names(net, {Called, nn.Linear})) == 3 + 7  # the layer is a group, gathered wherever it is called
+    net.blocks[0].up = net.blocks[1].up = nn.Identity()
+    assert "blocks.0" in names(net)
+
+
 def test_one_module_under_two_names() -> None:
     net = model()
     net.again = net.blocks[0]

@@ -39,6 +39,8 @@ UNITS = {
 UNITS |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
 HEADS = ("strategy", "devices", "parameters", "gradients", "optimizer", "masters", "buffers", "total", "")
 SHORT_HEADS = ("strategy", "devices", "params", "grads", "optim", "masters", "buffers", "total", "")
+MOST_PARAMETERS = 10**18
+"""torch counts the bytes of a tensor in 64 bits, also on the meta device."""
 COUNTS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
 
 
@@ -141,6 +143,8 @@ def _module(target: str | None, params: str | None, arguments: str | None) -> tu
     if arguments is not None:
         raise ValueError("--args is for a class; leave it out with --params.")
     count = _amount(str(params), COUNTS, "--params", "7e9 or 7B")
+    if count > MOST_PARAMETERS:
+        raise ValueError(f"--params {params}: expected at most {MOST_PARAMETERS:.0e} parameters, such as 7e9 or 7B.")
     return nn.ParameterList([nn.Parameter(torch.empty(count, device="meta"))]), f"--params {params}"
 
 

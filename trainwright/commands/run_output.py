@@ -5,11 +5,16 @@ from __future__ import annotations
 import re
 import signal
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import takewhile
 
 from trainwright.distributed.failures import shortened
 
 _FIRST_FAILURE = re.compile(r"trainwright: rank \d+ of \d+.*? failed first \((?P<summary>.*)\); the job was ended\.")
 _TRACEBACK = "Traceback (most recent call last)"
+_STARTS = re.compile(rf"(?:  \+ Exception Group |Original )?{re.escape(_TRACEBACK)}")
+"""Of a traceback, of that of a group, and of that of a loader's worker, which comes after the error in this process."""
+_IN_GROUP = re.compile(rf"(?P<margin> +\| )(?P<head>(?:Exception Group )?{re.escape(_TRACEBACK)})?(?P<text>\S.*)")
+_SECOND_OF_GROUP = re.compile(r" +\+-+ 2 -+")
 _ERROR = re.compile(r"(?:[\w.]+\.)?\w*(?:Error|Exception|Interrupt|Warning|Exit)\b.*")
 _LOCATION = re.compile(r'  File "(?P<path>.*)", line (?P<line>\d+)')
 _RANK_PREFIX = re.compile(r"\[rank\d+\]:? ?")
@@ -33,13 +38,7 @@ def reason_of(output: str, code: int) -> str:
                 return shortened(found["summary"])
             break
     lines = list(_without_ignored(lines)) or lines
-    starts = [number for number, line in enumerate(lines) if line.startswith(_TRACEBACK)]
-    after = lines[starts[-1] + 1 :] if starts else []
-    error = next((line for line in after if not line[0].isspace()), None)
-    if error is None:
-        error = next((line for line in reversed(lines) if _ERROR.fullmatch(line)), None)
-    if error is not None and error.startswith(_OF_SYNTAX):
-        error += _location_before(lines, error)
+    error = None if code == -signal.SIGKILL else _error_of(lines)  # of which no error is the cause
     if error is None and code < 0:
         hint = ", on Linux often by the out-of-memory killer" if -code == signal.SIGKILL else ""
         return f"killed by {_signal_name(-code)}{hint}"
@@ -47,9 +46,41 @@ def reason_of(output: str, code: int) -> str:
     return shortened(error or last.strip())
 
 
-def _location_before(lines: Sequence[str], error: str) -> str:
-    """Return the file and line that were printed last before an error, in parentheses; "" if none were."""
-    locations = map(_LOCATION.fullmatch, reversed(lines[: lines.index(error)]))
+def _error_of(lines: Sequence[str]) -> str | None:
+    """Return the error that was printed last, with what says more about it in the lines around it."""
+    start = next((at for at in reversed(range(len(lines))) if _STARTS.match(lines[at])), len(lines))
+    if lines[start:] and lines[start].startswith(" "):
+        return _error_of_group(lines[start:])
+    own = (at for at in range(start + 1, len(lines)) if not lines[at][0].isspace())
+    at = next(own, next((at for at in reversed(range(len(lines))) if _ERROR.fullmatch(lines[at])), None))
+    if at is None:
+        return None
+    error = lines[at]
+    if error.startswith(_OF_SYNTAX):
+        return error + _location_before(lines[:at])
+    if error.rstrip().endswith(":") and " " not in error.rstrip():  # the text begins on the next line
+        return " ".join([error.rstrip(), *(each.strip() for each in lines[at + 1 : at + 2])])
+    return error
+
+
+def _error_of_group(lines: Sequence[str]) -> str | None:
+    """Return the error of an exception group, and the first in it that holds no others."""
+    texts: dict[str, str] = {}
+    """The first line of the error at each margin, outermost first."""
+    for line in takewhile(lambda line: not _SECOND_OF_GROUP.match(line), lines):
+        if (found := _IN_GROUP.match(line)) is None:
+            continue
+        margin = found["margin"]
+        if found["head"]:  # what came before at this margin is the cause of what comes
+            texts = {key: text for key, text in texts.items() if len(key) < len(margin)}
+        elif all(len(key) < len(margin) for key in texts):
+            texts[margin] = found["text"]
+    return ", the first ".join(list(texts.values())[:: max(1, len(texts) - 1)]) or None
+
+
+def _location_before(lines: Sequence[str]) -> str:
+    """Return the file and line that were printed last, in parentheses; "" if none were."""
+    locations = map(_LOCATION.fullmatch, reversed(lines))
     found = next(filter(None, locations), None)
     return "" if found is None else f" ({found['path']}, line {found['line']})"
 

@@ -227,13 +227,20 @@ def _cause(error: StateRejected) -> str:
 
 
 def count_samples(batch: Any) -> int | None:
-    """Return the samples in a batch, by its first tensor or list of plain values; None if unknown."""
-    if isinstance(batch, Tensor):
-        return len(batch) if batch.dim() else None
+    """Return the samples in a batch, by its first tensor, array or list of plain values; None if unknown."""
+    if isinstance(shape := getattr(batch, "shape", None), tuple):
+        return int(shape[0]) if shape else None
     if isinstance(batch, Mapping):
-        batch = list(batch.values())
-    if not isinstance(batch, Sequence) or isinstance(batch, (str, bytes)):
+        parts = list(batch.values())
+    elif not isinstance(batch, Sequence) or isinstance(batch, (str, bytes)):
         return None
-    if batch and not any(isinstance(each, (Tensor, Mapping, list, tuple)) for each in batch):
-        return len(batch)
-    return next((size for each in batch if (size := count_samples(each)) is not None), None)
+    else:
+        parts = list(batch)
+        if parts and not any(isinstance(each, (Tensor, Mapping, list, tuple)) or _is_array(each) for each in parts):
+            return len(parts)
+    return next((size for each in parts if (size := count_samples(each)) is not None), None)
+
+
+def _is_array(value: Any) -> bool:
+    shape = getattr(value, "shape", None)
+    return isinstance(shape, tuple) and len(shape) > 0  # which numpy's numbers have empty

@@ -44,6 +44,10 @@ def map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
         return with_values(value, {key: map_leaves(function, each) for key, each in value.items()})
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return type(value)(*(map_leaves(function, each) for each in value))
+    if isinstance(value, list) and type(value) is not list:
+        clone = copy.copy(value)  # its class may take other arguments, and its object have attributes
+        clone[:] = [map_leaves(function, each) for each in value]
+        return clone
     if isinstance(value, (list, tuple)):
         return type(value)(map_leaves(function, each) for each in value)
     return function(value)

@@ -19,7 +19,7 @@ from trainwright.devices import accelerator
 from trainwright.engine.engine import Engine
 from trainwright.rank_zero import rank_zero_warn
 from trainwright.strategies.memory_plan import ALONE, FULLY_SHARDED, MEMORY_PLANS, DeviceBytes, MemoryPlan
-from trainwright.strategies.wrap_policy import WrapPolicy, check_policy, choose_groups, has_forward
+from trainwright.strategies.wrap_policy import WrapPolicy, check_policy, choose_groups
 
 MOST_USED = 0.8
 """The part of a device's memory that an estimate may take; activations need the rest."""
@@ -42,7 +42,9 @@ class MemoryEstimate:
     optimizer: int
     """The bytes of the optimizers' state."""
     gathered: int
-    """The bytes that fsdp has whole on each device at once, however many devices there are."""
+    """The bytes that fsdp has whole on each device at once, however many devices there are; its buffers are not among them."""
+    unsharded: int
+    """The bytes of the module's buffers, which every strategy keeps whole on each device."""
     is_assumed: bool
     """Whether an optimizer could not be tried, and was counted as Adam."""
     num_devices: int
@@ -67,13 +69,14 @@ class MemoryEstimate:
         if fitting is not None:
             return f"strategy={fitting!r} would need {size_text(self.per_device[fitting])} of the {size_text(self.available)}."
         none = f"no strategy fits it on {self.num_devices} device(s) of {size_text(self.available)}"
-        left = MOST_USED * self.available - self.gathered
+        whole = self.gathered + self.unsharded
+        left = MOST_USED * self.available - whole
         if left <= 0:
             return (
                 f"{none}, nor does {FULLY_SHARDED} on more: what it has whole at once takes "
-                f"{size_text(self.gathered)}. Give it smaller groups (auto_wrap_policy)."
+                f"{size_text(whole)}. Give it smaller groups (auto_wrap_policy)."
             )
-        devices = math.ceil((self.parameters + self.gradients + self.optimizer) / left)
+        devices = math.ceil((self.parameters - self.unsharded + self.gradients + self.optimizer) / left)
         return f"{none}: strategy={FULLY_SHARDED!r} would need {devices} of them."
 
     def __str__(self) -> str:
@@ -131,7 +134,11 @@ def estimate_memory(
         )
     check_policy("auto_wrap_policy", auto_wrap_policy)
     available = available_memory() if available_bytes is None else available_bytes
-    return _estimate(module, optimizer, num_devices, available, choose_groups(module, auto_wrap_policy))
+    if isinstance(available, bool) or not isinstance(available, (int, float)) or not 1 <= available < math.inf:
+        raise ValueError(
+            f"available_bytes={available!r} is not accepted; pass a number of at least 1, such as 80 * 2**30."
+        )
+    return _estimate(module, optimizer, num_devices, int(available), choose_groups(module, auto_wrap_policy))
 
 
 def _estimate(
@@ -144,6 +151,7 @@ def _estimate(
         "parameters": _bytes((*module.parameters(), *module.buffers())),
         "gradients": _bytes(trained),
         "optimizer": state,
+        "unsharded": _bytes(module.buffers()),
         "num_devices": num_devices,
     }
     gathered = _gathered_bytes(module, groups)
@@ -169,7 +177,9 @@ def warn_of_memory(engine: Engine, module: nn.Module, optimizers: Sequence[Optim
     available = available_memory(engine.device, engine.environment.local_world_size)
     if SURELY_ENOUGH * _bytes(tensors) < MOST_USED * available:
         return
-    groups = engine.strategy.gathered_groups(module) or choose_groups(module, None)
+    groups = engine.strategy.gathered_groups(module)
+    if groups is None:
+        groups = choose_groups(module, None)
     estimate = _estimate(module, optimizers, engine.world_size, available, groups)
     used = ALONE if engine.world_size == 1 else engine.strategy.name
     if used in estimate.per_device and not estimate.fits(used):
@@ -194,7 +204,7 @@ def available_memory(device: torch.device | None = None, processes: int = 1) -> 
 
 def _gathered_bytes(module: nn.Module, groups: Sequence[nn.Module]) -> int:
     """Return the bytes that fsdp has whole at once; 0 for a list of parameters, of whose groups nothing is known."""
-    if not has_forward(module):
+    if isinstance(module, (nn.ParameterList, nn.ParameterDict)):
         return 0
     taken: set[Tensor] = set()
     parts = []
@@ -237,7 +247,7 @@ def _tried(
     kind: type[Optimizer], options: dict[str, Any], parameters: Iterable[Tensor], own_dtype: torch.dtype | None
 ) -> int | None:
     """Return the bytes of the state that one step on the meta device makes; None for an optimizer that cannot do that."""
-    accepted = inspect.signature(kind).parameters
+    accepted = _accepted(kind)
     options = {name: value for name, value in options.items() if name in accepted and name not in HOW_COMPUTED}
     total = 0
     for (shape, dtype), count in Counter((each.shape, own_dtype or each.dtype) for each in parameters).items():
@@ -252,6 +262,18 @@ def _tried(
                 return None  # otherwise it has failed after making its state
         total += count * _bytes(each for each in optimizer.state[parameter].values() if isinstance(each, Tensor))
     return total
+
+
+def _accepted(kind: type[Optimizer]) -> set[str]:
+    """Return the names of a constructor's arguments, with those of the base classes that it passes any others on to."""
+    names: set[str] = set()
+    for base in kind.__mro__:
+        if (constructor := vars(base).get("__init__")) is not None:
+            arguments = inspect.signature(constructor).parameters
+            names.update(arguments)
+            if all(each.kind is not each.VAR_KEYWORD for each in arguments.values()):
+                break
+    return names
 
 
 def _bytes(tensors: Iterable[Tensor]) -> int:

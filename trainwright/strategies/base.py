@@ -256,9 +256,9 @@ class Strategy(JobView):
         """Broadcast rank 0's buffers, so that all ranks evaluate one model. Collective."""
         broadcast_tensors(each for module in modules for each in replicated(module, module.named_buffers()))
 
-    def gathered_groups(self, module: nn.Module) -> list[nn.Module]:
-        """Return the submodules whose parameters are gathered for their own calls alone."""
-        return []
+    def gathered_groups(self, module: nn.Module) -> Sequence[nn.Module] | None:
+        """Return the submodules of a prepared module that are gathered for their own calls; None without such groups."""
+        return None
 
     def model_pieces(self, module: nn.Module) -> list[Piece]:
         """Return this rank's shard of the module's state_dict, as views that a load writes into."""

@@ -174,11 +174,11 @@ class FSDPStrategy(Strategy):
                 f"{type(module).__name__} holds sharded parameters already, of torch's fully_shard; leave the sharding to the "
                 "strategy, or create the module again."
             )
-        groups = self.gathered_groups(module)
+        groups = choose_groups(module, self.auto_wrap_policy, self.min_parameters)
         to_checkpoint = recomputed(module, self.activation_checkpointing_policy, groups)
         mesh = make_mesh(self.device.type, self.world_size)
         low = self.mixed_precision or self._policy()
-        root = Root(module, low.param_dtype)
+        root = Root(module, low.param_dtype, groups)
         chosen, self._float32 = set(groups), Float32()
         if self.mixed_precision is None and low.param_dtype is not None:
             self._float32 = find_float32(module)
@@ -213,8 +213,10 @@ class FSDPStrategy(Strategy):
         module.register_forward_pre_hook(unshard_for_call)
         module.register_forward_hook(reshard_after_call, always_call=True)
 
-    def gathered_groups(self, module: nn.Module) -> list[nn.Module]:
-        return choose_groups(module, self.auto_wrap_policy, self.min_parameters)
+    def gathered_groups(self, module: nn.Module) -> Sequence[nn.Module] | None:
+        # Not chosen again: a policy may ask for classes, which sharding has replaced.
+        root: Root | None = module.__dict__.get(ROOT)
+        return None if root is None else root.groups
 
     def _refuse_other_precision(self, module: nn.Module) -> None:
         """Raise ValueError for a module that an earlier run has sharded for another low precision."""

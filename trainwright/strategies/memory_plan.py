@@ -15,6 +15,7 @@ class DeviceBytes(NamedTuple):
     """What one device holds in training, without activations."""
 
     parameters: int
+    """The bytes of the parameters, and of the module's buffers."""
     gradients: int
     optimizer: int
     """The bytes of the optimizer's state."""
@@ -54,6 +55,7 @@ class MemoryPlan:
         parameters: int,
         gradients: int,
         optimizer: int,
+        unsharded: int,
         masters: int,
         of_masters: int,
         of_groups: int,
@@ -61,23 +63,23 @@ class MemoryPlan:
     ) -> DeviceBytes:
         """Return what one device holds of a whole model's bytes.
 
-        `masters` are its trained parameters in float32, `of_masters` the optimizer's state for these, and `of_groups` what is
-        whole at once where groups are gathered.
+        `unsharded` are the module's buffers, which are among `parameters`; `masters` its trained parameters in float32,
+        `of_masters` the optimizer's state for these, and `of_groups` what is whole at once where groups are gathered.
         """
-        trained = masters // 4
+        trained, sharded = masters // 4, parameters - unsharded
         reduced = {"float32": masters, "gradients": gradients, "": 0}[self.reduces]
 
         def part(size: int, is_divided: bool) -> int:
             return -(-size // num_devices) if is_divided else size
 
         return DeviceBytes(
-            parameters=part(parameters, self.parameters),
+            parameters=part(sharded, self.parameters) + unsharded,
             gradients=part(masters if self.has_masters else gradients, self.gradients),
             optimizer=part(of_masters if self.has_masters else optimizer, self.optimizer),
             masters=part(masters, True) if self.has_masters else 0,
             buffers=(gradients if self.has_buckets else 0)
             + (reduced if trained <= LARGEST_BUCKET else reduced * LARGEST_BUCKET // trained)
-            + (min(parameters, MOST_GATHERED * (gradients // trained if trained else 4)) if self.gathers else 0)
+            + (min(sharded, MOST_GATHERED * (gradients // trained if trained else 4)) if self.gathers else 0)
             + (of_groups if self.gathers_groups else 0),
         )
 

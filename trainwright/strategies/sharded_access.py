@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import linecache
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import wraps
 from types import TracebackType
 from typing import Any
@@ -31,16 +31,20 @@ NO_STEPS = ("reset_parameters", "configure_optimizers")
 
 
 class Root(StepForward):
-    """FSDP's root: its forward runs a step of the module. `dtype` is what parameters are gathered in; None for their own."""
+    """FSDP's root: its forward runs a step of the module.
+
+    `dtype` is what parameters are gathered in, None for their own; `groups` are the submodules that are gathered apart.
+    """
 
     depth = 0
     """Positive while a step runs."""
     is_called_alone = False
     """Whether the module is called outside a step."""
 
-    def __init__(self, module: nn.Module, dtype: torch.dtype | None) -> None:
+    def __init__(self, module: nn.Module, dtype: torch.dtype | None, groups: Sequence[nn.Module]) -> None:
         super().__init__(module)
         self.dtype = dtype
+        self.groups = tuple(groups)
 
     def forward(self, name: str, /, *args: Any, **kwargs: Any) -> Any:
         self.depth += 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from itertools import chain
 
 from torch import Tensor, nn
 
@@ -31,15 +32,16 @@ def choose_groups(
     """Return the submodules that become groups, innermost first; everything else is the root's group.
 
     By default these are blocks (modules with a forward and children) with at least `min_parameters` parameters outside inner
-    groups, unless one of their parameters is tied to a module outside.
+    groups, unless one of their parameters is tied to a module outside, or a module outside calls one of theirs.
 
     Raises:
         ValueError: the policy selects nothing, a module that cannot be called, or one with tied parameters.
     """
-    owners: dict[Tensor, set[nn.Module]] = {}
+    owners: dict[Tensor | nn.Module, set[nn.Module]] = {}
     for each in module.modules():
-        for parameter in each.parameters(recurse=False):
-            owners.setdefault(parameter, set()).add(each)
+        parts: Iterable[Tensor | nn.Module] = chain(each.parameters(recurse=False), each.children())
+        for part in parts:
+            owners.setdefault(part, set()).add(each)
     if policy is None:
         return list(_by_size(module, owners, min_parameters, set()))
     is_wanted = policy if callable(policy) and not isinstance(policy, type) else _is_one_of(policy)
@@ -54,16 +56,18 @@ def choose_groups(
             "Name some of them, or leave the policy out to choose by size."
         )
     names = {each: name for name, each in module.named_modules()}
+    chosen = set(groups)
     for group in groups:
         if not has_forward(group):
             raise ValueError(
                 f"auto_wrap_policy makes {names[group]!r} a group, but {a_type_of(group)} cannot be called, and a call "
                 "is what gathers a group. Name the classes of the modules in it."
             )
-        if tied := _tied(group, owners):
+        inner = (each for each in group.modules() if each is not group and each in chosen)
+        if tied := _tied(group, owners, {parameter for each in inner for parameter in each.parameters()}):
             raise ValueError(
                 f"auto_wrap_policy makes {names[group]!r} a group, but its parameter {tied!r} is also used outside of it (tied "
-                "weights), and each group gathers its own. Leave it out of the policy."
+                "weights or a shared submodule), and each group gathers its own. Leave it out of the policy."
             )
     return groups
 
@@ -86,14 +90,14 @@ def _is_one_of(policy: object) -> Callable[[nn.Module], bool]:
 
 
 def _by_size(
-    module: nn.Module, owners: dict[Tensor, set[nn.Module]], least: int, taken: set[Tensor]
+    module: nn.Module, owners: dict[Tensor | nn.Module, set[nn.Module]], least: int, taken: set[Tensor]
 ) -> Iterator[nn.Module]:
     for child in module.children():
         if not isinstance(child, WHOLE):
             yield from _by_size(child, owners, least, taken)
         rest = [parameter for parameter in child.parameters() if parameter not in taken]
         is_block = has_forward(child) and any(True for _ in child.children())
-        if is_block and sum(map(Tensor.numel, rest)) >= least and not _tied(child, owners):
+        if is_block and sum(map(Tensor.numel, rest)) >= least and not _tied(child, owners, taken):
             taken.update(rest)
             yield child
 
@@ -103,7 +107,18 @@ def has_forward(module: nn.Module) -> bool:
     return type(module).forward is not nn.Module.forward
 
 
-def _tied(module: nn.Module, owners: dict[Tensor, set[nn.Module]]) -> str | None:
-    """Return the name of a parameter that is tied to a module outside."""
+def _tied(module: nn.Module, owners: dict[Tensor | nn.Module, set[nn.Module]], taken: set[Tensor]) -> str | None:
+    """Return the name of a parameter that is used outside of a module: one that is tied, or of a submodule that is shared.
+
+    A shared submodule that is a group itself, whose parameters are taken, is gathered wherever it is called.
+    """
     inside = set(module.modules())
-    return next((name for name, parameter in module.named_parameters() if owners[parameter] - inside), None)
+    tied = (name for name, parameter in module.named_parameters() if owners[parameter] - inside)
+    shared = (
+        f"{path}.{name}"
+        for path, each in module.named_modules()
+        if each is not module and owners[each] - inside
+        for name, parameter in each.named_parameters()
+        if parameter not in taken
+    )
+    return next(tied, None) or next(shared, None)
