@@ -26,7 +26,7 @@ from trainwright.precision import resolve_precision
 from trainwright.precision.base import Closure, Precision, Sender
 from trainwright.precision.mixed import NoFastPath
 from trainwright.rank_zero import rank_zero_warn
-from trainwright.strategies import deepspeed_config, zero_cleanup, zero_state
+from trainwright.strategies import deepspeed_config, zero_cleanup, zero_order, zero_state
 from trainwright.strategies.base import (
     Clipping,
     Optimization,
@@ -237,6 +237,7 @@ class DeepSpeedStrategy(Strategy):
     def _take(self, master: MasterOptimizer, engine: Any, owners: Sequence[nn.Module]) -> ZeroOptimizer:
         zero, strays = engine.optimizer, list(engine.module.strays)
         refuse_plain_backward(zero, lambda: self._is_in_backward, self.name)
+        zero_order.ReductionOrder(zero, engine.module.parameters(), self.stage)
         if strays:
             strays[0].all_gather(strays)  # small ones stay gathered, because no hook sees their first use
         master.attach(zero_state.shards_of(zero, self.stage, self.rank))
