@@ -377,6 +377,7 @@ PACKAGE_LINES = [
     (51, "the ladder names another framework that a script imports, and why a metric is worse on several devices"),
     (80, "estimates count what fsdp has whole at once; the ladder says where a script has an error of syntax"),
     (76, "DeepSpeed adds the gradients of all ranks in one order, whatever order their backwards have"),
+    (19, "a note on the error of a hook that calls a submodule under fsdp says what to call"),
 ]
 """Lines of the package: what is added to it, or taken off, with the reason. The sum is the limit."""
 

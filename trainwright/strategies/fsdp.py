@@ -61,6 +61,7 @@ from trainwright.strategies.sharded_access import (
     ROOT,
     Root,
     explain,
+    note_use_in_hook,
     open_methods,
     refuse_copy,
     refuse_sharded_loss,
@@ -205,8 +206,7 @@ class FSDPStrategy(Strategy):
             self._materialize(module, constructed, module)
         for each in to_checkpoint:
             each.forward = partial(checkpoint, each.forward, use_reentrant=False)
-        is_float32 = module in self._float32.groups  # a layer by itself
-        self._shard_group(root, mesh, MixedPrecisionPolicy() if is_float32 else low, is_root=True)
+        self._shard_group(root, mesh, MixedPrecisionPolicy() if module in self._float32.groups else low, is_root=True)
         write_through_data()
         module.__dict__[ROOT] = root  # not as a submodule
         module.__dict__["__deepcopy__"] = partial(refuse_copy, module)
@@ -319,6 +319,9 @@ class FSDPStrategy(Strategy):
                 # The device has to have copied the offloaded shards, which may be written next.
                 torch.accelerator.synchronize(self.device)
         return outputs
+
+    def annotate(self, error: BaseException) -> None:
+        note_use_in_hook(error, self.wrapped)
 
     def backward(self, loss: Tensor, send: Sender | None = None, **options: Any) -> None:
         refuse_sharded_loss(loss, next(iter(self.wrapped), None))
