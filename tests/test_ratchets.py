@@ -381,6 +381,8 @@ PACKAGE_LINES = [
         115,
         "estimates know the groups that fsdp has made, and whole buffers; shared layers are in no block; exception groups",
     ),
+    (108, "DeepSpeed adds the gradients of all ranks in one order, whatever order their backwards have"),
+    (19, "a note on the error of a hook that calls a submodule under fsdp says what to call"),
 ]
 """Lines of the package: what is added to it, or taken off, with the reason. The sum is the limit."""
 

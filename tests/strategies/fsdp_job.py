@@ -343,6 +343,19 @@ class LogsNorm(tw.Module):
         return torch.optim.SGD(self.parameters(), 0.1)
 
 
+class Samples(Blocks):
+    def on_train_epoch_start(self) -> None:
+        self.out(torch.ones(2, WIDTH))
+
+
+def called_in_hook() -> list[str]:
+    """Return the notes of the error of a hook that calls a submodule."""
+    loader = DataLoader(TensorDataset(torch.ones(4, WIDTH)), batch_size=1)
+    with pytest.raises(RuntimeError, match=r"mixed torch.Tensor and DTensor") as caught:
+        tw.Trainer(strategy="fsdp", max_epochs=1, **QUIET).fit(Samples(), loader)
+    return caught.value.__notes__
+
+
 def called_after_fit(folder: Path) -> float:
     """Call a module outside of a step: without gradients as on one process, with them refused."""
     loader = DataLoader(TensorDataset(torch.ones(4, 3)), batch_size=1)
@@ -376,6 +389,7 @@ def fsdp(folder: Path) -> dict[str, Any]:
     found["low"] = low_precision(folder)
     refusals()
     found["called"] = called_after_fit(folder)
+    found["in a hook"] = called_in_hook()
     found["norm"] = own_loop(folder)
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -100,3 +101,13 @@ def test_min_parameters_is_checked(given: Any) -> None:
 def test_calls_outside_of_a_step(job: Any) -> None:
     ranks, _ = job
     assert all(rank["called"] < 1e-6 for rank in ranks)
+
+
+@pytest.mark.slow
+def test_a_submodule_called_in_a_hook(job: Any) -> None:
+    """Torch's error has a note: which parameters, and what to call."""
+    for rank in job[0]:
+        assert re.fullmatch(
+            r"Under fsdp each rank holds a part of 'out.bias' and 'out.weight', and .* only in a step\. .*tw\.gather_module.*",
+            *rank["in a hook"],
+        )

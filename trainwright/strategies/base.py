@@ -302,6 +302,9 @@ class Strategy(JobView):
         """Return one state tensor as a piece, a sharded one as the range that this rank holds."""
         return Piece(name, tuple(value.shape), 0, value.detach(), writer)
 
+    def annotate(self, error: BaseException) -> None:
+        """Add to an error of the user's code what it means under this strategy."""
+
     def describe_optimizer(self, optimizer: Optimizer, names: Mapping[Tensor, str]) -> dict[str, Any]:
         """Return the optimizer's groups and the non-tensor state that this rank holds."""
         described = describe_optimizer(optimizer, names, UNSAVED_KEYS)

@@ -26,7 +26,7 @@ from trainwright.precision import resolve_precision
 from trainwright.precision.base import Closure, Precision, Sender
 from trainwright.precision.mixed import NoFastPath
 from trainwright.rank_zero import rank_zero_warn
-from trainwright.strategies import deepspeed_config, zero_cleanup, zero_state
+from trainwright.strategies import deepspeed_config, zero_cleanup, zero_order, zero_state
 from trainwright.strategies.base import (
     Clipping,
     Optimization,
@@ -127,8 +127,7 @@ class DeepSpeedStrategy(Strategy):
             raise ValueError(f"offload_parameters=True needs stage 3, which shards them, not stage {self.stage}.")
         deepspeed_config.refuse_other_steppers({**zero, **self.own_config.get("zero_optimization", {})})
         self._configured_precision = deepspeed_config.low_precision(self.own_config)
-        self.offload_optimizer, self.offload_parameters = offload_optimizer, offload_parameters
-        self.zero = zero
+        self.offload_optimizer, self.offload_parameters, self.zero = offload_optimizer, offload_parameters, zero
         self.forward_is_collective = self.stage == 3
         self.makes_optimizer = "optimizer" in self.own_config
         self.takes_compile = self.stage < 3  # the compiler sees the parameters before they are gathered
@@ -226,9 +225,8 @@ class DeepSpeedStrategy(Strategy):
 
     def _refuse_optimizer(self, optimizer: Optimizer) -> None:
         """Raise ValueError for an optimizer that steps flat shards differently, unless the config accepts any."""
-        device = torch.device("cpu") if self._offloads else self.device
         try:
-            refuse_uneven_steps(optimizer, device, self.name, flat=True)
+            refuse_uneven_steps(optimizer, torch.device("cpu") if self._offloads else self.device, self.name, flat=True)
         except ValueError as error:
             if self.own_config.get("zero_allow_untested_optimizer") is not True:
                 raise
@@ -237,11 +235,12 @@ class DeepSpeedStrategy(Strategy):
     def _take(self, master: MasterOptimizer, engine: Any, owners: Sequence[nn.Module]) -> ZeroOptimizer:
         zero, strays = engine.optimizer, list(engine.module.strays)
         refuse_plain_backward(zero, lambda: self._is_in_backward, self.name)
+        order = zero_order.ReductionOrder(zero, engine.module.parameters(), self.stage)
         if strays:
             strays[0].all_gather(strays)  # small ones stay gathered, because no hook sees their first use
         master.attach(zero_state.shards_of(zero, self.stage, self.rank))
         refresh = partial(zero_state.refresh_from_masters, zero, self.stage)
-        facade = ZeroOptimizer(master, engine, self._write_back.run, refresh)
+        facade = ZeroOptimizer(master, engine, order, self._write_back.run, refresh)
         self._engines[facade] = engine
         for module in owners:
             self._parts.setdefault(module, []).append(engine)
@@ -282,13 +281,13 @@ class DeepSpeedStrategy(Strategy):
                 )
 
     def run(self, module: nn.Module, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Attention's fast path is off in stage 3: it reads parameters that are not gathered."""
         step: Callable[[], Any] = partial(call_step, module, name, args, kwargs)
         self.buffers.begin_step(module)
         self._write_back.check()
         for engine in self._parts.get(module, []):
             # Not engine(...), which hooks its prologue on the step's output: a manual backward runs before there is one.
             step = partial(engine.module, step)
-        # Attention's fast path reads parameters that stage 3 has not gathered.
         with self.precision.forward_context() or nullcontext(), NoFastPath() if self.stage == 3 else nullcontext():
             return step()
 
@@ -384,6 +383,8 @@ class DeepSpeedStrategy(Strategy):
         for engine, saved in zip(self._engines.values(), state.get("lr_schedulers", []), strict=False):
             if engine.lr_scheduler is not None and saved is not None:
                 engine.lr_scheduler.load_state_dict(saved)
+        for facade, indices in zip(self._engines, state.get("reduction_orders", []), strict=False):
+            facade.order.replay(indices)
 
     def refresh_weights(self, modules: Sequence[nn.Module]) -> None:
         stepped = {shard.parameter for engine in self._engines.values() for shard in self._shards(engine)}
@@ -395,7 +396,8 @@ class DeepSpeedStrategy(Strategy):
     @property
     def state(self) -> dict[str, Any]:
         schedulers = (engine.lr_scheduler for engine in self._engines.values())
-        return {"lr_schedulers": [None if each is None else each.state_dict() for each in schedulers]}
+        saved = [None if each is None else each.state_dict() for each in schedulers]
+        return {"lr_schedulers": saved, "reduction_orders": [each.order.indices for each in self._engines]}
 
     def _shards(self, engine: Any) -> Iterable[Shard]:
         left = self._left.get(engine)

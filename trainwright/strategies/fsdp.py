@@ -61,6 +61,7 @@ from trainwright.strategies.sharded_access import (
     ROOT,
     Root,
     explain,
+    note_use_in_hook,
     open_methods,
     refuse_copy,
     refuse_sharded_loss,
@@ -205,8 +206,7 @@ class FSDPStrategy(Strategy):
             self._materialize(module, constructed, module)
         for each in to_checkpoint:
             each.forward = partial(checkpoint, each.forward, use_reentrant=False)
-        is_float32 = module in self._float32.groups  # a layer by itself
-        self._shard_group(root, mesh, MixedPrecisionPolicy() if is_float32 else low, is_root=True)
+        self._shard_group(root, mesh, MixedPrecisionPolicy() if module in self._float32.groups else low, is_root=True)
         write_through_data()
         module.__dict__[ROOT] = root  # not as a submodule
         module.__dict__["__deepcopy__"] = partial(refuse_copy, module)
@@ -214,7 +214,7 @@ class FSDPStrategy(Strategy):
         module.register_forward_hook(reshard_after_call, always_call=True)
 
     def gathered_groups(self, module: nn.Module) -> Sequence[nn.Module] | None:
-        # Not chosen again: a policy may ask for classes, which sharding has replaced.
+        """Return those that were chosen: a policy may ask for classes, which sharding has replaced."""
         root: Root | None = module.__dict__.get(ROOT)
         return None if root is None else root.groups
 
@@ -322,6 +322,9 @@ class FSDPStrategy(Strategy):
                 torch.accelerator.synchronize(self.device)
         return outputs
 
+    def annotate(self, error: BaseException) -> None:
+        note_use_in_hook(error, self.wrapped)
+
     def backward(self, loss: Tensor, send: Sender | None = None, **options: Any) -> None:
         refuse_sharded_loss(loss, next(iter(self.wrapped), None))
         self._write_back()
@@ -360,7 +363,7 @@ class FSDPStrategy(Strategy):
         return result
 
     def refresh_toggled(self) -> None:
-        # Optimizers hold the shards, while the rest of the step uses the gathered parameters.
+        """Optimizers hold the shards, while the rest of the step uses the gathered parameters."""
         if any(root.depth > 0 for root in self.wrapped.values()):
             self._write_back()
             self._gather_roots()

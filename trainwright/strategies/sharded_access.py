@@ -26,6 +26,8 @@ ROOT = "_fsdp_root"
 """The attribute of a sharded module that keeps FSDP's root for its next run."""
 CHAIN = re.compile(r"\b([A-Za-z_]\w*)((?:\.\w+|\[\d+\])+)")
 PART = re.compile(r"\.(\w+)|\[(\d+)\]")
+MIXED = "mixed torch.Tensor and DTensor"
+"""What torch's error says if an operation is given a sharded parameter."""
 NO_STEPS = ("reset_parameters", "configure_optimizers")
 """Public methods that no step calls."""
 
@@ -143,9 +145,20 @@ def _opening(
 
 def explain(error: Exception, module: nn.Module) -> RuntimeError | None:
     """Return an error that names the sharded parameter that a step used outside its module; None for other errors."""
-    if "mixed torch.Tensor and DTensor" not in str(error):
+    if MIXED not in str(error):
         return None
     return _refusal(module, list(_touched(error.__traceback__, _names_of_shards(module))))
+
+
+def note_use_in_hook(error: BaseException, modules: Iterable[nn.Module]) -> None:
+    """Add a note to the error of a hook that used sharded parameters, by a submodule that it called, say."""
+    for module in modules if MIXED in str(error) else ():
+        which = " and ".join(map(repr, sorted(set(_touched(error.__traceback__, _names_of_shards(module))))[:3]))
+        error.add_note(
+            f"Under fsdp each rank holds a part of {which or 'a parameter'}, and the whole is there only in a step. In a hook "
+            "or a callback use the whole copy that tw.gather_module(module, all_ranks=True) gives, called on every rank; or "
+            "call the module itself, self(...), under torch.no_grad(); or do this in a step, such as validation_step."
+        )
 
 
 def refuse_sharded_loss(loss: Tensor, module: nn.Module | None) -> None:

@@ -14,6 +14,7 @@ from trainwright.precision.base import Precision, Sender
 from trainwright.strategies.base import parameters_of
 from trainwright.strategies.master_optimizer import MasterOptimizer, StateByParameter
 from trainwright.strategies.optimizer_proxy import OptimizerProxy
+from trainwright.strategies.zero_order import ReductionOrder
 from trainwright.strategies.zero_write_back import paused
 
 
@@ -33,10 +34,15 @@ class ZeroOptimizer(OptimizerProxy):
     """Shows the module's own parameters while DeepSpeed steps flat masters, which `write_back` updates from the weights."""
 
     def __init__(
-        self, master: MasterOptimizer, engine: Any, write_back: Callable[[], None], refresh: Callable[[], None]
+        self,
+        master: MasterOptimizer,
+        engine: Any,
+        order: ReductionOrder,
+        write_back: Callable[[], None],
+        refresh: Callable[[], None],
     ) -> None:
         super().__init__(master.own, master.given)
-        self.master, self.engine = master, engine
+        self.master, self.engine, self.order = master, engine, order
         self._write_back, self._refresh = write_back, refresh
 
     @property

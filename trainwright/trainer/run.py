@@ -303,6 +303,7 @@ class Run:
                 engine.finish_save()
             except BaseException as error:
                 outcome.error = error
+                engine.strategy.annotate(error)
                 if self.is_prepared:
                     self.state.progress.fail(self.obstacle)
                 self.stop.note_end(error)

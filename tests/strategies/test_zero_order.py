@@ -1,0 +1,117 @@
+"""Ranks whose backward reaches the parameters in another order, as an LSTM's does by the lengths of the batch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from contract_job import quiet
+from jobs import run_job
+from small import QUIET
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pack_padded_sequence
+from torch.utils.data import DataLoader
+
+import trainwright as tw
+from trainwright.strategies.zero_order import ReductionOrder
+
+LENGTHS = [(4, 4), (2, 3), (3, 3), (5, 5)]
+"""Two sequences for each batch; rank 0 has every other one, and so its first step another order than rank 1."""
+STAGES: dict[str, dict[str, Any]] = {
+    "1": {"stage": 1},
+    "2": {"stage": 2},
+    "2, while the backward runs": {"stage": 2, "overlap_comm": True},
+    "2, several buckets": {"stage": 2, "reduce_bucket_size": 300},
+    "3": {"stage": 3},
+    "3, several buckets": {"stage": 3, "reduce_bucket_size": 300},
+}
+
+
+class Sequences(tw.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.net = nn.LSTM(8, 8, bidirectional=True)  # whose weights have one shape, so they can be confused
+        self.unused = nn.Linear(2, 2)
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        packed = pack_padded_sequence(batch[0], batch[1].cpu(), enforce_sorted=False)
+        return self.net(packed)[1][0].pow(2).sum()
+
+    def configure_optimizers(self) -> Any:
+        decayed = [each for name, each in self.named_parameters() if "weight" in name]
+        others = [each for name, each in self.named_parameters() if "weight" not in name]
+        return torch.optim.SGD([{"params": others, "lr": 0.2}, {"params": decayed}], lr=0.1)
+
+
+def orders(folder: Path) -> dict[str, Any]:
+    quiet()
+    torch.manual_seed(0)
+    batches = [(torch.randn(max(lengths), 2, 8), torch.tensor(lengths)) for lengths in LENGTHS]
+    ddp = tw.DDPStrategy(find_unused_parameters=True)
+    strategies = {"ddp": ddp, **{name: tw.DeepSpeedStrategy(**options) for name, options in STAGES.items()}}
+    found = {}
+    for name, strategy in strategies.items():
+        module = Sequences()
+        trainer = tw.Trainer(strategy=strategy, devices=2, max_epochs=1, **QUIET)
+        trainer.fit(module, DataLoader(batches, batch_size=None))  # type: ignore[arg-type]
+        found[name] = {
+            key: each.detach().clone() for key, each in tw.gather_module(module, all_ranks=True).named_parameters()
+        }
+    return found
+
+
+@pytest.mark.slow
+def test_the_order_of_arrival_does_not_matter(tmp_path: Path) -> None:
+    for rank in run_job(orders, 2, tmp_path):
+        expected = rank.pop("ddp")
+        for name, weights in rank.items():
+            for key in expected:
+                torch.testing.assert_close(weights[key], expected[key], msg=f"stage {name}: {key}")
+
+
+class Zero:
+    """Notes in which order a ZeRO optimizer is given gradients."""
+
+    def __init__(self, parameters: list[nn.Parameter]) -> None:
+        self.bit16_groups = [parameters[::2], parameters[1::2]]
+        self.given: list[Any] = []
+
+    def reduce_independent_p_g_buckets_and_remove_grads(self, parameter: nn.Parameter, group: int) -> None:
+        self.given.append((int(parameter), group))
+
+    def independent_gradient_partition_epilogue(self) -> None:
+        self.given.append("end")
+
+    def clear_backward_seen_flag(self) -> None:
+        self.given.append("begin")
+
+
+def test_gradients_wait_for_their_turn() -> None:
+    parameters = [nn.Parameter(torch.tensor(float(each))) for each in range(5)]
+    zero = Zero(parameters)
+    order = ReductionOrder(zero, [*parameters, nn.Parameter(torch.tensor(9.0))], stage=2)
+
+    def given(arrivals: list[int]) -> list[Any]:
+        zero.given.clear()
+        for each in arrivals:
+            zero.reduce_independent_p_g_buckets_and_remove_grads(parameters[each], each % 2)
+        zero.independent_gradient_partition_epilogue()
+        return list(zero.given)
+
+    assert order.indices == []
+    assert given([3, 0, 4, 1]) == [(4, 0), (3, 1), (1, 1), (0, 0), "end"]  # 2 was not used
+    assert order.indices == [3, 0, 4, 1, 2]
+    for arrivals in ([3, 0, 4, 1], [1, 4, 3, 0], [0, 1, 3, 4]):
+        assert given(arrivals) == [(3, 1), (0, 0), (4, 0), (1, 1), "end"]
+    order.replay([4, 3, 2, 1])  # of a module with other parameters
+    assert order.indices == [3, 0, 4, 1, 2]
+    order.replay([1, 0, 2, 3, 4])  # of a checkpoint
+    assert given([3, 0, 4, 1]) == [(1, 1), (0, 0), (3, 1), (4, 0), "end"]
+    zero.reduce_independent_p_g_buckets_and_remove_grads(parameters[1], 1)
+    zero.clear_backward_seen_flag()  # after a backward that failed
+    zero.given.clear()
+    zero.independent_gradient_partition_epilogue()
+    assert zero.given == ["end"]

@@ -1,0 +1,79 @@
+"""ZeRO's order of reduction: one order of parameters on every rank, whatever order a rank's backward reaches them in."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trainwright.distributed import collectives
+
+
+class ReductionOrder:
+    """Gives gradients to a ZeRO optimizer's buckets in one order; one that arrives early waits for those before it.
+
+    DeepSpeed fills its buckets in the order of arrival and adds the ranks' buckets element by element. That order follows
+    from the batch: an LSTM's backward reaches its weights in another order if all sequences have one length.
+
+    The order is that of rank 0's first backward; in this one itself the parameters made last come first. It is saved, as under
+    ddp, so that three or more ranks of a resumed run sum in the order of the saved one.
+    """
+
+    def __init__(self, zero: Any, parameters: Iterable[Tensor], stage: int) -> None:
+        own = {each for group in (zero.fp16_groups if stage == 3 else zero.bit16_groups) for each in group}
+        self._parameters = [each for each in parameters if each in own]
+        self._order = self._parameters[::-1]
+        self.indices: list[int] = []
+        """The parameters' numbers in the order that rank 0's first backward had; none before its end."""
+        self._reduce = zero.reduce_independent_p_g_buckets_and_remove_grads
+        self._finish = zero.independent_gradient_partition_epilogue
+        self._begin = zero.clear_backward_seen_flag
+        self._next = 0
+        self._arrived: list[Tensor] = []
+        self._waiting: dict[Tensor, tuple[Any, ...]] = {}
+        zero.reduce_independent_p_g_buckets_and_remove_grads = self.reduce
+        zero.independent_gradient_partition_epilogue = self.finish
+        zero.clear_backward_seen_flag = self.begin
+
+    def begin(self) -> None:
+        """Drop what a backward that failed has left."""
+        self._clear()
+        self._begin()
+
+    def reduce(self, parameter: Any, *group: int) -> None:
+        """Put a parameter's gradient into a bucket, and those that have waited for it."""
+        if not getattr(parameter, "ds_grad_is_ready", True):  # one of several parts of it
+            self._reduce(parameter, *group)
+            return
+        if not self.indices:
+            self._arrived.append(parameter)
+        self._waiting[parameter] = group
+        while self._next < len(self._order) and (each := self._order[self._next]) in self._waiting:
+            self._reduce(each, *self._waiting.pop(each))
+            self._next += 1
+
+    def finish(self) -> None:
+        """End a backward: no gradient will come for parameters that have not had one. Collective."""
+        for parameter in self._order[self._next :] if self._waiting else ():
+            if parameter in self._waiting:
+                self._reduce(parameter, *self._waiting[parameter])
+        arrived = list(dict.fromkeys([*self._arrived, *self._order])) if not self.indices else []
+        self._clear()
+        self._finish()
+        if arrived:
+            numbers = {each: number for number, each in enumerate(self._parameters)}
+            found = torch.tensor([numbers[each] for each in arrived], device=arrived[0].device)
+            self.replay(collectives.broadcast(found, 0).tolist())
+
+    def replay(self, indices: Sequence[int]) -> None:
+        """Use an order from the next backward on; one of other parameters is left out."""
+        if sorted(indices) == list(range(len(self._parameters))):
+            self.indices = list(indices)
+            self._order = [self._parameters[each] for each in indices]
+
+    def _clear(self) -> None:
+        self._next = 0
+        self._arrived.clear()
+        self._waiting.clear()
