@@ -72,6 +72,36 @@ def test_the_order_of_arrival_does_not_matter(tmp_path: Path) -> None:
                 torch.testing.assert_close(weights[key], expected[key], msg=f"stage {name}: {key}")
 
 
+def resumed(folder: Path) -> list[dict[str, Tensor]]:
+    """Return the weights of a run of four steps, and of one that resumes after two."""
+    quiet()
+    torch.manual_seed(0)
+    batches = [(torch.randn(5, 2, 8), torch.tensor((5, each % 4 + 2))) for each in range(12)]
+
+    def run(steps: int, **resume: Any) -> tuple[Any, dict[str, Tensor]]:
+        module = Sequences()
+        strategy = tw.DeepSpeedStrategy(stage=2, reduce_bucket_size=300)
+        trainer = tw.Trainer(strategy=strategy, devices=3, max_steps=steps, **QUIET)
+        trainer.fit(module, DataLoader(batches, batch_size=None), **resume)  # type: ignore[arg-type]
+        return trainer, {key: each.detach().clone() for key, each in module.named_parameters()}
+
+    _, expected = run(4)
+    half, _ = run(2)
+    half.save_checkpoint(str(folder / "half.ckpt"))
+    (order,) = half.strategy.state["reduction_orders"]
+    assert order != sorted(order)
+    assert order != sorted(order)[::-1]  # otherwise a resume would not show that it was saved
+    _, found = run(4, ckpt_path=str(folder / "half.ckpt"))
+    return [expected, found]
+
+
+@pytest.mark.slow
+def test_a_resumed_run_of_three_ranks_sums_in_the_order_of_the_saved_one(tmp_path: Path) -> None:
+    for expected, found in run_job(resumed, 3, tmp_path):
+        for key in expected:
+            assert torch.equal(found[key], expected[key]), key
+
+
 class Zero:
     """Notes in which order a ZeRO optimizer is given gradients."""
 
