@@ -346,6 +346,16 @@ DEEPSPEED = (
     ),
     Use(
         ZERO_12,
+        "reduce_independent_p_g_buckets_and_remove_grads independent_gradient_partition_epilogue",
+        "give gradients to the buckets in one order on all ranks (strategies/zero_order.py)",
+    ),
+    Use(
+        ZERO_3,
+        "reduce_independent_p_g_buckets_and_remove_grads independent_gradient_partition_epilogue",
+        "give gradients to the buckets in one order on all ranks (strategies/zero_order.py)",
+    ),
+    Use(
+        ZERO_12,
         "all_grad_tensors averaged_gradients finalize_gradient_accumulation_boundary",
         "clip and drop this rank's share of the gradients (strategies/zero_state.py)",
     ),
