@@ -52,8 +52,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("lightning is not installed (pip install lightning): trainwright runs alone")
     heads = f"{'training s':>12}{'ratio':>8}{'steps/s':>10}{'ratio':>8}{'memory MiB':>12}{'test %':>8}"
     print(f"{'precision':<12}{'framework':<14}{heads}")
-    for precision in options.precisions.split(","):
-        show(precision, [measure(frameworks, precision, options) for _ in range(options.rounds)])
+    with tempfile.TemporaryDirectory() as cache:  # of the vocabulary, which is another one each time that it is trained
+        options.options = ["--cache", cache, *options.options]
+        for precision in options.precisions.split(","):
+            show(precision, [measure(frameworks, precision, options) for _ in range(options.rounds)])
     return 0
 
 

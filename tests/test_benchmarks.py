@@ -65,7 +65,7 @@ def test_a_script_beside_itself_on_lightning() -> None:
         assert list(rows) == ["trainwright"]
     else:
         assert list(rows) == ["trainwright", "lightning"]
-        # The same batches and weights, whose sums may be of another order.
+        # The same batches and weights, but sums may be of another order.
         assert float(rows["trainwright"][7]) == pytest.approx(float(rows["lightning"][7]), abs=5)
     for row in rows.values():
         assert all(float(figure) > 0 for figure in row[2:])
