@@ -3,7 +3,7 @@
 Lightning has the same names, so the script's text runs on both. Each run is a new process, and the rounds are interleaved, so
 that noise hits both; ratios are taken within a round, and their medians count. Everything is on as the script has it: the best
 checkpoint, the progress bar and the logger that each framework takes by itself. The rate is that of the second half of each
-epoch, from the calls of `training_step`. On a GPU these run ahead of it by a few steps at most, as the loss is logged.
+epoch, from the calls of `training_step`; on a GPU, which the host runs ahead of, look at the training time.
 
     python benchmarks/imdb.py [--rounds 3] [--precisions 32-true,bf16-mixed] [--full-size] [-- OPTIONS OF THE SCRIPT]
 """

@@ -152,20 +152,16 @@ def _estimate(
         "gradients": _bytes(trained),
         "optimizer": state,
         "unsharded": _bytes(module.buffers()),
+        "gathered": _gathered_bytes(module, groups),
         "num_devices": num_devices,
     }
-    gathered = _gathered_bytes(module, groups)
     masters = 4 * sum(each.numel() for each in trained)
     plans = {ALONE: MemoryPlan()} if num_devices == 1 else MEMORY_PLANS
     return MemoryEstimate(
         **sizes,
-        gathered=gathered,
         is_assumed=is_assumed,
         available=available,
-        parts={
-            name: plan.on_device(**sizes, masters=masters, of_masters=of_masters, of_groups=gathered)
-            for name, plan in plans.items()
-        },
+        parts={name: plan.on_device(**sizes, masters=masters, of_masters=of_masters) for name, plan in plans.items()},
     )
 
 

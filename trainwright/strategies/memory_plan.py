@@ -58,13 +58,13 @@ class MemoryPlan:
         unsharded: int,
         masters: int,
         of_masters: int,
-        of_groups: int,
+        gathered: int,
         num_devices: int,
     ) -> DeviceBytes:
         """Return what one device holds of a whole model's bytes.
 
         `unsharded` are the module's buffers, which are among `parameters`; `masters` its trained parameters in float32,
-        `of_masters` the optimizer's state for these, and `of_groups` what is whole at once where groups are gathered.
+        `of_masters` the optimizer's state for these, and `gathered` what is whole at once where groups are gathered.
         """
         trained, sharded = masters // 4, parameters - unsharded
         reduced = {"float32": masters, "gradients": gradients, "": 0}[self.reduces]
@@ -80,7 +80,7 @@ class MemoryPlan:
             buffers=(gradients if self.has_buckets else 0)
             + (reduced if trained <= LARGEST_BUCKET else reduced * LARGEST_BUCKET // trained)
             + (min(sharded, MOST_GATHERED * (gradients // trained if trained else 4)) if self.gathers else 0)
-            + (of_groups if self.gathers_groups else 0),
+            + (gathered if self.gathers_groups else 0),
         )
 
 

@@ -17,7 +17,7 @@ class ReductionOrder:
     DeepSpeed fills its buckets in the order of arrival and adds the ranks' buckets element by element. That order follows
     from the batch: an LSTM's backward reaches its weights in another order if all sequences have one length.
 
-    The order is that of rank 0's first backward; in this one itself the parameters made last come first. It is saved, as under
+    The order is that of rank 0's first backward; during that one the parameters made last come first. It is saved, as under
     ddp, so that three or more ranks of a resumed run sum in the order of the saved one.
     """
 
