@@ -6,6 +6,10 @@ checkpoint, the progress bar and the logger that each framework takes by itself.
 epoch, from the calls of `training_step`; on a GPU, which the host runs ahead of, look at the training time.
 
     python benchmarks/imdb.py [--rounds 3] [--precisions 32-true,bf16-mixed] [--full-size] [-- OPTIONS OF THE SCRIPT]
+    trainwright ladder benchmarks/imdb.py -- --run trainwright --full-size -- --reviews 3000 --epochs 1 --learning-rate 5e-5
+
+With `--full-size` the model is a DistilBERT of 67 million parameters with random weights, and the made reviews are as long as the
+published ones: log-normal, with a median of 174 and a mean of 234 words, cut after 512 tokens.
 """
 
 from __future__ import annotations
@@ -15,6 +19,8 @@ import contextlib
 import importlib.util
 import io
 import json
+import math
+import random
 import re
 import resource
 import statistics
@@ -32,13 +38,15 @@ FOLDER = Path(__file__).resolve().parents[1] / "examples" / "imdb"
 SCRIPT = FOLDER / "2_trainer.py"
 IMPORT = "import trainwright as tw\n"
 FRAMEWORKS = ("trainwright", "lightning")
+MEDIAN_WORDS, SPREAD = 174, 0.77
+"""Of the published reviews' lengths, log-normal: their mean is 174 exp(0.77² / 2) = 234 words."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--precisions", default="32-true", help="names separated by commas")
-    parser.add_argument("--full-size", action="store_true", help="a DistilBERT of 67 million parameters")
+    parser.add_argument("--full-size", action="store_true", help="a whole DistilBERT, and reviews of a natural length")
     parser.add_argument("--run", choices=FRAMEWORKS, help=argparse.SUPPRESS)  # by the processes of the rounds
     parser.add_argument("options", nargs="*", help="after --: of the script, such as --reviews 3000 --epochs 1")
     options = parser.parse_args(arguments)
@@ -96,6 +104,7 @@ def run(framework: str, precision: str, full_size: bool, options: Sequence[str])
     reviews = importlib.import_module("reviews")
     if full_size:
         reviews.DistilBertConfig = partial(whole_config, reviews.DistilBertConfig)
+        reviews.made.make_reviews = partial(long_reviews, reviews.made.make_reviews)
     calls: list[list[float]] = []
     names = names_of(framework, precision, calls)
     text = SCRIPT.read_text()
@@ -113,9 +122,26 @@ def run(framework: str, precision: str, full_size: bool, options: Sequence[str])
     }
 
 
-def whole_config(make: Any, vocab_size: int, num_labels: int, **_: Any) -> Any:
-    """Return the configuration of a whole DistilBERT, which has the defaults, with the small one's vocabulary."""
-    return make(vocab_size=vocab_size, num_labels=num_labels)
+def whole_config(make: Any, num_labels: int, **_: Any) -> Any:
+    """Return the configuration of a whole DistilBERT, which has the defaults."""
+    return make(num_labels=num_labels)
+
+
+def long_reviews(make: Any, number: int) -> list[tuple[str, int]]:
+    """Return so many reviews of natural lengths, each of them short reviews with its label."""
+    rng = random.Random(0)
+    short: list[list[str]] = [[], []]
+    for text, label in make(number):
+        short[label].append(text)
+    found = []
+    for index in range(number):
+        label, texts = index % 2, []
+        words = rng.lognormvariate(math.log(MEDIAN_WORDS), SPREAD) - 10  # the last one is on average so much too long
+        while words > 0:
+            texts.append(rng.choice(short[label]))
+            words -= texts[-1].count(" ") + 1
+        found.append((" ".join(texts), label))
+    return found
 
 
 def names_of(framework: str, precision: str, calls: list[list[float]]) -> Any:

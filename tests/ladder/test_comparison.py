@@ -239,6 +239,16 @@ def test_a_choice_that_pays_off_in_longer_runs() -> None:
     assert "pays off after 590 steps." in said
 
 
+def test_slow_steps_are_noted() -> None:
+    plans = scored("bf16-mixed", 300, slow_steps=52, slow_seconds=8.44, seconds=16.5)
+    few = scored("compile", 300, slow_steps=1, slow_seconds=0.2)
+    said = list(notes(Comparison([scored("unchanged", 100), plans, few], None), ["train.py"], "cuda"))
+    (noted,) = [each for each in said if "times as long as most" in each]
+    assert noted.startswith(
+        "bf16-mixed: 52 steps took more than 5 times as long as most, 8.44 s of its 16.5 s, and samples/s leaves"
+    )
+
+
 def test_a_reason_that_is_cut_keeps_its_dots() -> None:
     for reason, said in (("no.", "no."), ("no", "no."), ("no weights ...", "no weights ...")):
         comparison = Comparison([result("unchanged"), result("ddp", "failed", reason)], None)

@@ -16,7 +16,7 @@ import trainwright as tw
 from trainwright.ladder.batch_samples import batch_samples
 from trainwright.ladder.recording import active_recording, peak_bytes
 from trainwright.ladder.run_record import RunRecord
-from trainwright.ladder.steady_rate import steady_rate
+from trainwright.ladder.steady_rate import steady_rate, steady_steps
 from trainwright.ladder.step_clock import MOST_UNREAD, StepClock
 
 
@@ -26,6 +26,7 @@ def test_steady_rate() -> None:
     ends = [sum(took[: at + 1]) for at in range(len(took))]
     steady = [True] * 7 + [False, True]
     assert steady_rate(ends, [8] * 9, steady) == pytest.approx(8.0)
+    assert steady_steps(ends, steady) == ({3: 1.0, 4: 1.0, 6: 1.0, 8: 1.0}, {5: 30.0})
     assert steady_rate(ends[:2], [8, 8], [True, True]) == pytest.approx(8 / 5)
     assert steady_rate(ends[:2], [8, 8], [False, False]) == pytest.approx(8 / 5)  # there is nothing else
     assert steady_rate(ends[:1], [8], [True]) is None

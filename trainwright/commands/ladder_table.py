@@ -13,10 +13,13 @@ from trainwright.engine.memory import size_text
 from trainwright.engine.rung_settings import COMPILER
 from trainwright.ladder.attempt import Attempt, Figure, Result
 from trainwright.ladder.comparison import DEVIATIONS, NOISE, SPEED_NOISE, Comparison
+from trainwright.ladder.steady_rate import OUTLIER
 from trainwright.launch.columns import lay_out
 from trainwright.precision import MIXED
 
 NO_VALUE = "-"
+SLOW_SHARE = 0.1
+"""Slow steps are noted if they take more than this part of the training's time."""
 CSV_HEADS = (
     *("rung", "seed", "state", "reason", "made", "strategy", "precision", "compile", "processes", "steps"),
     *("common_steps", "seconds_to_common_steps", "seconds", "samples_per_second", "batches_per_second", "peak_bytes"),
@@ -32,8 +35,15 @@ def terminal_table(comparison: Comparison, width: int | None) -> list[str]:
 
 def heads(comparison: Comparison) -> list[str]:
     steps = comparison.common_steps
-    unit = "samples/s" if comparison.counts_samples else "batches/s"
-    names = ["rung", "with", "steps", f"to step {steps}" if steps else "to a step", "to the end", unit, "speed-up"]
+    names = [
+        "rung",
+        "with",
+        "steps",
+        f"to step {steps}" if steps else "to a step",
+        "to the end",
+        _unit(comparison),
+        "speed-up",
+    ]
     return [*names, "memory", *([comparison.metric.name] if comparison.metric is not None else [])]
 
 
@@ -55,6 +65,10 @@ def cells(comparison: Comparison, result: Result) -> list[str]:
         NO_VALUE if peak is None else size_text(int(peak.mean)),
         *([_score(score)] if end else []),
     ]
+
+
+def _unit(comparison: Comparison) -> str:
+    return "samples/s" if comparison.counts_samples else "batches/s"
 
 
 def markdown_table(comparison: Comparison) -> list[str]:
@@ -120,6 +134,7 @@ def notes(comparison: Comparison, command: Sequence[str], device_type: str) -> I
         yield "The number of samples in a batch is unknown, so batches are counted, those of all processes together."
     if no_rate := [each.rung.name for each in comparison.finished if comparison.rate(each) is None]:
         yield f"Runs of {', '.join(no_rate)} took fewer than two steps, too few to measure a speed."
+    yield from _notes_on_slow_steps(comparison)
     yield from _metric_notes(comparison)
     if any(each.is_cut for each in ran):
         has_test = comparison.metric is not None and comparison.metric.source.endswith(", test")
@@ -131,6 +146,22 @@ def notes(comparison: Comparison, command: Sequence[str], device_type: str) -> I
         yield (
             f"The script calls neither tw.seed_everything nor tw.set_seed, and has no {SEED} in its arguments: each run uses "
             "whatever seeds the script sets itself."
+        )
+
+
+def _notes_on_slow_steps(comparison: Comparison) -> Iterator[str]:
+    for result in comparison.finished:
+        seconds, total = (
+            result.figure(lambda record: record.slow_seconds),
+            result.figure(lambda record: record.seconds),
+        )
+        number = result.figure(lambda record: record.slow_steps)
+        if number is None or seconds is None or total is None or seconds.mean <= SLOW_SHARE * total.mean:
+            continue
+        yield (
+            f"{result.rung.name}: {number.mean:,.0f} steps took more than {OUTLIER} times as long as most, "
+            f"{seconds.mean:.3g} s of its {total.mean:.3g} s, and {_unit(comparison)} leaves them out. Where they are batches of a "
+            "new length, fewer lengths help, or another attention: see the page on precision."
         )
 
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from trainwright.distributed.environment import Environment
-from trainwright.ladder.steady_rate import steady_rate
+from trainwright.ladder.steady_rate import steady_rate, steady_steps
 from trainwright.ladder.step_clock import StepClock
 from trainwright.rung import ActiveRung, active_rung
 
@@ -175,6 +175,7 @@ class Recording:
         steady = [row[4] for row in self._points]
         spacing = -(-len(self._points) // MOST_POINTS) or 1
         kept = self._points[spacing - 1 :: spacing]
+        _, slow = steady_steps(ends, steady)
         record = {
             "owner": self._owner,
             "steps": self._steps,
@@ -185,6 +186,8 @@ class Recording:
             else steady_rate(ends, [row[2] for row in self._points], steady),
             "batches_per_second": steady_rate(ends, [row[3] for row in self._points], steady),
             "steps_per_second": steady_rate(ends, [own - last for last, own in pairwise([0, *made])], steady),
+            "slow_steps": len(slow),
+            "slow_seconds": sum(slow.values()),
             "peak_bytes": peak_bytes(self._device),
             "metrics": self._metrics,
             "logged": {name: number for name, value in self._logged.items() if (number := _number(value)) is not None},

@@ -24,6 +24,9 @@ class RunRecord:
     batches_per_second: float | None
     steps_per_second: float | None
     """Optimizer steps of each rank; with accumulation a step takes several batches."""
+    slow_steps: int
+    """Steps that took so long, once warmed up, that they do not count in the rates."""
+    slow_seconds: float
     peak_bytes: int | None
     metrics: dict[str, dict[str, float]]
     """What a Trainer's evaluations gave, by stage."""

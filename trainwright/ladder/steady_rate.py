@@ -18,6 +18,13 @@ def steady_rate(ends: Sequence[float], amounts: Sequence[float], is_steady: Sequ
         amounts: the samples of each step.
         is_steady: whether nothing but training came between the step before and this one.
     """
+    kept, _ = steady_steps(ends, is_steady)
+    seconds = sum(kept.values())
+    return sum(amounts[at] for at in kept) / seconds if seconds > 0 else None
+
+
+def steady_steps(ends: Sequence[float], is_steady: Sequence[bool]) -> tuple[dict[int, float], dict[int, float]]:
+    """Return the seconds of each steady step, by its index, and of each that took too long to count as one."""
     first = min(max(FIRST_STEPS, len(ends) // FIRST_PART), len(ends) - 1)
     known = range(1, len(ends))
     choices = (
@@ -27,9 +34,8 @@ def steady_rate(ends: Sequence[float], amounts: Sequence[float], is_steady: Sequ
     )
     chosen = next((each for each in choices if each), [])
     if not chosen:
-        return None
+        return {}, {}
     took = {at: ends[at] - ends[at - 1] for at in chosen}
     most = OUTLIER * sorted(took.values())[len(took) // 2]
-    kept = [at for at in chosen if took[at] <= most]
-    seconds = sum(took[at] for at in kept)
-    return sum(amounts[at] for at in kept) / seconds if seconds > 0 else None
+    kept = {at: each for at, each in took.items() if each <= most}
+    return kept, {at: each for at, each in took.items() if each > most}
