@@ -160,8 +160,8 @@ def _notes_on_slow_steps(comparison: Comparison) -> Iterator[str]:
             continue
         yield (
             f"{result.rung.name}: {number.mean:,.0f} steps took more than {OUTLIER} times as long as most, "
-            f"{seconds.mean:.3g} s of its {total.mean:.3g} s, and {_unit(comparison)} leaves them out. Where they are batches of a "
-            "new length, fewer lengths help, or another attention: see the page on precision."
+            f"{seconds.mean:.3g} s of its {total.mean:.3g} s, and {_unit(comparison)} leaves them out. If they are batches of "
+            "a new length, fewer lengths help, or another attention: see the page on precision."
         )
 
 
