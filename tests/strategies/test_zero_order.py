@@ -51,7 +51,8 @@ def orders(folder: Path) -> dict[str, Any]:
     torch.manual_seed(0)
     batches = [(torch.randn(max(lengths), 2, 8), torch.tensor(lengths)) for lengths in LENGTHS]
     ddp = tw.DDPStrategy(find_unused_parameters=True)
-    strategies = {"ddp": ddp, **{name: tw.DeepSpeedStrategy(**options) for name, options in STAGES.items()}}
+    strategies: dict[str, Any] = {"ddp": ddp, "sharded": tw.ShardedDDPStrategy(reduce_buffer_size=0)}
+    strategies |= {name: tw.DeepSpeedStrategy(**options) for name, options in STAGES.items()}
     found = {}
     for name, strategy in strategies.items():
         module = Sequences()
@@ -69,7 +70,7 @@ def test_the_order_of_arrival_does_not_matter(tmp_path: Path) -> None:
         expected = rank.pop("ddp")
         for name, weights in rank.items():
             for key in expected:
-                torch.testing.assert_close(weights[key], expected[key], msg=f"stage {name}: {key}")
+                torch.testing.assert_close(weights[key], expected[key], msg=f"{name}: {key}")
 
 
 def resumed(folder: Path) -> list[dict[str, Tensor]]:
@@ -122,7 +123,8 @@ class Zero:
 def test_gradients_wait_for_their_turn() -> None:
     parameters = [nn.Parameter(torch.tensor(float(each))) for each in range(5)]
     zero = Zero(parameters)
-    order = ReductionOrder(zero, [*parameters, nn.Parameter(torch.tensor(9.0))], stage=2)
+    named = [(f"members.0.{int(each)}", each) for each in (*parameters, nn.Parameter(torch.tensor(9.0)))]
+    order = ReductionOrder(zero, named, stage=2)
 
     def given(arrivals: list[int]) -> list[Any]:
         zero.given.clear()
@@ -132,10 +134,12 @@ def test_gradients_wait_for_their_turn() -> None:
         return list(zero.given)
 
     assert order.indices == []
-    assert given([3, 0, 4, 1]) == [(4, 0), (3, 1), (1, 1), (0, 0), "end"]  # 2 was not used
+    assert given([3, 0, 4, 1]) == [(4, 0), (3, 1), (2, 0), (1, 1), (0, 0), "end"]
+    assert parameters[2].grad == 0  # it was not used
     assert order.indices == [3, 0, 4, 1, 2]
     for arrivals in ([3, 0, 4, 1], [1, 4, 3, 0], [0, 1, 3, 4]):
-        assert given(arrivals) == [(3, 1), (0, 0), (4, 0), (1, 1), "end"]
+        assert given(arrivals) == [(3, 1), (0, 0), (4, 0), (1, 1), (2, 0), "end"]
+    assert given([]) == ["end"]  # another engine's backward
     order.replay([4, 3, 2, 1])  # of a module with other parameters
     assert order.indices == [3, 0, 4, 1, 2]
     order.replay([1, 0, 2, 3, 4])  # of a checkpoint

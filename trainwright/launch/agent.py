@@ -380,6 +380,12 @@ def _order(code: int) -> int:
     return 2 if code == PEER_FAILED_EXIT_CODE else 1
 
 
+_HINTS = {
+    signal.SIGKILL: "; on Linux this is often the out-of-memory killer",
+    signal.SIGABRT: "; torch's gloo ends so where ranks exchange other tensors, such as those of a branch that only some take",
+}
+
+
 def _describe_exit(code: int) -> str:
     """Return how a process ended, in words."""
     if code >= 0:
@@ -388,8 +394,7 @@ def _describe_exit(code: int) -> str:
         name = signal.Signals(-code).name
     except ValueError:
         name = f"signal {-code}"
-    hint = "; on Linux this is often the out-of-memory killer" if code == -signal.SIGKILL else ""
-    return f"killed by {name}{hint}"
+    return f"killed by {name}{_HINTS.get(-code, '')}"
 
 
 def run(job: Job) -> int:

@@ -252,6 +252,9 @@ class Strategy(JobView):
         scale_and_clip_value(parameters, clipping)
         return None if clipping.norm is None else torch.nn.utils.clip_grad_norm_(parameters, clipping.norm)
 
+    def check_gradients(self) -> None:
+        """Raise RuntimeError on every rank if the gradients of the ranks cannot have been combined. Collective."""
+
     def before_evaluation(self, modules: Iterable[nn.Module]) -> None:
         """Broadcast rank 0's buffers, so that all ranks evaluate one model. Collective."""
         broadcast_tensors(each for module in modules for each in replicated(module, module.named_buffers()))

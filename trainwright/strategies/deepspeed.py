@@ -235,7 +235,7 @@ class DeepSpeedStrategy(Strategy):
     def _take(self, master: MasterOptimizer, engine: Any, owners: Sequence[nn.Module]) -> ZeroOptimizer:
         zero, strays = engine.optimizer, list(engine.module.strays)
         refuse_plain_backward(zero, lambda: self._is_in_backward, self.name)
-        order = zero_order.ReductionOrder(zero, engine.module.parameters(), self.stage)
+        order = zero_order.ReductionOrder(zero, engine.module.named_parameters(), self.stage)
         if strays:
             strays[0].all_gather(strays)  # small ones stay gathered, because no hook sees their first use
         master.attach(zero_state.shards_of(zero, self.stage, self.rank))
@@ -345,6 +345,10 @@ class DeepSpeedStrategy(Strategy):
                 "Trainer's gradient_clip_val, or do not offload."
             )
         return zero_state.clip_gradients(facade.engine.optimizer, clipping, self.device)
+
+    def check_gradients(self) -> None:
+        for facade in self._engines:
+            facade.order.compare()
 
     def model_pieces(self, module: nn.Module) -> list[Piece]:
         self._write_back.run()

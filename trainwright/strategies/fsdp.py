@@ -71,6 +71,7 @@ from trainwright.strategies.sharded_access import (
 from trainwright.strategies.sparse_gradients import refuse_sparse_weights
 from trainwright.strategies.split_groups import by_kind, split_groups
 from trainwright.strategies.step_probe import no_shards, refuse_sharded_steps
+from trainwright.strategies.used_parameters import RanksUse
 from trainwright.strategies.wrap_policy import MIN_PARAMETERS, WrapPolicy, check_policy, choose_groups, recomputed
 
 UNSHARDED = (torch.optim.Adafactor, torch.optim.Rprop)
@@ -156,6 +157,8 @@ class FSDPStrategy(Strategy):
         self._deferred = DeferredAllReduce()
         self._automatic = True
         self._tried: list[Optimizer] = []
+        self._sharded: dict[Tensor, str] = {}
+        self._use = RanksUse(self.name)
 
     def setup_module(self, module: nn.Module, optimization: Optimization | None) -> None:
         refuse_unreplicable(module, self.name, optimization if self.world_size > 1 else None)
@@ -167,6 +170,7 @@ class FSDPStrategy(Strategy):
             self._shard(module)
         self.wrapped[module] = module.__dict__[ROOT]
         self._deferred.track(p for p in module.parameters() if not isinstance(p, DTensor))
+        self._sharded.update((p, name) for name, p in module.named_parameters() if isinstance(p, DTensor))
         self.buffers.track(module)
 
     def _shard(self, module: nn.Module) -> None:
@@ -333,6 +337,8 @@ class FSDPStrategy(Strategy):
         for root in () if self._automatic else self.wrapped.values():
             root._get_fsdp_state()._register_pre_backward_hook(loss)
         super().backward(loss, send, **options)
+        if self.world_size > 1:
+            self._use.note(self._sharded.values(), (p.grad is not None for p in self._sharded))
         if not self._automatic:
             self._gather_roots()
 
@@ -367,6 +373,9 @@ class FSDPStrategy(Strategy):
         if any(root.depth > 0 for root in self.wrapped.values()):
             self._write_back()
             self._gather_roots()
+
+    def check_gradients(self) -> None:
+        self._use.compare()
 
     def clip_gradients(self, optimizer: Optimizer, clipping: Clipping) -> Tensor | None:
         self.finalize(optimizer)
@@ -410,6 +419,8 @@ class FSDPStrategy(Strategy):
         super().close()
         self._deferred.clear()
         self._tried.clear()
+        self._sharded.clear()
+        self._use = RanksUse(self.name)
 
     def _reshard_roots(self) -> None:
         """Turn the roots' parameters into shards again, which the optimizers hold."""

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import Variable
 
 _SHARDED_DDP: Any = object
 """A name of FairScale's class, which is imported where a wrapper is made and is the second base there."""
@@ -18,6 +19,9 @@ class _Following(_SHARDED_DDP):  # type: ignore[misc]
 
     FairScale divides and sums the whole gradient after each backward, also what an earlier one had averaged: so that is
     taken out before a backward adds to it, and added again afterwards.
+
+    It sends a bucket when its last gradient has come, and ranks pair what they send by its order. So one that comes early
+    waits for those before it, and what a rank has not used is sent as zeros: another rank may have used it.
     """
 
     _all_params: list[nn.Parameter]
@@ -31,6 +35,11 @@ class _Following(_SHARDED_DDP):  # type: ignore[misc]
         self._taken_out: dict[Tensor, Tensor] = {}
         self._slots: dict[Tensor, Any] = {}
         """The bucket of each parameter that has one, and the part of it that is the gradient."""
+        self._order: list[Any] = []
+        """The buckets, and parameters without one, in the order in which they are sent: the last of the module first."""
+        self._next = 0
+        self._sends: dict[Tensor, Callable[[], None]] = {}
+        self._waiting: dict[Any, Callable[[], None]] = {}
         # An optimizer may step several modules' parameters, and each module has a wrapper.
         self._all_params = [each for each in self._all_params if each in own]
         self._reference_trainable_mask = [each.requires_grad for each in self._all_params]
@@ -51,8 +60,39 @@ class _Following(_SHARDED_DDP):  # type: ignore[misc]
         self._slots = {each: (bucket, each.grad) for bucket in self._bucket_list for each in bucket._params}
         self._averaged = {self._slots.get(each, (each,))[0] for each in averaged}
 
+    def _clear_counters(self) -> None:
+        super()._clear_counters()
+        self._next = 0
+        self._waiting.clear()
+
+    def _get_reduce_fn(self, index: int, param: Tensor, dst_rank: int) -> Callable[..., None]:
+        self._sends[param] = send = super()._get_reduce_fn(index, param, dst_rank)
+        return partial(self._send_in_turn, index, send)
+
+    def _send_in_turn(self, index: int, send: Callable[[], None], *_: Any) -> None:
+        """Note that a gradient has come; send what is complete and has its turn."""
+        if self._should_accumulate_grads or not self._grad_to_be_reduced[index]:
+            return
+        slot, part = self._slots.get(parameter := self._trainable_params[index], (parameter, None))
+        if part is not None and slot.params_checked_in + 1 < len(slot._params):
+            send()  # which only counts
+            return
+        if not self._bucket_flush_callback_set:
+            Variable._execution_engine.queue_callback(self._flush_reduce_calls)
+            self._bucket_flush_callback_set = True
+        self._waiting[slot] = send
+        while self._next < len(self._order) and (first := self._order[self._next]) in self._waiting:
+            self._waiting.pop(first)()
+            self._next += 1
+
     def _setup_backward_hooks(self) -> None:
         super()._setup_backward_hooks()
+        place = {each: number for number, each in enumerate(self.module.parameters())}
+        last: dict[Any, int] = {}
+        for each in self._trainable_params:
+            slot, _ = self._slots.get(each, (each, None))
+            last[slot] = min(place[each], last.get(slot, place[each]))
+        self._order = sorted(last, key=last.__getitem__, reverse=True)
         for parameter, node in zip(self._trainable_params, self._grad_accs, strict=True):
             self._grad_hooks.append(node.register_prehook(partial(self._take_out, parameter)))
 
@@ -97,7 +137,25 @@ class _Following(_SHARDED_DDP):  # type: ignore[misc]
                 self._slots[each][1].zero_()
         return set(self._slots)
 
+    @torch.no_grad()
+    def _send_rest(self) -> None:
+        """Send what waits, and what this backward has not used, or not whole."""
+        numbers = {each: number for number, each in enumerate(self._trainable_params)}
+        for slot in self._order[self._next :]:
+            if slot not in self._waiting:
+                first = _parameters(slot)[0]
+                if slot in self._averaged:  # by an earlier backward, and no gradient has come since then
+                    self._take_out(first)
+                if slot is first and first.grad is None:
+                    first.grad = torch.zeros_like(first)
+                elif slot is not first:
+                    slot.params_checked_in = len(slot._params) - 1
+                self._grad_to_be_reduced[numbers[first]] = True
+                self._waiting[slot] = self._sends[first]
+            self._waiting.pop(slot)()
+
     def _flush_reduce_calls(self) -> None:
+        self._send_rest()
         super()._flush_reduce_calls()
         is_bucketed = self._should_bucket_grad or [False] * len(self._trainable_params)
         sent = zip(self._trainable_params, self._grad_to_be_reduced, is_bucketed, strict=True)

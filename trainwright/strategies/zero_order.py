@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -9,6 +10,11 @@ import torch
 from torch import Tensor
 
 from trainwright.distributed import collectives
+from trainwright.strategies.used_parameters import RanksUse
+
+
+_MEMBER = re.compile(r"^members\.\d+\.")
+"""What an engine's module, a `Part`, puts before the names of a user's module."""
 
 
 class ReductionOrder:
@@ -19,11 +25,19 @@ class ReductionOrder:
 
     The order is that of rank 0's first backward; during that one the parameters made last come first. It is saved, as under
     ddp, so that three or more ranks of a resumed run sum in the order of the saved one.
+
+    What a rank does not use counts as zero, since another rank may have used it. Not in stage 3, whose ranks gather together
+    what they use: there `RanksUse` refuses it.
     """
 
-    def __init__(self, zero: Any, parameters: Iterable[Tensor], stage: int) -> None:
-        own = {each for group in (zero.fp16_groups if stage == 3 else zero.bit16_groups) for each in group}
-        self._parameters = [each for each in parameters if each in own]
+    def __init__(self, zero: Any, named: Iterable[tuple[str, Tensor]], stage: int) -> None:
+        groups = zero.fp16_groups if stage == 3 else zero.bit16_groups
+        # What else DeepSpeed's own calls give: the number of the group, before stage 3.
+        self._group = {each: () if stage == 3 else (number,) for number, group in enumerate(groups) for each in group}
+        names = {each: _MEMBER.sub("", name) for name, each in named if each in self._group}
+        self._parameters, self._names = list(names), list(names.values())
+        self._use = RanksUse("deepspeed_stage_3") if stage == 3 else None
+        self._zero = zero
         self._order = self._parameters[::-1]
         self.indices: list[int] = []
         """The parameters' numbers in the order that rank 0's first backward had; none before its end."""
@@ -32,7 +46,7 @@ class ReductionOrder:
         self._begin = zero.clear_backward_seen_flag
         self._next = 0
         self._arrived: list[Tensor] = []
-        self._waiting: dict[Tensor, tuple[Any, ...]] = {}
+        self._waiting: set[Tensor] = set()
         zero.reduce_independent_p_g_buckets_and_remove_grads = self.reduce
         zero.independent_gradient_partition_epilogue = self.finish
         zero.clear_backward_seen_flag = self.begin
@@ -49,16 +63,21 @@ class ReductionOrder:
             return
         if not self.indices:
             self._arrived.append(parameter)
-        self._waiting[parameter] = group
+        self._waiting.add(parameter)
         while self._next < len(self._order) and (each := self._order[self._next]) in self._waiting:
-            self._reduce(each, *self._waiting.pop(each))
+            self._waiting.remove(each)
+            self._reduce(each, *self._group[each])
             self._next += 1
 
     def finish(self) -> None:
         """End a backward: no gradient will come for parameters that have not had one. Collective."""
-        for parameter in self._order[self._next :] if self._waiting else ():
-            if parameter in self._waiting:
-                self._reduce(parameter, *self._waiting[parameter])
+        has_begun = self._next > 0 or bool(self._waiting)
+        if has_begun and self._use is not None:
+            came = self._waiting.union(self._order[: self._next])
+            self._use.note(self._names, (each in came for each in self._parameters))
+        for parameter in self._order[self._next :] if has_begun else ():
+            if parameter in self._waiting or self._fills(parameter):
+                self._reduce(parameter, *self._group[parameter])
         arrived = list(dict.fromkeys([*self._arrived, *self._order])) if not self.indices else []
         self._clear()
         self._finish()
@@ -72,6 +91,21 @@ class ReductionOrder:
         if sorted(indices) == list(range(len(self._parameters))):
             self.indices = list(indices)
             self._order = [self._parameters[each] for each in indices]
+
+    def compare(self) -> None:
+        """Raise RuntimeError on every rank of stage 3 if the ranks have used different parameters. Collective."""
+        if self._use is not None:
+            self._use.compare()
+
+    def _fills(self, parameter: Any) -> bool:
+        """Give a parameter that this rank has not used a gradient of zeros; return whether it has one."""
+        if not parameter.requires_grad or self._use is not None:
+            return False
+        if getattr(self._zero, "use_grad_accum_attribute", False):
+            parameter.grad_accum = torch.zeros_like(parameter, dtype=self._zero.gradient_accumulation_dtype)
+        else:
+            parameter.grad = torch.zeros_like(parameter)
+        return True
 
     def _clear(self) -> None:
         self._next = 0

@@ -1,0 +1,143 @@
+"""Ranks that use different parameters in a step, as a branch of the model that the batch chooses makes them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from contract_job import quiet
+from jobs import run_job
+from small import QUIET
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+import trainwright as tw
+from trainwright.strategies.used_parameters import RanksUse
+
+WORLD = 2
+RIGHT: dict[str, Any] = {
+    "ddp_sharded": tw.ShardedDDPStrategy,
+    "ddp_sharded, small buckets": lambda: tw.ShardedDDPStrategy(reduce_buffer_size=100),
+    "ddp_sharded, no buckets": lambda: tw.ShardedDDPStrategy(reduce_buffer_size=0),
+    "deepspeed_stage_1": lambda: tw.DeepSpeedStrategy(stage=1),
+    "deepspeed_stage_2": lambda: tw.DeepSpeedStrategy(stage=2),
+    "deepspeed_stage_2, small buckets": lambda: tw.DeepSpeedStrategy(stage=2, reduce_bucket_size=300),
+}
+REFUSED: dict[str, Any] = {
+    "fsdp": tw.FSDPStrategy,
+    "fsdp, groups": lambda: tw.FSDPStrategy(auto_wrap_policy={nn.Linear}),
+}
+
+
+class Branches(tw.Module):
+    """Takes the branch that the batch names; no batch names the last one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.stem = nn.Linear(8, 16)
+        self.branches = nn.ModuleList([nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 16)])  # of one shape
+        self.head = nn.Linear(16, 1)
+
+    def training_step(self, batch: tuple[Tensor, int], batch_idx: int) -> Tensor:
+        x, branch = batch
+        return self.head(self.branches[branch](self.stem(x).relu())).pow(2).mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=0.01, eps=1e-3, weight_decay=0.5)
+
+
+def loader(branches: list[tuple[int, int]]) -> Any:
+    """Return batches for which the two ranks take these branches."""
+    generator = torch.Generator().manual_seed(0)
+    batches = [(torch.randn(4, 8, generator=generator), each) for pair in branches for each in pair]
+    return DataLoader(batches, batch_size=None)  # type: ignore[arg-type]
+
+
+def trained(strategy: Any, branches: list[tuple[int, int]], **options: Any) -> dict[str, Tensor]:
+    module = Branches()
+    trainer = tw.Trainer(strategy=strategy, devices=WORLD, max_epochs=1, **{**QUIET, **options})
+    trainer.fit(module, loader(branches))
+    return {key: each.detach().clone() for key, each in tw.gather_module(module, all_ranks=True).named_parameters()}
+
+
+def runs(folder: Path) -> dict[str, Any]:
+    quiet()
+    found: dict[str, Any] = {}
+    paths = [(0, 1), (0, 0), (1, 0), (1, 1), (0, 1), (1, 0)]
+    for accumulate in (1, 2):
+        options = {"accumulate_grad_batches": accumulate}
+        expected = trained(tw.DDPStrategy(find_unused_parameters=True), paths, **options)
+        for name, make in RIGHT.items():
+            weights = trained(make(), paths, **options)
+            found[f"{name}, {accumulate}"] = {
+                key: (weights[key] - expected[key]).abs().max().item() for key in expected
+            }
+    found["histories"] = histories()
+    for name, make in REFUSED.items():
+        with pytest.raises(RuntimeError) as refusal:
+            trained(make(), [(0, 0), (1, 1), (0, 1), (0, 0)])
+        found[name] = str(refusal.value)
+    with pytest.raises(RuntimeError) as refusal:  # at the end of the fit
+        trained("fsdp", [(0, 0)] * 5 + [(0, 1)])
+    found["at the end"] = str(refusal.value)
+    with pytest.raises(RuntimeError) as refusal:
+        save = [tw.ModelCheckpoint(folder / "saves", every_n_train_steps=3)]
+        trained("fsdp", [(0, 0), (0, 0), (1, 0), (0, 0)], callbacks=save, enable_checkpointing=True)
+    found["at a save"] = str(refusal.value)
+    with pytest.raises(RuntimeError) as refusal:  # later on, the forward itself has failed already
+        trained(tw.DeepSpeedStrategy(stage=3), [(0, 1)])
+    found["deepspeed_stage_3"] = str(refusal.value)
+    return found
+
+
+def histories() -> dict[str, str]:
+    """Return what a comparison says of two ranks' backwards, by a name."""
+    rank = torch.distributed.get_rank()
+
+    def said(per_rank: list[list[tuple[int, ...]]]) -> str:
+        use = RanksUse("fsdp")
+        try:
+            for used in per_rank[rank]:
+                use.note(("a", "b", "c"), map(bool, used))
+            use.compare()
+        except RuntimeError as error:
+            return str(error)
+        return ""
+
+    both, first, last = (1, 1, 1), (1, 0, 0), (0, 0, 1)
+    return {
+        "alike": said([[both, first, last, first, both]] * 2),
+        "order": said([[both, both, first, last, both], [both, both, last, first, both]]),
+        "later": said([[both] * 5 + [first, both, both], [both] * 8]),
+        "back": said([[first] * 5 + [both, first], [first] * 7]),
+        "none": said([[], []]),
+    }
+
+
+@pytest.mark.slow
+def test_ranks_that_take_different_branches(tmp_path: Path) -> None:
+    ranks = run_job(runs, WORLD, tmp_path)
+    for rank in ranks:
+        said = rank.pop("histories")
+        assert said["alike"] == said["none"] == ""
+        assert said["order"].startswith(
+            "backward 3 gave 'a' and 1 more parameters a gradient on rank 0 alone, of 2 ranks."
+        )
+        assert "up to backward 2 they were right" in said["order"]
+        assert said["later"].startswith("backward 6 gave 'b' and 1 more parameters a gradient on rank 1 alone")
+        assert "up to backward 4 they were right" in said["later"]
+        assert said["back"].startswith("backward 6 gave 'b'")
+        for name in RIGHT:
+            for accumulate in (1, 2):
+                assert max(rank[f"{name}, {accumulate}"].values()) < 1e-5, (name, accumulate, rank)
+        for name in REFUSED:
+            assert rank[name].startswith(
+                "backward 3 gave 'branches.0.weight' and 3 more parameters a gradient on rank 0"
+            ), name
+        assert rank["deepspeed_stage_3"].startswith("backward 1 gave 'branches.0.weight' and 3 more parameters")
+        assert rank["at the end"].startswith("backward 6 gave 'branches.0.weight'")
+        assert rank["at a save"].startswith("backward 3 gave 'branches.0.weight'")
+    assert list((tmp_path / "saves").glob("*.ckpt")) == []

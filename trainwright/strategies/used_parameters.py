@@ -1,0 +1,83 @@
+"""Used parameters: which ones each backward of a rank gives gradients, compared over the ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from trainwright.distributed import collectives
+
+MOST_CHANGES = 1000
+"""Of which parameters are used, that are kept to name the backward at which the ranks came to differ."""
+
+
+class RanksUse:
+    """Compares which parameters the ranks use, at the 1st, 2nd, 4th, 8th backward and so on, and whenever it is asked to.
+
+    An engine that pairs the ranks' gradients by their positions adds those of different parameters if a branch of the model
+    is taken on some ranks only. What lies between two comparisons is compared by its digest.
+    """
+
+    def __init__(self, strategy: str) -> None:
+        self._strategy = strategy
+        self._backwards = self._compared = self._digest = 0
+        self._used: tuple[bool, ...] = ()
+        self._changes: list[tuple[int, tuple[bool, ...]]] = []
+        self._names: list[str] = []
+
+    def note(self, names: Iterable[str], used: Iterable[bool]) -> None:
+        """Note a backward: whether it gave each of the named parameters a gradient. Collective at some of them.
+
+        Raises:
+            RuntimeError: as `compare`.
+        """
+        self._backwards += 1
+        if (now := tuple(used)) != self._used:
+            self._used, self._names = now, list(names)
+            if len(self._changes) < MOST_CHANGES:
+                self._changes.append((self._backwards, now))
+        self._digest = hash((self._digest, now))  # of numbers, so it is the same in every process
+        if self._backwards & (self._backwards - 1) == 0:
+            self.compare()
+
+    def compare(self) -> None:
+        """Compare what was noted since the last comparison. Collective.
+
+        Raises:
+            RuntimeError: on every rank; the ranks have used different parameters.
+        """
+        if not self._backwards:
+            return
+        digests = collectives.all_gather(torch.tensor([self._digest]))
+        if all(int(each) == self._digest for each in digests):
+            self._compared, self._changes = self._backwards, [(self._backwards, self._used)]
+            return
+        histories = collectives.gather_object([[backward, *used] for backward, used in self._changes])
+        raise RuntimeError(self._difference(histories))
+
+    def _difference(self, histories: list[list[list[int]]]) -> str:
+        """Return what the ranks used differently, and since when."""
+        for backward in sorted({change[0] for history in histories for change in history}):
+            used = [next((each[1:] for each in history[::-1] if each[0] <= backward), []) for history in histories]
+            differing = [number for number, each in enumerate(zip(*used, strict=False)) if len(set(each)) > 1]
+            if differing:
+                number = differing[0]
+                have = [rank for rank, each in enumerate(used) if each[number]]
+                more = f" and {len(differing) - 1} more parameters" if differing[1:] else ""
+                what = f"backward {backward} gave {self._names[number]!r}{more} a gradient on {_ranks(have)} alone"
+                break
+        else:
+            what = (
+                f"a backward after number {self._compared} gave other parameters gradients on some ranks than on others"
+            )
+        return (
+            f"{what}, of {len(histories)} ranks. {self._strategy} adds the ranks' gradients by their positions, so the weights are "
+            f"wrong since then; up to backward {self._compared} they were right. Let each rank use the same parameters in every "
+            "step (add 0 * output.sum() of the unused branch to the loss), or train with "
+            "strategy='ddp_find_unused_parameters_true'."
+        )
+
+
+def _ranks(numbers: Sequence[int]) -> str:
+    return f"rank {numbers[0]}" if len(numbers) == 1 else f"ranks {', '.join(map(str, numbers))}"
