@@ -291,6 +291,11 @@ FAIRSCALE = (
         "_setup_bucket_strategy _setup_backward_hooks _flush_reduce_calls _clear_counters",
         "average what each backward adds, once (strategies/sharded_wrapper.py)",
     ),
+    Use(
+        "fairscale.nn.data_parallel.ShardedDataParallel",
+        "_get_reduce_fn _bucket_flush_callback_set",
+        "send in one order on all ranks (strategies/sharded_wrapper.py)",
+    ),
     Use("fairscale.nn.misc.GradBucket", "_params", "find a parameter's bucket (strategies/sharded_wrapper.py)"),
 )
 

@@ -46,8 +46,8 @@ METHODS = {
         save_state set_trigger skip_first_batches split_between_processes step trigger_sync_in_backward
         unscale_gradients unwrap_model verify_device_map wait_for_everyone""",
     tw.Strategy: """after_load after_run all_gather allocate_optimizer_state annotate backward barrier before_evaluation
-        broadcast check clip_gradients close connect describe_optimizer finalize finalize_gradients gathered_groups join_job
-        model_pieces move_to_device note_module optimizer_pieces piece reduce reduce_boolean_decision
+        broadcast check check_gradients clip_gradients close connect describe_optimizer finalize finalize_gradients
+        gathered_groups join_job model_pieces move_to_device note_module optimizer_pieces piece reduce reduce_boolean_decision
         refresh_toggled refresh_trainable refresh_weights release resolve run setup_module setup_optimizers step
         sync_gradients""",
     tw.Precision: """backward backward_context check convert_batch convert_module forward_context init_context

@@ -383,6 +383,10 @@ PACKAGE_LINES = [
     ),
     (108, "DeepSpeed adds the gradients of all ranks in one order, whatever order their backwards have"),
     (19, "a note on the error of a hook that calls a submodule under fsdp says what to call"),
+    (
+        207,
+        "ranks that use different parameters in a step train as under ddp, or are refused; slow steps of a rung are named",
+    ),
 ]
 """Lines of the package: what is added to it, or taken off, with the reason. The sum is the limit."""
 

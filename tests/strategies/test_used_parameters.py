@@ -83,8 +83,8 @@ def runs(folder: Path) -> dict[str, Any]:
     with pytest.raises(RuntimeError) as refusal:  # at the end of the fit
         trained("fsdp", [(0, 0)] * 5 + [(0, 1)])
     found["at the end"] = str(refusal.value)
+    save = [tw.ModelCheckpoint(folder / "saves", every_n_train_steps=3)]
     with pytest.raises(RuntimeError) as refusal:
-        save = [tw.ModelCheckpoint(folder / "saves", every_n_train_steps=3)]
         trained("fsdp", [(0, 0), (0, 0), (1, 0), (0, 0)], callbacks=save, enable_checkpointing=True)
     found["at a save"] = str(refusal.value)
     with pytest.raises(RuntimeError) as refusal:  # later on, the forward itself has failed already

@@ -380,7 +380,7 @@ def _order(code: int) -> int:
     return 2 if code == PEER_FAILED_EXIT_CODE else 1
 
 
-_HINTS = {
+_HINTS: dict[int, str] = {
     signal.SIGKILL: "; on Linux this is often the out-of-memory killer",
     signal.SIGABRT: "; torch's gloo ends so where ranks exchange other tensors, such as those of a branch that only some take",
 }

@@ -49,7 +49,6 @@ from trainwright.strategies.master_optimizer import MasterOptimizer, Shard
 from trainwright.strategies.replaced_options import EVERY, OF_DEEPSPEED, refuse_options
 from trainwright.strategies.sparse_gradients import refuse_sparse_weights
 from trainwright.strategies.state_entries import state_tensors
-from trainwright.strategies.step_probe import refuse_uneven_steps
 from trainwright.strategies.zero_optimizer import Part, ZeroOptimizer, ZeroPrecision, part_of
 from trainwright.strategies.zero_write_back import ZeroWriteBack, paused, update_masters
 
@@ -224,13 +223,8 @@ class DeepSpeedStrategy(Strategy):
         return list(self._engines)
 
     def _refuse_optimizer(self, optimizer: Optimizer) -> None:
-        """Raise ValueError for an optimizer that steps flat shards differently, unless the config accepts any."""
-        try:
-            refuse_uneven_steps(optimizer, torch.device("cpu") if self._offloads else self.device, self.name, flat=True)
-        except ValueError as error:
-            if self.own_config.get("zero_allow_untested_optimizer") is not True:
-                raise
-            rank_zero_warn(f"the DeepSpeed config says zero_allow_untested_optimizer=True, so it is taken: {error}")
+        device = torch.device("cpu") if self._offloads else self.device
+        deepspeed_config.refuse_optimizer(self.own_config, optimizer, device, self.name)
 
     def _take(self, master: MasterOptimizer, engine: Any, owners: Sequence[nn.Module]) -> ZeroOptimizer:
         zero, strays = engine.optimizer, list(engine.module.strays)

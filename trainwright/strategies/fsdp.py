@@ -28,7 +28,6 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
 from trainwright.checkpoint.tensors import Piece
@@ -67,6 +66,7 @@ from trainwright.strategies.sharded_access import (
     refuse_sharded_loss,
     reshard_after_call,
     unshard_for_call,
+    without_views,
 )
 from trainwright.strategies.sparse_gradients import refuse_sparse_weights
 from trainwright.strategies.split_groups import by_kind, split_groups
@@ -83,8 +83,8 @@ class FSDPStrategy(Strategy):
 
     Each group of parameters is gathered for its module's call and resharded after it; the root's own parameters stay gathered
     until the end of backward. A step may call the module, its submodules and their public methods, but cannot use the bare
-    parameters of a submodule that is a group. Optimizers cannot call closures, and a branch of the model that only some ranks
-    use in a step gives wrong gradients. Under mixed precision the weights of linear layers, convolutions and attention are
+    parameters of a submodule that is a group. Optimizers cannot call closures, and ranks that use different parameters in a
+    step are an error, at the latest before the next save. Under mixed precision the weights of linear layers, convolutions and attention are
     gathered in the low precision, all others in float32, and gradients are reduced in float32.
 
     Args:
@@ -157,7 +157,6 @@ class FSDPStrategy(Strategy):
         self._deferred = DeferredAllReduce()
         self._automatic = True
         self._tried: list[Optimizer] = []
-        self._sharded: dict[Tensor, str] = {}
         self._use = RanksUse(self.name)
 
     def setup_module(self, module: nn.Module, optimization: Optimization | None) -> None:
@@ -170,7 +169,7 @@ class FSDPStrategy(Strategy):
             self._shard(module)
         self.wrapped[module] = module.__dict__[ROOT]
         self._deferred.track(p for p in module.parameters() if not isinstance(p, DTensor))
-        self._sharded.update((p, name) for name, p in module.named_parameters() if isinstance(p, DTensor))
+        self._use.track((name, p) for name, p in module.named_parameters() if isinstance(p, DTensor))
         self.buffers.track(module)
 
     def _shard(self, module: nn.Module) -> None:
@@ -201,7 +200,7 @@ class FSDPStrategy(Strategy):
                 self._materialize(module, constructed, each)
             kind = type(each)
             if each in chosen:
-                each.register_forward_hook(_without_views)  # before FSDP's
+                each.register_forward_hook(without_views)  # before FSDP's
             self._shard_group(each, mesh, MixedPrecisionPolicy() if each in self._float32.groups else low)
             if each in chosen:
                 open_methods(each, kind, lambda: root.depth > 0)
@@ -338,7 +337,7 @@ class FSDPStrategy(Strategy):
             root._get_fsdp_state()._register_pre_backward_hook(loss)
         super().backward(loss, send, **options)
         if self.world_size > 1:
-            self._use.note(self._sharded.values(), (p.grad is not None for p in self._sharded))
+            self._use.note_gradients()
         if not self._automatic:
             self._gather_roots()
 
@@ -385,7 +384,8 @@ class FSDPStrategy(Strategy):
         if clipping.norm is None:
             return None
         # Those of offloaded shards are in host memory.
-        norms = [_total_norm([p.grad for p in kind]).to(self.device) for kind in kinds]
+        norms = [torch.nn.utils.get_total_norm([p.grad for p in kind]) for kind in kinds]
+        norms = [(each.full_tensor() if isinstance(each, DTensor) else each).to(self.device) for each in norms]
         total = torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros((), device=self.device)
         for kind in kinds:
             torch.nn.utils.clip_grads_with_norm_(kind, clipping.norm, total)
@@ -419,7 +419,6 @@ class FSDPStrategy(Strategy):
         super().close()
         self._deferred.clear()
         self._tried.clear()
-        self._sharded.clear()
         self._use = RanksUse(self.name)
 
     def _reshard_roots(self) -> None:
@@ -439,15 +438,3 @@ class FSDPStrategy(Strategy):
             for group in (root,) if self.reshard_after_forward else root.modules():
                 if isinstance(group, FSDPModule):
                     write_back(group)
-
-
-def _without_views(module: nn.Module, args: Any, output: Any) -> Any:
-    """Clone views among a group's outputs: an in-place write would detach FSDP's hook, and lose gradients."""
-    if torch.compiler.is_compiling() or not torch.is_grad_enabled():
-        return output
-    return tree_map_only(Tensor, lambda each: each.clone() if each._is_view() else each, output)
-
-
-def _total_norm(gradients: list[Tensor]) -> Tensor:
-    total = torch.nn.utils.get_total_norm(gradients)
-    return total.full_tensor() if isinstance(total, DTensor) else total

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_map_only
 
 from trainwright.strategies.base import StepForward
 from trainwright.strategies.shard_write_back import record_versions, write_back
@@ -30,6 +31,13 @@ MIXED = "mixed torch.Tensor and DTensor"
 """What torch's error says if an operation is given a sharded parameter."""
 NO_STEPS = ("reset_parameters", "configure_optimizers")
 """Public methods that no step calls."""
+
+
+def without_views(module: nn.Module, args: Any, output: Any) -> Any:
+    """Clone views among a group's outputs: an in-place write would detach FSDP's hook, and lose gradients."""
+    if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+        return output
+    return tree_map_only(Tensor, lambda each: each.clone() if each._is_view() else each, output)
 
 
 class Root(StepForward):

@@ -26,6 +26,7 @@ class _Following(_SHARDED_DDP):  # type: ignore[misc]
 
     _all_params: list[nn.Parameter]
     _grad_to_be_reduced: list[bool]
+    _bucket_flush_callback_set: bool
 
     def __init__(self, module: nn.Module, own: Collection[Tensor], optimizers: list[Any], **options: Any) -> None:
         super().__init__(module, optimizers, **options)
@@ -87,11 +88,11 @@ class _Following(_SHARDED_DDP):  # type: ignore[misc]
 
     def _setup_backward_hooks(self) -> None:
         super()._setup_backward_hooks()
-        place = {each: number for number, each in enumerate(self.module.parameters())}
+        index = {each: number for number, each in enumerate(self.module.parameters())}
         last: dict[Any, int] = {}
         for each in self._trainable_params:
             slot, _ = self._slots.get(each, (each, None))
-            last[slot] = min(place[each], last.get(slot, place[each]))
+            last[slot] = min(index[each], last.get(slot, index[each]))
         self._order = sorted(last, key=last.__getitem__, reverse=True)
         for parameter, node in zip(self._trainable_params, self._grad_accs, strict=True):
             self._grad_hooks.append(node.register_prehook(partial(self._take_out, parameter)))

@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 import torch
+from torch import Tensor
 
 from trainwright.distributed import collectives
 
 MOST_CHANGES = 1000
-"""Of which parameters are used, that are kept to name the backward at which the ranks came to differ."""
+"""Of which parameters are used, that are kept to name the first backward at which the ranks differ."""
 
 
 class RanksUse:
-    """Compares which parameters the ranks use, at the 1st, 2nd, 4th, 8th backward and so on, and whenever it is asked to.
+    """Compares which parameters the ranks use: at the 1st, 2nd, 4th, 8th backward and so on, and before each save.
 
     An engine that pairs the ranks' gradients by their positions adds those of different parameters if a branch of the model
     is taken on some ranks only. What lies between two comparisons is compared by its digest.
@@ -25,6 +26,15 @@ class RanksUse:
         self._used: tuple[bool, ...] = ()
         self._changes: list[tuple[int, tuple[bool, ...]]] = []
         self._names: list[str] = []
+        self._tracked: dict[Tensor, str] = {}
+
+    def track(self, named: Iterable[tuple[str, Tensor]]) -> None:
+        """Register the parameters whose gradients `note_gradients` looks at."""
+        self._tracked.update((parameter, name) for name, parameter in named)
+
+    def note_gradients(self) -> None:
+        """Note a backward by which of the tracked parameters have a gradient now. Collective as `note`."""
+        self.note(self._tracked.values(), (parameter.grad is not None for parameter in self._tracked))
 
     def note(self, names: Iterable[str], used: Iterable[bool]) -> None:
         """Note a backward: whether it gave each of the named parameters a gradient. Collective at some of them.
@@ -72,9 +82,9 @@ class RanksUse:
                 f"a backward after number {self._compared} gave other parameters gradients on some ranks than on others"
             )
         return (
-            f"{what}, of {len(histories)} ranks. {self._strategy} adds the ranks' gradients by their positions, so the weights are "
-            f"wrong since then; up to backward {self._compared} they were right. Let each rank use the same parameters in every "
-            "step (add 0 * output.sum() of the unused branch to the loss), or train with "
+            f"{what}, of {len(histories)} ranks. {self._strategy} adds the ranks' gradients by their positions, so the weights "
+            f"are wrong since then; up to backward {self._compared} they were right. Let each rank use the same parameters in "
+            "every step (add 0 * output.sum() of the unused branch to the loss), or train with "
             "strategy='ddp_find_unused_parameters_true'."
         )
 

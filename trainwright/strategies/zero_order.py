@@ -12,7 +12,6 @@ from torch import Tensor
 from trainwright.distributed import collectives
 from trainwright.strategies.used_parameters import RanksUse
 
-
 _MEMBER = re.compile(r"^members\.\d+\.")
 """What an engine's module, a `Part`, puts before the names of a user's module."""
 
