@@ -41,9 +41,11 @@ class Branches(tw.Module):
         self.branches = nn.ModuleList([nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 16)])  # of one shape
         self.head = nn.Linear(16, 1)
 
-    def training_step(self, batch: tuple[Tensor, int], batch_idx: int) -> Tensor:
-        x, branch = batch
+    def forward(self, x: Tensor, branch: int) -> Tensor:
         return self.head(self.branches[branch](self.stem(x).relu())).pow(2).mean()
+
+    def training_step(self, batch: tuple[Tensor, int], batch_idx: int) -> Tensor:
+        return self(*batch)
 
     def configure_optimizers(self) -> Any:
         return torch.optim.AdamW(self.parameters(), lr=0.01, eps=1e-3, weight_decay=0.5)
@@ -87,6 +89,17 @@ def runs(folder: Path) -> dict[str, Any]:
     with pytest.raises(RuntimeError) as refusal:
         trained("fsdp", [(0, 0), (0, 0), (1, 0), (0, 0)], callbacks=save, enable_checkpointing=True)
     found["at a save"] = str(refusal.value)
+    accelerator = tw.Accelerator(strategy="fsdp", devices=WORLD)
+    model, optimizer, batches = accelerator.prepare(
+        module := Branches(), module.configure_optimizers(), loader([(0, 0)] * 2 + [(0, 1)])
+    )
+    for batch in batches:
+        optimizer.zero_grad()
+        accelerator.backward(model(*batch))
+        optimizer.step()
+    with pytest.raises(RuntimeError) as refusal:
+        accelerator.end_training()
+    found["a loop"] = str(refusal.value)
     with pytest.raises(RuntimeError) as refusal:  # later on, the forward itself has failed already
         trained(tw.DeepSpeedStrategy(stage=3), [(0, 1)])
     found["deepspeed_stage_3"] = str(refusal.value)
@@ -139,5 +152,6 @@ def test_ranks_that_take_different_branches(tmp_path: Path) -> None:
             ), name
         assert rank["deepspeed_stage_3"].startswith("backward 1 gave 'branches.0.weight' and 3 more parameters")
         assert rank["at the end"].startswith("backward 6 gave 'branches.0.weight'")
+        assert rank["a loop"].startswith("backward 3 gave 'branches.0.weight'")
         assert rank["at a save"].startswith("backward 3 gave 'branches.0.weight'")
     assert list((tmp_path / "saves").glob("*.ckpt")) == []

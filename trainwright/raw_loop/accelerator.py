@@ -241,6 +241,7 @@ class Accelerator(Collectives):
             ValueError: max_shard_size is not a size.
         """
         refuse_pickle("save_model", safe_serialization)
+        self.engine.strategy.check_gradients()
         save_model(model, os.fspath(save_directory), size_of(max_shard_size), self.engine.ranks)
 
     def save(self, obj: Any, f: str | os.PathLike[str], safe_serialization: bool = True) -> None:
@@ -630,9 +631,11 @@ class Accelerator(Collectives):
 
         Raises:
             CheckpointError: on every rank, if the save failed; the loggers are closed.
+            RuntimeError: on every rank, under fsdp and ZeRO stage 3: the ranks used different parameters in a step.
         """
         try:
             self.finish_save()
+            self.engine.strategy.check_gradients()
         finally:
             self._trackers.end()
 

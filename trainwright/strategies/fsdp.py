@@ -84,8 +84,8 @@ class FSDPStrategy(Strategy):
     Each group of parameters is gathered for its module's call and resharded after it; the root's own parameters stay gathered
     until the end of backward. A step may call the module, its submodules and their public methods, but cannot use the bare
     parameters of a submodule that is a group. Optimizers cannot call closures, and ranks that use different parameters in a
-    step are an error, at the latest before the next save. Under mixed precision the weights of linear layers, convolutions and attention are
-    gathered in the low precision, all others in float32, and gradients are reduced in float32.
+    step are an error, at the latest before the next save. Under mixed precision the weights of linear layers, convolutions and
+    attention are gathered in the low precision, all others in float32, and gradients are reduced in float32.
 
     Args:
         auto_wrap_policy: which submodules are groups: classes, or a function from a module to a bool; by default the blocks
