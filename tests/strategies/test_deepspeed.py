@@ -311,3 +311,11 @@ def test_what_deepspeed_reads_of_the_environment_is_not_left_there(monkeypatch: 
     monkeypatch.delenv("DS_ACCELERATOR", raising=False)
     import_deepspeed(torch.device("cpu"))
     assert "DS_ACCELERATOR" not in os.environ
+
+
+def test_a_stage_without_overlap() -> None:
+    with pytest.raises(ValueError, match="overlap_comm=True needs stage 2 or 3"):
+        tw.DeepSpeedStrategy(stage=1, overlap_comm=True)
+    with pytest.raises(ValueError, match="overlap_comm=True needs stage 2 or 3"):
+        tw.DeepSpeedStrategy(config={"zero_optimization": {"stage": 1, "overlap_comm": True}})
+    assert tw.DeepSpeedStrategy(stage=1, overlap_comm=False).zero == {"overlap_comm": False}

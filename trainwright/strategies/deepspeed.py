@@ -124,7 +124,7 @@ class DeepSpeedStrategy(Strategy):
             )
         if offload_parameters and self.stage != 3:
             raise ValueError(f"offload_parameters=True needs stage 3, which shards them, not stage {self.stage}.")
-        deepspeed_config.refuse_other_steppers({**zero, **self.own_config.get("zero_optimization", {})})
+        deepspeed_config.refuse_settings({**zero, **self.own_config.get("zero_optimization", {})}, self.stage)
         self._configured_precision = deepspeed_config.low_precision(self.own_config)
         self.offload_optimizer, self.offload_parameters, self.zero = offload_optimizer, offload_parameters, zero
         self.forward_is_collective = self.stage == 3

@@ -76,8 +76,16 @@ def _without_auto(settings: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def refuse_other_steppers(zero: Mapping[str, Any]) -> None:
-    """Raise ValueError for "zero_optimization" settings that keep optimizer state where no checkpoint finds it."""
+def refuse_settings(zero: Mapping[str, Any], stage: int) -> None:
+    """Raise ValueError for "zero_optimization" settings that DeepSpeed does not have in this stage.
+
+    Also for those that keep optimizer state where no checkpoint finds it.
+    """
+    if stage == 1 and zero.get("overlap_comm"):
+        raise ValueError(
+            "overlap_comm=True needs stage 2 or 3: stage 1 reduces gradients at the end of an accumulation window, and has "
+            "nothing to overlap with. Leave it out, or choose stage=2."
+        )
     offload = zero.get("offload_optimizer")
     offload = offload if isinstance(offload, Mapping) else {}
     odd = {
