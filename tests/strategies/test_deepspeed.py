@@ -315,7 +315,7 @@ def test_what_deepspeed_reads_of_the_environment_is_not_left_there(monkeypatch: 
 
 def test_a_stage_without_overlap() -> None:
     with pytest.raises(ValueError, match="overlap_comm=True needs stage 2 or 3"):
-        tw.DeepSpeedStrategy(stage=1, overlap_comm=True)
+        DeepSpeedStrategy(stage=1, overlap_comm=True)
     with pytest.raises(ValueError, match="overlap_comm=True needs stage 2 or 3"):
-        tw.DeepSpeedStrategy(config={"zero_optimization": {"stage": 1, "overlap_comm": True}})
-    assert tw.DeepSpeedStrategy(stage=1, overlap_comm=False).zero == {"overlap_comm": False}
+        DeepSpeedStrategy(config={"zero_optimization": {"stage": 1, "overlap_comm": True}})
+    assert DeepSpeedStrategy(stage=1, overlap_comm=False).zero == {"overlap_comm": False}

@@ -194,9 +194,7 @@ class Accelerator(Collectives):
             ValueError: an optimizer whose parameters belong to no prepared model, or were replaced before it was prepared.
         """
         if not objects:
-            raise TypeError(
-                "prepare was given nothing; pass the models, optimizers, loaders and schedulers of the loop."
-            )
+            raise TypeError("prepare was given nothing; pass the loop's models, optimizers, loaders and schedulers.")
         prepared = self._preparations.prepare(objects, device_placement)
         return prepared[0] if len(prepared) == 1 else prepared
 
