@@ -169,8 +169,13 @@ class FSDPStrategy(Strategy):
             self._shard(module)
         self.wrapped[module] = module.__dict__[ROOT]
         self._deferred.track(p for p in module.parameters() if not isinstance(p, DTensor))
-        self._use.track((name, p) for name, p in module.named_parameters() if isinstance(p, DTensor))
+        self._track_use(module)
         self.buffers.track(module)
+
+    def _track_use(self, module: nn.Module) -> None:
+        sharded = ((name, p) for name, p in module.named_parameters() if isinstance(p, DTensor))
+        # With a hook FSDP would wait for each copy of a gradient to the host.
+        self._use.track(sharded, hooked=not self.cpu_offload or self.device.type == "cpu")
 
     def _shard(self, module: nn.Module) -> None:
         if any(isinstance(parameter, DTensor) for parameter in module.parameters()):
@@ -287,6 +292,7 @@ class FSDPStrategy(Strategy):
             made = [p for p in module.parameters() if not isinstance(p, DTensor) and not self._deferred.tracks(p)]
             broadcast_tensors(made)
             self._deferred.track(made)
+            self._track_use(module)
             self.buffers.track(module)
             refuse_sparse_weights(module, self.name, True)  # an embedding may have been unfrozen
 
@@ -419,6 +425,7 @@ class FSDPStrategy(Strategy):
         super().close()
         self._deferred.clear()
         self._tried.clear()
+        self._use.close()
         self._use = RanksUse(self.name)
 
     def _reshard_roots(self) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -21,7 +21,8 @@ class _Following(_SHARDED_DDP):  # type: ignore[misc]
     taken out before a backward adds to it, and added again afterwards.
 
     It sends a bucket when its last gradient has come, and ranks pair what they send by its order. So one that comes early
-    waits for those before it, and what a rank has not used is sent as zeros: another rank may have used it.
+    waits for those before it, and what a rank has not used is sent as zeros: another rank may have used it. A module's
+    gradients wait so for those of the modules before it in `_turns`, if one backward reaches several.
     """
 
     _all_params: list[nn.Parameter]
@@ -39,6 +40,7 @@ class _Following(_SHARDED_DDP):  # type: ignore[misc]
         self._order: list[Any] = []
         """The buckets, and parameters without one, in the order in which they are sent: the last of the module first."""
         self._next = 0
+        self._turns: list[_Following] = [self]
         self._sends: dict[Tensor, Callable[[], None]] = {}
         self._waiting: dict[Any, Callable[[], None]] = {}
         # An optimizer may step several modules' parameters, and each module has a wrapper.
@@ -61,6 +63,15 @@ class _Following(_SHARDED_DDP):  # type: ignore[misc]
         self._slots = {each: (bucket, each.grad) for bucket in self._bucket_list for each in bucket._params}
         self._averaged = {self._slots.get(each, (each,))[0] for each in averaged}
 
+    def take_turns(self, wrappers: Sequence[_Following]) -> None:
+        """Set the order of the job's wrappers, which is the same on all ranks."""
+        self._turns = list(wrappers)
+
+    def begin_backward(self) -> None:
+        """Drop what a backward that failed has left."""
+        if self._bucket_flush_callback_set:
+            self._clear_counters()
+
     def _clear_counters(self) -> None:
         super()._clear_counters()
         self._next = 0
@@ -82,9 +93,16 @@ class _Following(_SHARDED_DDP):  # type: ignore[misc]
             Variable._execution_engine.queue_callback(self._flush_reduce_calls)
             self._bucket_flush_callback_set = True
         self._waiting[slot] = send
+        for wrapper in self._turns:
+            if not wrapper._send_waiting():
+                break
+
+    def _send_waiting(self) -> bool:
+        """Send what has its turn; return whether that was the last."""
         while self._next < len(self._order) and (first := self._order[self._next]) in self._waiting:
             self._waiting.pop(first)()
             self._next += 1
+        return self._next == len(self._order)
 
     def _setup_backward_hooks(self) -> None:
         super()._setup_backward_hooks()
@@ -156,6 +174,12 @@ class _Following(_SHARDED_DDP):  # type: ignore[misc]
             self._waiting.pop(slot)()
 
     def _flush_reduce_calls(self) -> None:
+        """End a backward, which calls this for each wrapper that it has reached: the first call is for all of them."""
+        for wrapper in self._turns:
+            if wrapper._bucket_flush_callback_set:
+                wrapper._flush()
+
+    def _flush(self) -> None:
         self._send_rest()
         super()._flush_reduce_calls()
         is_bucketed = self._should_bucket_grad or [False] * len(self._trainable_params)

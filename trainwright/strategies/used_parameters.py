@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 
 from trainwright.distributed import collectives
 
@@ -27,14 +28,33 @@ class RanksUse:
         self._changes: list[tuple[int, tuple[bool, ...]]] = []
         self._names: list[str] = []
         self._tracked: dict[Tensor, str] = {}
+        self._hooks: dict[Tensor, RemovableHandle] = {}
+        self._came: set[Tensor] = set()
+        self._hooked = True
 
-    def track(self, named: Iterable[tuple[str, Tensor]]) -> None:
-        """Register the parameters whose gradients `note_gradients` looks at."""
-        self._tracked.update((parameter, name) for name, parameter in named)
+    def track(self, named: Iterable[tuple[str, Tensor]], *, hooked: bool = True) -> None:
+        """Register the parameters that `note_gradients` looks at; again once some are unfrozen, because a frozen one has no hook.
+
+        Without hooks it looks at whether they have a gradient, and misses a difference if they had one before.
+        """
+        self._hooked = hooked
+        for name, parameter in named:
+            self._tracked[parameter] = name
+            if hooked and parameter.requires_grad and parameter not in self._hooks:
+                self._hooks[parameter] = parameter.register_post_accumulate_grad_hook(self._came.add)
 
     def note_gradients(self) -> None:
-        """Note a backward by which of the tracked parameters have a gradient now. Collective as `note`."""
-        self.note(self._tracked.values(), (parameter.grad is not None for parameter in self._tracked))
+        """Note a backward by the tracked parameters that it gave a gradient. Collective as `note`."""
+        if not self._hooked:
+            self._came.update(parameter for parameter in self._tracked if parameter.grad is not None)
+        self.note(self._tracked.values(), map(self._came.__contains__, self._tracked))
+        self._came.clear()
+
+    def close(self) -> None:
+        """Take the hooks off the parameters."""
+        for hook in self._hooks.values():
+            hook.remove()
+        self._hooks.clear()
 
     def note(self, names: Iterable[str], used: Iterable[bool]) -> None:
         """Note a backward: whether it gave each of the named parameters a gradient. Collective at some of them.
