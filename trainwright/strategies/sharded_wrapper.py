@@ -35,6 +35,8 @@ class _Following(_SHARDED_DDP):  # type: ignore[misc]
         self._averaged: set[Any] = set()
         """The buckets, and parameters without one, whose gradients are averages; those of other ranks are undefined."""
         self._taken_out: dict[Tensor, Tensor] = {}
+        self._filled: set[Tensor] = set()
+        """What had no gradient at the end of the latest backward, so that zeros were sent."""
         self._slots: dict[Tensor, Any] = {}
         """The bucket of each parameter that has one, and the part of it that is the gradient."""
         self._order: list[Any] = []
@@ -118,10 +120,7 @@ class _Following(_SHARDED_DDP):  # type: ignore[misc]
     @torch.no_grad()
     def _take_out(self, parameter: Tensor, *_: Any) -> None:
         """Leave only what is not averaged yet where a gradient is that a backward is about to add to."""
-        slot, part = self._slots.get(parameter, (parameter, None))
-        if part is not None and parameter.grad is not part:  # the user's loop has dropped it, such as model.zero_grad()
-            part.zero_() if parameter.grad is None else part.copy_(parameter.grad)
-            parameter.grad = part
+        slot = self._attach(parameter)
         if slot not in self._averaged:
             return
         self._averaged.discard(slot)
@@ -134,6 +133,14 @@ class _Following(_SHARDED_DDP):  # type: ignore[misc]
         if is_owner:
             self._taken_out.update((each, each.grad.clone()) for each in slot._params if each.grad is not None)
         slot.zero()
+
+    def _attach(self, parameter: Tensor) -> Any:
+        """Return what a gradient is sent in; put it there if the user's loop has dropped it, such as model.zero_grad()."""
+        slot, part = self._slots.get(parameter, (parameter, None))
+        if part is not None and parameter.grad is not part:
+            part.zero_() if parameter.grad is None else part.copy_(parameter.grad)
+            parameter.grad = part
+        return slot
 
     @torch.no_grad()
     def put_back(self, parameters: Iterable[Tensor]) -> None:
@@ -165,9 +172,12 @@ class _Following(_SHARDED_DDP):  # type: ignore[misc]
                 first = _parameters(slot)[0]
                 if slot in self._averaged:  # by an earlier backward, and no gradient has come since then
                     self._take_out(first)
+                self._filled.update(each for each in _parameters(slot) if each.grad is None)
                 if slot is first and first.grad is None:
                     first.grad = torch.zeros_like(first)
                 elif slot is not first:
+                    for each in slot._params:
+                        self._attach(each)
                     slot.params_checked_in = len(slot._params) - 1
                 self._grad_to_be_reduced[numbers[first]] = True
                 self._waiting[slot] = self._sends[first]
@@ -182,6 +192,10 @@ class _Following(_SHARDED_DDP):  # type: ignore[misc]
     def _flush(self) -> None:
         self._send_rest()
         super()._flush_reduce_calls()
+        for each in self._filled:
+            if each.grad is not None and not bool(each.grad.any()):  # no rank has used it
+                each.grad = None
+        self._filled.clear()
         is_bucketed = self._should_bucket_grad or [False] * len(self._trainable_params)
         sent = zip(self._trainable_params, self._grad_to_be_reduced, is_bucketed, strict=True)
         done = {each for each, is_due, in_bucket in sent if not is_due and not in_bucket}

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
 from trainwright.distributed import collectives
@@ -30,31 +31,35 @@ class RanksUse:
         self._tracked: dict[Tensor, str] = {}
         self._hooks: dict[Tensor, RemovableHandle] = {}
         self._came: set[Tensor] = set()
-        self._hooked = True
 
-    def track(self, named: Iterable[tuple[str, Tensor]], *, hooked: bool = True) -> None:
-        """Register the parameters that `note_gradients` looks at; again once some are unfrozen, because a frozen one has no hook.
+    def track(self, module: nn.Module) -> None:
+        """Register a module's shards for `note_gradients`; again once some are unfrozen: a frozen one has no hook.
 
-        Without hooks it looks at whether they have a gradient, and misses a difference if they had one before.
+        Neither has one that is offloaded to the host, for which FSDP would wait for each copy of a gradient.
         """
-        self._hooked = hooked
-        for name, parameter in named:
-            self._tracked[parameter] = name
-            if hooked and parameter.requires_grad and parameter not in self._hooks:
-                self._hooks[parameter] = parameter.register_post_accumulate_grad_hook(self._came.add)
+        for name, shard in module.named_parameters():
+            if not isinstance(shard, DTensor):
+                continue
+            self._tracked[shard] = name
+            is_offloaded = shard.device.type != shard.device_mesh.device_type
+            if shard.requires_grad and shard not in self._hooks and not is_offloaded:
+                self._hooks[shard] = shard.register_post_accumulate_grad_hook(self._came.add)  # type: ignore[no-untyped-call]
 
     def note_gradients(self) -> None:
-        """Note a backward by the tracked parameters that it gave a gradient. Collective as `note`."""
-        if not self._hooked:
-            self._came.update(parameter for parameter in self._tracked if parameter.grad is not None)
+        """Note a backward by the tracked parameters that it gave a gradient; one without a hook, if it has one now.
+
+        Collective as `note`.
+        """
+        if len(self._hooks) < len(self._tracked):
+            self._came.update(each for each in self._tracked.keys() - self._hooks.keys() if each.grad is not None)
         self.note(self._tracked.values(), map(self._came.__contains__, self._tracked))
         self._came.clear()
 
-    def close(self) -> None:
-        """Take the hooks off the parameters."""
+    def renewed(self) -> RanksUse:
+        """Take the hooks off the parameters; return a comparison of other ones."""
         for hook in self._hooks.values():
             hook.remove()
-        self._hooks.clear()
+        return RanksUse(self._strategy)
 
     def note(self, names: Iterable[str], used: Iterable[bool]) -> None:
         """Note a backward: whether it gave each of the named parameters a gradient. Collective at some of them.

@@ -52,7 +52,7 @@ class ReductionOrder:
         zero.clear_backward_seen_flag = self.begin
 
     def take_turns(self, orders: Sequence[ReductionOrder]) -> None:
-        """Set the order of the job's engines of stage 2: one that a backward reaches earlier waits for those before it."""
+        """Set the order of the job's engines: one that a backward reaches earlier waits for those before it."""
         self._turns = list(orders)
 
     def begin(self) -> None:
@@ -138,3 +138,12 @@ class ReductionOrder:
         self._next = 0
         self._arrived.clear()
         self._waiting.clear()
+
+
+def take_turns(orders: Sequence[ReductionOrder], stage: int) -> None:
+    """Let the job's engines reduce in one order: that made last first, as a backward reaches them.
+
+    Stage 1 reduces in the step, and ranks of stage 3 use the same parameters.
+    """
+    for each in orders if stage == 2 else ():
+        each.take_turns(orders[::-1])
