@@ -44,6 +44,9 @@ TORCH = (
         "leave torch's profiler whole when a recording fails (profilers/pytorch.py)",
     ),
     Use(
+        "torch.autograd.Variable", "_execution_engine", "call back at a backward's end (strategies/sharded_wrapper.py)"
+    ),
+    Use(
         "torch.Tensor", "_make_subclass", "move a parameter to the meta device in its class (raw_loop/empty_weights.py)"
     ),
     Use("torch.Tensor", "_version", "see that a step wrote to a parameter or a buffer in place"),
@@ -354,6 +357,7 @@ DEEPSPEED = (
         "reduce_independent_p_g_buckets_and_remove_grads independent_gradient_partition_epilogue",
         "give gradients to the buckets in one order on all ranks (strategies/zero_order.py)",
     ),
+    Use(ZERO_12, "reduce_ipg_grads", "send the last bucket before the next engine's (strategies/zero_order.py)"),
     Use(
         ZERO_3,
         "reduce_independent_p_g_buckets_and_remove_grads independent_gradient_partition_epilogue",

@@ -65,6 +65,69 @@ def trained(strategy: Any, branches: list[tuple[int, int]], **options: Any) -> d
     return {key: each.detach().clone() for key, each in tw.gather_module(module, all_ranks=True).named_parameters()}
 
 
+class Net(nn.Module):
+    def __init__(self, seed: int, inputs: int, outputs: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.stem = nn.Linear(inputs, 16)
+        self.branches = nn.ModuleList([nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 16)])
+        self.head = nn.Linear(16, outputs)
+
+    def forward(self, x: Tensor, branch: int) -> Tensor:
+        return self.head(self.branches[branch](self.stem(x).relu()))
+
+
+class Wholes:
+    """One process in place of the ranks, whose losses it adds: what a raw loop has to give."""
+
+    def prepare(self, *objects: Any) -> Any:
+        return objects
+
+    def free_memory(self) -> None: ...
+
+
+def two_models(accelerator: Any, rank: int | None, by_model: bool) -> dict[str, Tensor]:
+    """Return the weights of two models, with an optimizer each, whose branches the ranks choose.
+
+    Every second backward is dropped for one of them, by the model's zero_grad or by the optimizer's.
+    """
+    encoder, decoder = Net(1, 8, 6), Net(2, 6, 1)
+    sgd = torch.optim.SGD(encoder.parameters(), lr=0.05, momentum=0.9, weight_decay=0.1)
+    adamw = torch.optim.AdamW(decoder.parameters(), lr=0.01, eps=1e-3, weight_decay=0.3)
+    first, second, *optimizers = accelerator.prepare(encoder, decoder, sgd, adamw)
+    generator = torch.Generator().manual_seed(0)
+    paths = [((0, 0), (0, 1)), ((1, 2), (0, 1)), ((0, 0), (1, 1)), ((2, 1), (1, 1))]
+    for number, path in enumerate(paths * 2):
+        for (one, other), x, which in zip(path, torch.randn(2, 4, 8, generator=generator), range(WORLD), strict=True):
+            if rank in (None, which):
+                loss = second(first(x, one), other).pow(2).mean()
+                (loss / WORLD).backward() if rank is None else accelerator.backward(loss)
+        if number % 2:
+            for each in optimizers:
+                each.step()
+                each.zero_grad()
+        else:
+            (first if by_model else optimizers[0]).zero_grad()
+    modules = [encoder, decoder] if rank is None else [tw.gather_module(m, all_ranks=True) for m in (encoder, decoder)]
+    accelerator.free_memory()
+    return {f"{at}.{key}": each.detach().clone() for at, m in enumerate(modules) for key, each in m.named_parameters()}
+
+
+def exported(how: str) -> str:
+    """Return the error of an export after a raw loop, in whose sixth step the ranks differ."""
+    accelerator = tw.Accelerator(cpu=True, strategy="fsdp")
+    model = Net(1, 8, 1)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for step in range(6):
+        accelerator.backward(model(torch.randn(4, 8), step // 5 * accelerator.process_index).pow(2).mean())
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+    with pytest.raises(RuntimeError) as refusal:
+        getattr(accelerator, how)(*([] if how == "end_training" else [model]))
+    accelerator.free_memory()
+    return str(refusal.value)
+
+
 def runs(folder: Path) -> dict[str, Any]:
     quiet()
     found: dict[str, Any] = {}
@@ -77,11 +140,21 @@ def runs(folder: Path) -> dict[str, Any]:
             found[f"{name}, {accumulate}"] = {
                 key: (weights[key] - expected[key]).abs().max().item() for key in expected
             }
+    expected = two_models(Wholes(), None, by_model=True)
+    for name, make in RIGHT.items():
+        rank, by_model = torch.distributed.get_rank(), name.startswith("ddp_sharded")
+        weights = two_models(tw.Accelerator(cpu=True, strategy=make()), rank, by_model)
+        found[f"{name}, two models"] = {key: (weights[key] - expected[key]).abs().max().item() for key in expected}
     found["histories"] = histories()
+    for how in ("get_state_dict", "end_training"):
+        found[how] = exported(how)
     for name, make in REFUSED.items():
         with pytest.raises(RuntimeError) as refusal:
             trained(make(), [(0, 0), (1, 1), (0, 1), (0, 0)])
         found[name] = str(refusal.value)
+        with pytest.raises(RuntimeError) as refusal:  # all have gradients by then
+            trained(make(), [(0, 0), (1, 1), (0, 1), (0, 0)], accumulate_grad_batches=4)
+        found[f"{name}, in a window"] = str(refusal.value)
     with pytest.raises(RuntimeError) as refusal:  # at the end of the fit
         trained("fsdp", [(0, 0)] * 5 + [(0, 1)])
     found["at the end"] = str(refusal.value)
@@ -144,12 +217,14 @@ def test_ranks_that_take_different_branches(tmp_path: Path) -> None:
         assert "up to backward 4 they were right" in said["later"]
         assert said["back"].startswith("backward 6 gave 'b'")
         for name in RIGHT:
-            for accumulate in (1, 2):
-                assert max(rank[f"{name}, {accumulate}"].values()) < 1e-5, (name, accumulate, rank)
-        for name in REFUSED:
+            for case in ("1", "2", "two models"):
+                assert max(rank[f"{name}, {case}"].values()) < 1e-5, (name, case, rank)
+        for name in (*REFUSED, *(f"{each}, in a window" for each in REFUSED)):
             assert rank[name].startswith(
                 "backward 3 gave 'branches.0.weight' and 3 more parameters a gradient on rank 0"
             ), name
+        for how in ("get_state_dict", "end_training"):
+            assert rank[how].startswith("backward 6 gave 'branches.0.weight' and 3 more parameters"), how
         assert rank["deepspeed_stage_3"].startswith("backward 1 gave 'branches.0.weight' and 3 more parameters")
         assert rank["at the end"].startswith("backward 6 gave 'branches.0.weight'")
         assert rank["a loop"].startswith("backward 3 gave 'branches.0.weight'")

@@ -213,8 +213,11 @@ class Accelerator(Collectives):
 
         Under fsdp and ZeRO stage 3 it is a copy in host memory on rank 0, and empty on the others; otherwise every rank has
         its own tensors. DeepSpeed's are in the precision that it computes in. Collective: call on every rank.
+
+        Raises:
+            RuntimeError: on every rank under fsdp and ZeRO stage 3; the ranks have used different parameters in a step.
         """
-        return state_dict_of(model)
+        return state_dict_of(model, self.engine.strategy)
 
     @refuses_unknown
     def save_model(
@@ -237,10 +240,10 @@ class Accelerator(Collectives):
         Raises:
             CheckpointError: on every rank, if they were not written.
             ValueError: max_shard_size is not a size.
+            RuntimeError: as `get_state_dict`.
         """
         refuse_pickle("save_model", safe_serialization)
-        self.engine.strategy.check_gradients()
-        save_model(model, os.fspath(save_directory), size_of(max_shard_size), self.engine.ranks)
+        save_model(model, os.fspath(save_directory), size_of(max_shard_size), self.engine)
 
     def save(self, obj: Any, f: str | os.PathLike[str], safe_serialization: bool = True) -> None:
         """Write plain data and tensors into one file, new or replaced, on rank 0 (with save_on_each_node, on each node).
@@ -629,11 +632,10 @@ class Accelerator(Collectives):
 
         Raises:
             CheckpointError: on every rank, if the save failed; the loggers are closed.
-            RuntimeError: on every rank, under fsdp and ZeRO stage 3: the ranks used different parameters in a step.
+            RuntimeError: as `get_state_dict`; the loggers are closed.
         """
         try:
-            self.finish_save()
-            self.engine.strategy.check_gradients()
+            self._states.end()
         finally:
             self._trackers.end()
 

@@ -19,11 +19,12 @@ from trainwright.checkpoint.manifest import load_json
 from trainwright.checkpoint.shards import check_storable, host_bytes, render_header
 from trainwright.checkpoint.tensors import Piece, tied_groups
 from trainwright.compiled_names import clean_name
-from trainwright.distributed.ranks import Ranks
+from trainwright.engine.engine import Engine
 from trainwright.errors import CheckpointError, a_type_of
 from trainwright.paths import absolute
 from trainwright.rank_zero import rank_zero_warn
 from trainwright.raw_loop.unwrapping import extract_model_from_parallel
+from trainwright.strategies.base import Strategy
 
 WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors", re.ASCII)
@@ -46,13 +47,14 @@ PICKLE_STARTS = (b"\x80", b"PK\x03\x04")
 """How a pickle begins, and torch.save's archive of one."""
 
 
-def state_dict_of(model: nn.Module) -> dict[str, Any]:
+def state_dict_of(model: nn.Module, strategy: Strategy) -> dict[str, Any]:
     """Return a model's whole state_dict: on every rank, or if it is sharded on rank 0, and an empty one on the others.
 
-    Collective if it is sharded. TypeError for something else than a model.
+    Collective if it is sharded. TypeError for something else than a model, RuntimeError if the ranks' gradients were mixed up.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"a model has the weights, but {a_type_of(model)} was given; pass the model.")
+    strategy.check_gradients()
     module = extract_model_from_parallel(model)
     from trainwright.strategies.whole_module import gather_module, is_sharded  # which imports FSDP
 
@@ -72,13 +74,13 @@ def size_of(text: int | str) -> int:
     return int(float(match[1]) * _UNITS[match[2].upper()])
 
 
-def save_model(model: nn.Module, folder: str, limit: int, ranks: Ranks) -> None:
+def save_model(model: nn.Module, folder: str, limit: int, engine: Engine) -> None:
     """Write a model's weights into a folder as safetensors files of at most `limit` bytes, by rank 0. Collective.
 
     Raises:
         CheckpointError: on every rank, if they were not written.
     """
-    state = state_dict_of(model)
+    state, ranks = state_dict_of(model, engine.strategy), engine.ranks
     files, inside = resolve(absolute(folder))
     work = partial(_write_model, state, files, inside, limit) if ranks.rank == 0 else None
     subject = f"the model was not saved in {folder}"

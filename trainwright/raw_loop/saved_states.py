@@ -37,6 +37,11 @@ class SavedStates:
         self._load_hooks: OrderedDict[int, Hook] = OrderedDict()
         self._has_warned = self._has_warned_of_optimizer = False
 
+    def end(self) -> None:
+        """Wait for a save in flight; see `Accelerator.end_training`. Collective."""
+        self.numbered.finish()
+        self._engine.strategy.check_gradients()
+
     def register(self, objects: tuple[Any, ...]) -> None:
         """Keep the state of these objects in checkpoints, too; see `Accelerator.register_for_checkpointing`."""
         for each in objects:

@@ -259,10 +259,11 @@ class ShardedDDPStrategy(Strategy):
                 reduce_fp16=self.reduce_fp16,
                 warn_on_trainable_params_changed=False,
             )
+        wrappers = [each for each in self.wrapped.values() if each]
+        for wrapped in wrappers:
+            wrapped.take_turns(wrappers[::-1])  # a backward reaches the module made last first
         for each in self._optimizers.values():
-            each.set_wrappers(
-                [wrapped for wrapped in self.wrapped.values() if wrapped and each.oss in wrapped.optimizers]
-            )
+            each.set_wrappers([wrapped for wrapped in wrappers if each.oss in wrapped.optimizers])
 
     def run(self, module: nn.Module, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the step as ShardedDDP's forward; evaluation and manual optimization bypass it."""
@@ -276,6 +277,9 @@ class ShardedDDPStrategy(Strategy):
     def backward(self, loss: Tensor, send: Sender | None = None, **options: Any) -> None:
         for optimizer in (each for each, is_final in self.finalized.items() if is_final):
             self._deferred.reopen(optimizer)
+        for wrapped in self.wrapped.values():
+            if wrapped is not None:
+                wrapped.begin_backward()
         super().backward(loss, send, **options)
 
     def sync_gradients(self, enabled: bool) -> None:

@@ -236,6 +236,7 @@ class DeepSpeedStrategy(Strategy):
         refresh = partial(zero_state.refresh_from_masters, zero, self.stage)
         facade = ZeroOptimizer(master, engine, order, self._write_back.run, refresh)
         self._engines[facade] = engine
+        zero_order.take_turns([each.order for each in self._engines], self.stage)
         for module in owners:
             self._parts.setdefault(module, []).append(engine)
         return facade

@@ -84,8 +84,9 @@ class FSDPStrategy(Strategy):
     Each group of parameters is gathered for its module's call and resharded after it; the root's own parameters stay gathered
     until the end of backward. A step may call the module, its submodules and their public methods, but cannot use the bare
     parameters of a submodule that is a group. Optimizers cannot call closures, and ranks that use different parameters in a
-    step are an error, at the latest before the next save. Under mixed precision the weights of linear layers, convolutions and
-    attention are gathered in the low precision, all others in float32, and gradients are reduced in float32.
+    step are an error, at the latest before the next save (of shards offloaded from a GPU only in the first batch of a window).
+    Under mixed precision the weights of linear layers, convolutions and attention are gathered in the low precision, all
+    others in float32, and gradients are reduced in float32.
 
     Args:
         auto_wrap_policy: which submodules are groups: classes, or a function from a module to a bool; by default the blocks
@@ -169,7 +170,7 @@ class FSDPStrategy(Strategy):
             self._shard(module)
         self.wrapped[module] = module.__dict__[ROOT]
         self._deferred.track(p for p in module.parameters() if not isinstance(p, DTensor))
-        self._use.track((name, p) for name, p in module.named_parameters() if isinstance(p, DTensor))
+        self._use.track(module)
         self.buffers.track(module)
 
     def _shard(self, module: nn.Module) -> None:
@@ -287,6 +288,7 @@ class FSDPStrategy(Strategy):
             made = [p for p in module.parameters() if not isinstance(p, DTensor) and not self._deferred.tracks(p)]
             broadcast_tensors(made)
             self._deferred.track(made)
+            self._use.track(module)
             self.buffers.track(module)
             refuse_sparse_weights(module, self.name, True)  # an embedding may have been unfrozen
 
@@ -419,7 +421,7 @@ class FSDPStrategy(Strategy):
         super().close()
         self._deferred.clear()
         self._tried.clear()
-        self._use = RanksUse(self.name)
+        self._use = self._use.renewed()
 
     def _reshard_roots(self) -> None:
         """Turn the roots' parameters into shards again, which the optimizers hold."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -21,7 +21,8 @@ class _Following(_SHARDED_DDP):  # type: ignore[misc]
     taken out before a backward adds to it, and added again afterwards.
 
     It sends a bucket when its last gradient has come, and ranks pair what they send by its order. So one that comes early
-    waits for those before it, and what a rank has not used is sent as zeros: another rank may have used it.
+    waits for those before it, and what a rank has not used is sent as zeros: another rank may have used it. A module's
+    gradients wait so for those of the modules before it in `_turns`, if one backward reaches several.
     """
 
     _all_params: list[nn.Parameter]
@@ -34,11 +35,14 @@ class _Following(_SHARDED_DDP):  # type: ignore[misc]
         self._averaged: set[Any] = set()
         """The buckets, and parameters without one, whose gradients are averages; those of other ranks are undefined."""
         self._taken_out: dict[Tensor, Tensor] = {}
+        self._filled: set[Tensor] = set()
+        """What had no gradient at the end of the latest backward, so that zeros were sent."""
         self._slots: dict[Tensor, Any] = {}
         """The bucket of each parameter that has one, and the part of it that is the gradient."""
         self._order: list[Any] = []
         """The buckets, and parameters without one, in the order in which they are sent: the last of the module first."""
         self._next = 0
+        self._turns: list[_Following] = [self]
         self._sends: dict[Tensor, Callable[[], None]] = {}
         self._waiting: dict[Any, Callable[[], None]] = {}
         # An optimizer may step several modules' parameters, and each module has a wrapper.
@@ -61,6 +65,15 @@ class _Following(_SHARDED_DDP):  # type: ignore[misc]
         self._slots = {each: (bucket, each.grad) for bucket in self._bucket_list for each in bucket._params}
         self._averaged = {self._slots.get(each, (each,))[0] for each in averaged}
 
+    def take_turns(self, wrappers: Sequence[_Following]) -> None:
+        """Set the order of the job's wrappers, which is the same on all ranks."""
+        self._turns = list(wrappers)
+
+    def begin_backward(self) -> None:
+        """Drop what a backward that failed has left."""
+        if self._bucket_flush_callback_set:
+            self._clear_counters()
+
     def _clear_counters(self) -> None:
         super()._clear_counters()
         self._next = 0
@@ -82,9 +95,16 @@ class _Following(_SHARDED_DDP):  # type: ignore[misc]
             Variable._execution_engine.queue_callback(self._flush_reduce_calls)
             self._bucket_flush_callback_set = True
         self._waiting[slot] = send
+        for wrapper in self._turns:
+            if not wrapper._send_waiting():
+                break
+
+    def _send_waiting(self) -> bool:
+        """Send what has its turn; return whether that was the last."""
         while self._next < len(self._order) and (first := self._order[self._next]) in self._waiting:
             self._waiting.pop(first)()
             self._next += 1
+        return self._next == len(self._order)
 
     def _setup_backward_hooks(self) -> None:
         super()._setup_backward_hooks()
@@ -100,10 +120,7 @@ class _Following(_SHARDED_DDP):  # type: ignore[misc]
     @torch.no_grad()
     def _take_out(self, parameter: Tensor, *_: Any) -> None:
         """Leave only what is not averaged yet where a gradient is that a backward is about to add to."""
-        slot, part = self._slots.get(parameter, (parameter, None))
-        if part is not None and parameter.grad is not part:  # the user's loop has dropped it, such as model.zero_grad()
-            part.zero_() if parameter.grad is None else part.copy_(parameter.grad)
-            parameter.grad = part
+        slot = self._attach(parameter)
         if slot not in self._averaged:
             return
         self._averaged.discard(slot)
@@ -116,6 +133,14 @@ class _Following(_SHARDED_DDP):  # type: ignore[misc]
         if is_owner:
             self._taken_out.update((each, each.grad.clone()) for each in slot._params if each.grad is not None)
         slot.zero()
+
+    def _attach(self, parameter: Tensor) -> Any:
+        """Return what a gradient is sent in; put it there if the user's loop has dropped it, such as model.zero_grad()."""
+        slot, part = self._slots.get(parameter, (parameter, None))
+        if part is not None and parameter.grad is not part:
+            part.zero_() if parameter.grad is None else part.copy_(parameter.grad)
+            parameter.grad = part
+        return slot
 
     @torch.no_grad()
     def put_back(self, parameters: Iterable[Tensor]) -> None:
@@ -147,17 +172,30 @@ class _Following(_SHARDED_DDP):  # type: ignore[misc]
                 first = _parameters(slot)[0]
                 if slot in self._averaged:  # by an earlier backward, and no gradient has come since then
                     self._take_out(first)
+                self._filled.update(each for each in _parameters(slot) if each.grad is None)
                 if slot is first and first.grad is None:
                     first.grad = torch.zeros_like(first)
                 elif slot is not first:
+                    for each in slot._params:
+                        self._attach(each)
                     slot.params_checked_in = len(slot._params) - 1
                 self._grad_to_be_reduced[numbers[first]] = True
                 self._waiting[slot] = self._sends[first]
             self._waiting.pop(slot)()
 
     def _flush_reduce_calls(self) -> None:
+        """End a backward, which calls this for each wrapper that it has reached: the first call is for all of them."""
+        for wrapper in self._turns:
+            if wrapper._bucket_flush_callback_set:
+                wrapper._flush()
+
+    def _flush(self) -> None:
         self._send_rest()
         super()._flush_reduce_calls()
+        for each in self._filled:
+            if each.grad is not None and not bool(each.grad.any()):  # no rank has used it
+                each.grad = None
+        self._filled.clear()
         is_bucketed = self._should_bucket_grad or [False] * len(self._trainable_params)
         sent = zip(self._trainable_params, self._grad_to_be_reduced, is_bucketed, strict=True)
         done = {each for each, is_due, in_bucket in sent if not is_due and not in_bucket}

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils.hooks import RemovableHandle
 
 from trainwright.distributed import collectives
 
@@ -27,14 +29,37 @@ class RanksUse:
         self._changes: list[tuple[int, tuple[bool, ...]]] = []
         self._names: list[str] = []
         self._tracked: dict[Tensor, str] = {}
+        self._hooks: dict[Tensor, RemovableHandle] = {}
+        self._came: set[Tensor] = set()
 
-    def track(self, named: Iterable[tuple[str, Tensor]]) -> None:
-        """Register the parameters whose gradients `note_gradients` looks at."""
-        self._tracked.update((parameter, name) for name, parameter in named)
+    def track(self, module: nn.Module) -> None:
+        """Register a module's shards for `note_gradients`; again once some are unfrozen: a frozen one has no hook.
+
+        Neither has one that is offloaded to the host, for which FSDP would wait for each copy of a gradient.
+        """
+        for name, shard in module.named_parameters():
+            if not isinstance(shard, DTensor):
+                continue
+            self._tracked[shard] = name
+            is_offloaded = shard.device.type != shard.device_mesh.device_type
+            if shard.requires_grad and shard not in self._hooks and not is_offloaded:
+                self._hooks[shard] = shard.register_post_accumulate_grad_hook(self._came.add)  # type: ignore[no-untyped-call]
 
     def note_gradients(self) -> None:
-        """Note a backward by which of the tracked parameters have a gradient now. Collective as `note`."""
-        self.note(self._tracked.values(), (parameter.grad is not None for parameter in self._tracked))
+        """Note a backward by the tracked parameters that it gave a gradient; one without a hook, if it has one now.
+
+        Collective as `note`.
+        """
+        if len(self._hooks) < len(self._tracked):
+            self._came.update(each for each in self._tracked.keys() - self._hooks.keys() if each.grad is not None)
+        self.note(self._tracked.values(), map(self._came.__contains__, self._tracked))
+        self._came.clear()
+
+    def renewed(self) -> RanksUse:
+        """Take the hooks off the parameters; return a comparison of other ones."""
+        for hook in self._hooks.values():
+            hook.remove()
+        return RanksUse(self._strategy)
 
     def note(self, names: Iterable[str], used: Iterable[bool]) -> None:
         """Note a backward: whether it gave each of the named parameters a gradient. Collective at some of them.

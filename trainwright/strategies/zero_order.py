@@ -43,12 +43,17 @@ class ReductionOrder:
         self._reduce = zero.reduce_independent_p_g_buckets_and_remove_grads
         self._finish = zero.independent_gradient_partition_epilogue
         self._begin = zero.clear_backward_seen_flag
+        self._turns: list[ReductionOrder] = [self]
         self._next = 0
         self._arrived: list[Tensor] = []
         self._waiting: set[Tensor] = set()
         zero.reduce_independent_p_g_buckets_and_remove_grads = self.reduce
         zero.independent_gradient_partition_epilogue = self.finish
         zero.clear_backward_seen_flag = self.begin
+
+    def take_turns(self, orders: Sequence[ReductionOrder]) -> None:
+        """Set the order of the job's engines: one that a backward reaches earlier waits for those before it."""
+        self._turns = list(orders)
 
     def begin(self) -> None:
         """Drop what a backward that failed has left."""
@@ -63,10 +68,34 @@ class ReductionOrder:
         if not self.indices:
             self._arrived.append(parameter)
         self._waiting.add(parameter)
+        for order in self._turns:
+            if not order._reduce_waiting():
+                break
+
+    def _reduce_waiting(self) -> bool:
+        """Give on what has its turn; return whether that was the last."""
         while self._next < len(self._order) and (each := self._order[self._next]) in self._waiting:
             self._waiting.remove(each)
             self._reduce(each, *self._group[each])
             self._next += 1
+            if self._next == len(self._order):
+                self._send_last()
+        return self._next == len(self._order)
+
+    def _reduce_rest(self) -> None:
+        """Give on what waits, and what this backward has not used, if it has reached this engine."""
+        if self._next == len(self._order) or not (self._next > 0 or self._waiting):
+            return
+        for parameter in self._order[self._next :]:
+            if parameter in self._waiting or self._fills(parameter):
+                self._reduce(parameter, *self._group[parameter])
+        self._next = len(self._order)
+        self._send_last()
+
+    def _send_last(self) -> None:
+        """Send the last bucket now, if the engines after this one wait for it."""
+        if len(self._turns) > 1:
+            self._zero.reduce_ipg_grads()
 
     def finish(self) -> None:
         """End a backward: no gradient will come for parameters that have not had one. Collective."""
@@ -74,9 +103,8 @@ class ReductionOrder:
         if has_begun and self._use is not None:
             came = self._waiting.union(self._order[: self._next])
             self._use.note(self._names, (each in came for each in self._parameters))
-        for parameter in self._order[self._next :] if has_begun else ():
-            if parameter in self._waiting or self._fills(parameter):
-                self._reduce(parameter, *self._group[parameter])
+        for order in self._turns[: self._turns.index(self) + 1]:
+            order._reduce_rest()
         arrived = list(dict.fromkeys([*self._arrived, *self._order])) if not self.indices else []
         self._clear()
         self._finish()
@@ -110,3 +138,12 @@ class ReductionOrder:
         self._next = 0
         self._arrived.clear()
         self._waiting.clear()
+
+
+def take_turns(orders: Sequence[ReductionOrder], stage: int) -> None:
+    """Let the job's engines reduce in one order: that made last first, as a backward reaches them.
+
+    Stage 1 reduces in the step, and ranks of stage 3 use the same parameters.
+    """
+    for each in orders if stage == 2 else ():
+        each.take_turns(orders[::-1])
