@@ -387,7 +387,7 @@ PACKAGE_LINES = [
         207,
         "ranks that use different parameters in a step train as under ddp, or are refused; slow steps of a rung are named",
     ),
-    (22, "the ladder names its options after the script, and lists rungs in its notes"),
+    (27, "the ladder names its options after the script, and lists rungs in its notes"),
 ]
 """Lines of the package: what is added to it, or taken off, with the reason. The sum is the limit."""
 
