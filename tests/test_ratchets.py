@@ -388,6 +388,7 @@ PACKAGE_LINES = [
         "ranks that use different parameters in a step train as under ddp, or are refused; slow steps of a rung are named",
     ),
     (140, "models that one backward reaches send in turns; fsdp looks at what each backward adds"),
+    (27, "the ladder names its options after the script, and lists rungs in its notes"),
 ]
 """Lines of the package: what is added to it, or taken off, with the reason. The sum is the limit."""
 

@@ -86,6 +86,25 @@ def test_seeds(fake: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "calls neither" not in said
 
 
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--rungs", "ddp", "--steps=5"], "--rungs, --steps after the script's name go to the script"),
+        (["--metric", "f1"], "--metric after the script's name goes to the script"),
+        (["--", "--rungs", "ddp"], ""),
+        (["--lr", "1", "-m", "x", "--help"], ""),
+    ],
+)
+def test_options_after_the_script(
+    arguments: list[str], said: str, fake: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert ladder_command(["--cpu", "--rungs", "unchanged", "train.py", *arguments], None) == 0
+    output = capsys.readouterr().out
+    assert (said in output) if said else ("after the script's name" not in output)
+    given = [each for each in arguments if each != "--"]
+    assert Path("ladder/train-1/unchanged/arguments").read_text().split()[-len(given) :] == given
+
+
 def test_a_run_that_resumes_an_earlier_one(fake: Path, capsys: pytest.CaptureFixture[str]) -> None:
     resumed = json.dumps({**vars(record(resumed="last.ckpt"))})
     interpreter = fake / "interpreter"

@@ -249,6 +249,23 @@ def test_slow_steps_are_noted() -> None:
     )
 
 
+def test_a_slow_step_of_a_compiled_rung_is_noted() -> None:
+    compiled = scored("compile", 300, compile=True, slow_steps=1, slow_seconds=8.44, seconds=16.5)
+    said = " ".join(notes(Comparison([scored("unchanged", 100), compiled], None), ["train.py"], "cpu"))
+    assert "compile: 1 step took more than 5 times" in said
+    assert "fewer lengths help: see the page on compiling." in said
+    assert "attention" not in said
+
+
+def test_rungs_are_listed() -> None:
+    pair = {"devices": 2, "strategy": "ddp"}
+    worse = [scored(name, 180, 0.5, **pair) for name in ("ddp", "ddp_sharded", "fsdp")]
+    missing = [result(name, "skipped", "no DeepSpeed") for name in ("deepspeed_stage_2", "deepspeed_stage_3")]
+    said = " ".join(notes(Comparison([scored("unchanged", 100), *worse, *missing], ACCURACY), ["a.py"], "cpu"))
+    assert "ddp, ddp_sharded and fsdp made fewer steps" in said
+    assert "deepspeed_stage_2 and deepspeed_stage_3 were skipped: no DeepSpeed." in said
+
+
 def test_a_reason_that_is_cut_keeps_its_dots() -> None:
     for reason, said in (("no.", "no."), ("no", "no."), ("no weights ...", "no weights ...")):
         comparison = Comparison([result("unchanged"), result("ddp", "failed", reason)], None)

@@ -41,14 +41,28 @@ def ladder_command(arguments: Sequence[str], _: Any) -> int:
     own, command = split_command(parser, actions, arguments)
     options = parser.parse_args(own)
     script_end = 2 if command[:1] == ["-m"] else 1
+    misplaced: list[str] = []
     if command[script_end : script_end + 1] == ["--"]:
         del command[script_end]
+    else:
+        misplaced = _own_flags(actions, command[script_end:])
     try:
         ladder = _ladder(options, command)
     except (ValueError, RuntimeError, OSError) as error:
         parser.error(str(error))
+    if misplaced:
+        _say(
+            f"{', '.join(misplaced)} after the script's name {'goes' if len(misplaced) == 1 else 'go'} to the script; the "
+            "ladder's options come before it."
+        )
     with _interruptible():
         return ladder.run()
+
+
+def _own_flags(actions: Sequence[argparse.Action], arguments: Sequence[str]) -> list[str]:
+    """Return those arguments of the script that are options of the ladder."""
+    ours = {flag for action in actions for flag in action.option_strings if flag.startswith("--")} - {"--help"}
+    return [flag for each in arguments if (flag := each.partition("=")[0]) in ours]
 
 
 def _parser() -> tuple[Parser, list[argparse.Action]]:
@@ -136,10 +150,10 @@ class Ladder:
     def run(self) -> int:
         """Run the rungs, and print and write the comparison; return the exit code."""
         script = self.climb.command[1] if self.climb.command[0] == "-m" else self.climb.command[0]
-        self._say(f"The ladder of {script}: {', '.join(self.names)}. This machine has {describe_devices()}.")
+        _say(f"The ladder of {script}: {', '.join(self.names)}. This machine has {describe_devices()}.")
         if self.device_type == "cpu" and self.num_devices > 1 and _strategies(self.names):
-            self._say(f"The strategies run in {self.num_devices} processes on the CPU.")
-        self._say(f"Logs and results are in {os.path.relpath(self.climb.folder)}.")
+            _say(f"The strategies run in {self.num_devices} processes on the CPU.")
+        _say(f"Logs and results are in {os.path.relpath(self.climb.folder)}.")
         print(flush=True)
         code = 0
         try:
@@ -152,17 +166,15 @@ class Ladder:
                     try:
                         self.metric = choose_metric(first.attempts[0], self.wanted, self.direction)
                     except ValueError as error:
-                        self._say(f"trainwright ladder: {error}")
+                        _say(f"trainwright ladder: {error}")
                         return 2
         except KeyboardInterrupt:
             code = INTERRUPTED
         if (started := self.results.get(UNCHANGED)) is not None and started.state == "finished":
             self._report(f"The ladder of {script}")
         elif started is not None:
-            self._say(
-                "\nThe ladder was interrupted in its first rung, the unchanged script: there is nothing to compare."
-            )
-            self._say(f"Its output is in {os.path.relpath(started.attempts[-1].log)}.")
+            _say("\nThe ladder was interrupted in its first rung, the unchanged script: there is nothing to compare.")
+            _say(f"Its output is in {os.path.relpath(started.attempts[-1].log)}.")
         return code
 
     def _climb(self, name: str) -> None:
@@ -211,8 +223,8 @@ class Ladder:
 
     def _give_up(self, first: Result) -> int:
         failed = first.attempts[-1]
-        self._say(f"\nThe ladder ends at its first rung, the unchanged script: {sentence(failed.reason)}")
-        self._say(f"Its output is in {os.path.relpath(failed.log)}.")
+        _say(f"\nThe ladder ends at its first rung, the unchanged script: {sentence(failed.reason)}")
+        _say(f"Its output is in {os.path.relpath(failed.log)}.")
         return 1
 
     def _report(self, title: str) -> None:
@@ -226,15 +238,16 @@ class Ladder:
         except OSError as error:
             written = f"The files could not be written: {error}."
         if any(each.state == "interrupted" for each in comparison.results):
-            self._say("\nThe ladder was interrupted; this is what it has.")
+            _say("\nThe ladder was interrupted; this is what it has.")
         print("\n".join(["", *terminal_table(comparison, terminal_width(sys.stdout)), ""]))
         for each in [*sentences, "", *choice]:
-            print(each) if each.startswith("    ") else self._say(each)
-        self._say(f"\n{written}")
+            print(each) if each.startswith("    ") else _say(each)
+        _say(f"\n{written}")
 
-    def _say(self, text: str) -> None:
-        head = "\n" if text.startswith("\n") else ""
-        print(head + fill(text.lstrip("\n"), terminal_width(sys.stdout)), flush=True)
+
+def _say(text: str) -> None:
+    head = "\n" if text.startswith("\n") else ""
+    print(head + fill(text.lstrip("\n"), terminal_width(sys.stdout)), flush=True)
 
 
 def _strategies(names: Sequence[str]) -> list[str]:

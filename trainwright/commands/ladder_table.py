@@ -123,7 +123,7 @@ def notes(comparison: Comparison, command: Sequence[str], device_type: str) -> I
             log = f" Its output is in {each.log}." if each.log else ""
             yield f"{each.rung.name}{seed} {_verb(each)}: {sentence(each.reason)}{log}"
     for reason, names in skipped.items():
-        yield f"{' and '.join(names)} {'was' if len(names) == 1 else 'were'} skipped: {sentence(reason)}"
+        yield f"{_named(names)} {'was' if len(names) == 1 else 'were'} skipped: {sentence(reason)}"
     ran = [run.record for each in comparison.finished for run in each.finished if run.record is not None]
     for result in comparison.finished:
         if result is not comparison.first and not comparison.replaced(result):
@@ -149,6 +149,10 @@ def notes(comparison: Comparison, command: Sequence[str], device_type: str) -> I
         )
 
 
+def _named(names: Sequence[str]) -> str:
+    return " and ".join(filter(None, [", ".join(names[:-1]), names[-1]]))
+
+
 def _notes_on_slow_steps(comparison: Comparison) -> Iterator[str]:
     for result in comparison.finished:
         seconds, total = (
@@ -158,10 +162,15 @@ def _notes_on_slow_steps(comparison: Comparison) -> Iterator[str]:
         number = result.figure(lambda record: record.slow_steps)
         if number is None or seconds is None or total is None or seconds.mean <= SLOW_SHARE * total.mean:
             continue
+        steps = f"{number.mean:,.0f} step{'' if round(number.mean) == 1 else 's'}"
+        why = (
+            "If they were compiled for a batch of a new shape, fewer lengths help: see the page on compiling."
+            if result.rung.compile
+            else "If they are batches of a new length, fewer lengths help, or another attention: see the page on precision."
+        )
         yield (
-            f"{result.rung.name}: {number.mean:,.0f} steps took more than {OUTLIER} times as long as most, "
-            f"{seconds.mean:.3g} s of its {total.mean:.3g} s, and {_unit(comparison)} leaves them out. If they are batches of "
-            "a new length, fewer lengths help, or another attention: see the page on precision."
+            f"{result.rung.name}: {steps} took more than {OUTLIER} times as long as most, {seconds.mean:.3g} s of its "
+            f"{total.mean:.3g} s, and {_unit(comparison)} leaves them out. {why}"
         )
 
 
@@ -189,7 +198,7 @@ def _metric_notes(comparison: Comparison) -> Iterator[str]:
     ]
     if shared and comparison.metric is not None:
         yield (
-            f"{' and '.join(shared)} made fewer steps on larger batches, since each device keeps the script's batch size: that "
+            f"{_named(shared)} made fewer steps on larger batches, since each device keeps the script's batch size: that "
             f"alone may make {metric.name} worse. A smaller batch size in the script shows whether it does."
         )
 
