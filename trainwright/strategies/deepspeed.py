@@ -50,7 +50,7 @@ from trainwright.strategies.replaced_options import EVERY, OF_DEEPSPEED, refuse_
 from trainwright.strategies.sparse_gradients import refuse_sparse_weights
 from trainwright.strategies.state_entries import state_tensors
 from trainwright.strategies.zero_optimizer import Part, ZeroOptimizer, ZeroPrecision, part_of
-from trainwright.strategies.zero_write_back import ZeroWriteBack, paused, update_masters
+from trainwright.strategies.zero_write_back import ZeroWriteBack, note_empty_parameter, paused, update_masters
 
 
 class DeepSpeedStrategy(Strategy):
@@ -284,6 +284,10 @@ class DeepSpeedStrategy(Strategy):
             step = partial(engine.module, step)
         with self.precision.forward_context() or nullcontext(), NoFastPath() if self.stage == 3 else nullcontext():
             return step()
+
+    def annotate(self, error: BaseException) -> None:
+        if self.stage == 3:
+            note_empty_parameter(error)
 
     def backward(self, loss: Tensor, send: Sender | None = None, **options: Any) -> None:
         for engine in self._engines.values():

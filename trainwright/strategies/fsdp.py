@@ -50,6 +50,7 @@ from trainwright.strategies.low_precision_layers import Float32, allow_float32, 
 from trainwright.strategies.placement import innermost_first, materialize, move
 from trainwright.strategies.replaced_options import OF_FSDP, refuse_options, reshards
 from trainwright.strategies.shard_write_back import (
+    carried_hooks,
     record_versions,
     record_versions_before,
     write_back,
@@ -63,6 +64,7 @@ from trainwright.strategies.sharded_access import (
     note_use_in_hook,
     open_methods,
     refuse_copy,
+    refuse_second_order,
     refuse_sharded_loss,
     reshard_after_call,
     unshard_for_call,
@@ -84,8 +86,8 @@ class FSDPStrategy(Strategy):
     Each group of parameters is gathered for its module's call and resharded after it; the root's own parameters stay gathered
     until the end of backward. A step may call the module, its submodules and their public methods, but cannot use the bare
     parameters of a submodule that is a group. Optimizers cannot call closures, and ranks that use different parameters in a
-    step are an error, at the latest before the next save. Under mixed precision the weights of linear layers, convolutions and attention are
-    gathered in the low precision, all others in float32, and gradients are reduced in float32.
+    step are an error, at the latest before the next save. Under mixed precision the weights of linear layers, convolutions and
+    attention are gathered in the low precision, all others in float32, and gradients are reduced in float32.
 
     Args:
         auto_wrap_policy: which submodules are groups: classes, or a function from a module to a bool; by default the blocks
@@ -190,6 +192,7 @@ class FSDPStrategy(Strategy):
         elif low.param_dtype is not None:
             self._float32.groups.update(each for each in module.modules() if isinstance(each, _BatchNorm))
         is_meta = any(each.is_meta for each in (*module.parameters(), *module.buffers()))
+        names = {each: name for name, each in module.named_modules()}
         constructed: list[nn.Module] = []
         # Innermost first, the order in which constructors draw the values of meta modules.
         for each in innermost_first(module):
@@ -201,6 +204,7 @@ class FSDPStrategy(Strategy):
             kind = type(each)
             if each in chosen:
                 each.register_forward_hook(without_views)  # before FSDP's
+            each.register_forward_hook(partial(refuse_second_order, names[each]))
             self._shard_group(each, mesh, MixedPrecisionPolicy() if each in self._float32.groups else low)
             if each in chosen:
                 open_methods(each, kind, lambda: root.depth > 0)
@@ -259,14 +263,15 @@ class FSDPStrategy(Strategy):
         offload = self.cpu_offload and self.device.type != "cpu"
         if not is_root:  # whose forward does it
             group.register_forward_hook(write_back_after)
-        fully_shard(
-            group,
-            mesh=mesh,
-            mp_policy=precision,
-            reshard_after_forward=self.reshard_after_forward and not is_root,
-            offload_policy=CPUOffloadPolicy() if offload else OffloadPolicy(),
-            ignored_params=kept,
-        )
+        with carried_hooks(group):
+            fully_shard(
+                group,
+                mesh=mesh,
+                mp_policy=precision,
+                reshard_after_forward=self.reshard_after_forward and not is_root,
+                offload_policy=CPUOffloadPolicy() if offload else OffloadPolicy(),
+                ignored_params=kept,
+            )
         type(group).__deepcopy__ = refuse_copy  # type: ignore[attr-defined]
         if not is_root:
             group.register_forward_pre_hook(record_versions_before)
