@@ -387,7 +387,7 @@ PACKAGE_LINES = [
         207,
         "ranks that use different parameters in a step train as under ddp, or are refused; slow steps of a rung are named",
     ),
-    (86, "hooks of gradients and a backward through gradients under fsdp; copies of modules that keep a graph"),
+    (88, "hooks of gradients and a backward through gradients under fsdp; copies of modules that keep a graph"),
 ]
 """Lines of the package: what is added to it, or taken off, with the reason. The sum is the limit."""
 

@@ -286,10 +286,10 @@ class DeepSpeedStrategy(Strategy):
             return step()
 
     def annotate(self, error: BaseException) -> None:
-        if self.stage == 3:
-            note_empty_parameter(error)
+        note_empty_parameter(error, self.stage)
 
     def backward(self, loss: Tensor, send: Sender | None = None, **options: Any) -> None:
+        """Engines that this loss has not reached ran no epilogue, and would take their next backward for a nested one."""
         for engine in self._engines.values():
             engine.optimizer.clear_backward_seen_flag()
             engine._backward_prologue()
@@ -300,8 +300,6 @@ class DeepSpeedStrategy(Strategy):
         finally:
             self._is_in_backward = False
         for engine in self._engines.values():
-            # Engines that this loss reached have run their epilogue; without this the others would take their next backward
-            # for a nested one.
             engine.optimizer._backward_hook_state.backward_active_depth = 0
 
     def finalize_gradients(self, optimizer: Optimizer) -> None:

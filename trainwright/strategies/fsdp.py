@@ -61,14 +61,13 @@ from trainwright.strategies.sharded_access import (
     ROOT,
     Root,
     explain,
+    guard,
     note_use_in_hook,
     open_methods,
     refuse_copy,
-    refuse_second_order,
     refuse_sharded_loss,
     reshard_after_call,
     unshard_for_call,
-    without_views,
 )
 from trainwright.strategies.sparse_gradients import refuse_sparse_weights
 from trainwright.strategies.split_groups import by_kind, split_groups
@@ -192,7 +191,6 @@ class FSDPStrategy(Strategy):
         elif low.param_dtype is not None:
             self._float32.groups.update(each for each in module.modules() if isinstance(each, _BatchNorm))
         is_meta = any(each.is_meta for each in (*module.parameters(), *module.buffers()))
-        names = {each: name for name, each in module.named_modules()}
         constructed: list[nn.Module] = []
         # Innermost first, the order in which constructors draw the values of meta modules.
         for each in innermost_first(module):
@@ -202,9 +200,7 @@ class FSDPStrategy(Strategy):
             if is_meta:
                 self._materialize(module, constructed, each)
             kind = type(each)
-            if each in chosen:
-                each.register_forward_hook(without_views)  # before FSDP's
-            each.register_forward_hook(partial(refuse_second_order, names[each]))
+            guard(each, module, each in chosen)
             self._shard_group(each, mesh, MixedPrecisionPolicy() if each in self._float32.groups else low)
             if each in chosen:
                 open_methods(each, kind, lambda: root.depth > 0)

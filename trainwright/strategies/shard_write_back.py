@@ -57,7 +57,7 @@ def share_hooks(shard: Any, whole: Any) -> None:
 
 @contextmanager
 def carried_hooks(group: nn.Module) -> Iterator[None]:
-    """Hand the gradient hooks of a group's parameters to those that take their places within the context."""
+    """Hand the gradient hooks of a group's parameters to the shards made of them within the context."""
     kinds = ("_backward_hooks", "_post_accumulate_grad_hooks")
     found = [
         (name, kind, hooks) for name, p in group.named_parameters() for kind in kinds if (hooks := getattr(p, kind))

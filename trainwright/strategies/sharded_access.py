@@ -40,6 +40,14 @@ def without_views(module: nn.Module, args: Any, output: Any) -> Any:
     return tree_map_only(Tensor, lambda each: each.clone() if each._is_view() else each, output)
 
 
+def guard(group: nn.Module, module: nn.Module, is_chosen: bool) -> None:
+    """Register the forward hooks of a group in a module that run before FSDP's."""
+    name = next(name for name, each in module.named_modules() if each is group)
+    if is_chosen:
+        group.register_forward_hook(without_views)
+    group.register_forward_hook(partial(refuse_second_order, name))
+
+
 def refuse_second_order(name: str, group: nn.Module, args: Any, output: Any) -> None:
     """Let a backward with `create_graph=True` through this group be refused, as a forward hook of the group.
 
@@ -55,7 +63,7 @@ def refuse_second_order(name: str, group: nn.Module, args: Any, output: Any) -> 
 def _refuse_graph(name: str, gradient: Tensor) -> None:
     if torch.is_grad_enabled():
         raise RuntimeError(
-            f"a backward with create_graph=True went through {name!r}, which fsdp has sharded as a group of its own, and whose "
+            f"a backward with create_graph=True went through {name!r}, which fsdp has sharded as a separate group, and whose "
             "gradients of a second backward would be lost. For a penalty on gradients keep that module out of the groups, by "
             "FSDPStrategy(auto_wrap_policy=...) or a larger min_parameters=, or choose 'ddp', 'ddp_sharded' or "
             "'deepspeed_stage_2'."

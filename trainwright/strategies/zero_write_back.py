@@ -225,13 +225,13 @@ class KeptShard:
         )
 
 
-def note_empty_parameter(error: BaseException) -> None:
+def note_empty_parameter(error: BaseException, stage: int) -> None:
     """Add a note to an error of a tensor without elements, as stage 3 leaves a parameter that is not gathered."""
-    if isinstance(error, RuntimeError) and EMPTY.search(str(error)):
+    if stage == 3 and isinstance(error, RuntimeError) and EMPTY.search(str(error)):
         error.add_note(
-            "Under ZeRO stage 3 each rank holds a part of a parameter, and where its module is not called an empty tensor "
-            "stands for it. A step that uses parameters() itself, or a penalty on gradients (create_graph=True), may have met "
-            "one: use parameters in their module's forward, or choose stage 1 or 2."
+            "Under ZeRO stage 3 each rank holds a part of a parameter, and has an empty tensor instead where its module is not "
+            "called. A step that uses parameters() itself, or a penalty on gradients (create_graph=True), may have met one: "
+            "use parameters in their module's forward, or choose stage 1 or 2."
         )
 
 
