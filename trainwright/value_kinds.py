@@ -1,9 +1,16 @@
-"""Which values are of kinds that take long to import, and are not imported here: until they are, no value can be one."""
+"""Which values are of some kind.
+
+Kinds that take long to import are not imported here: until they are, no value can be one.
+"""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, TypeGuard
+
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -26,3 +33,14 @@ def is_dtensor(value: object) -> TypeGuard[DTensor]:
     """Return whether a value is a DTensor, of which each rank holds a part."""
     tensor = sys.modules.get("torch.distributed.tensor")
     return tensor is not None and isinstance(value, tensor.DTensor)
+
+
+def computed_tensors(module: nn.Module) -> Iterator[Tensor]:
+    """Yield the tensors with a graph that a module tree keeps, which a deep copy refuses.
+
+    Such are a weight that torch.nn.utils.weight_norm or spectral_norm has computed, or a hidden state.
+    """
+    for each in module.modules():
+        for value in tree_leaves(dict(vars(each))):
+            if isinstance(value, Tensor) and not value.is_leaf:
+                yield value

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
@@ -29,3 +30,15 @@ def test_a_copy_of_a_plain_module() -> None:
         assert mine.requires_grad == theirs.requires_grad
     copied[1].running_mean.fill_(3.0)  # type: ignore[index]
     assert module[1].running_mean.sum() == 0.0
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm. is deprecated:FutureWarning")
+def test_a_copy_has_no_graph() -> None:
+    """Torch's older weight_norm and spectral_norm keep the weight that they have computed; some modules keep a state."""
+    module: Any = nn.Sequential(nn.utils.weight_norm(nn.Linear(3, 3)), nn.utils.spectral_norm(nn.Linear(3, 3)))
+    inputs = torch.ones(2, 3)
+    module.state = {"hidden": [module(inputs)]}
+    copied: Any = tw.gather_module(module)
+    assert not copied.state["hidden"][0].requires_grad
+    assert torch.equal(copied.eval()(inputs), module.eval()(inputs))
+    assert copied[0].weight_g is not module[0].weight_g

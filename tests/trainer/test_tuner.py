@@ -381,3 +381,12 @@ def test_a_search_within_a_run_is_refused() -> None:
         trainer.fit(Classifier(), make_loader())
     with pytest.raises(RuntimeError, match=r"tw\.Tuner\(trainer\)\.scale_batch_size"):
         tw.BatchSizeFinder().scale_batch_size(tw.Trainer(**QUIET), Classifier())
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm. is deprecated:FutureWarning")
+def test_a_search_after_a_fit_of_a_module_that_keeps_a_computed_weight() -> None:
+    module = Rated()
+    module.net[0] = torch.nn.utils.weight_norm(module.net[0])
+    fit(module, max_epochs=1)
+    assert module.net[0].weight.grad_fn is not None
+    assert tw.Tuner(tw.Trainer(**QUIET, max_epochs=1)).lr_find(module, num_training=20) is not None

@@ -15,6 +15,7 @@ import torch
 from trainwright.callbacks.base import Callback
 from trainwright.data.seeding import isolate_rng
 from trainwright.rank_zero import rank_zero_warn
+from trainwright.value_kinds import computed_tensors
 
 if TYPE_CHECKING:
     from trainwright.module import Module
@@ -156,7 +157,7 @@ def trial_copy(module: Module) -> Module:
             return _without_steps(super().configure_optimizers())
 
     Trial.__name__ = type(module).__name__  # messages name it
-    copied = copy.deepcopy(module)
+    copied = copy.deepcopy(module, {id(each): each.detach().clone() for each in computed_tensors(module)})
     copied.__class__ = Trial
     return copied
 

@@ -50,7 +50,7 @@ from trainwright.strategies.replaced_options import EVERY, OF_DEEPSPEED, refuse_
 from trainwright.strategies.sparse_gradients import refuse_sparse_weights
 from trainwright.strategies.state_entries import state_tensors
 from trainwright.strategies.zero_optimizer import Part, ZeroOptimizer, ZeroPrecision, part_of
-from trainwright.strategies.zero_write_back import ZeroWriteBack, paused, update_masters
+from trainwright.strategies.zero_write_back import ZeroWriteBack, note_empty_parameter, paused, update_masters
 
 
 class DeepSpeedStrategy(Strategy):
@@ -134,8 +134,7 @@ class DeepSpeedStrategy(Strategy):
         self._parts: dict[nn.Module, list[Any]] = {}
         self._trained: dict[nn.Module, list[str]] = {}
         self._added: list[zero_cleanup.AddedAttributes] = []
-        self._write_back = ZeroWriteBack()
-        self._is_in_backward = False
+        self._write_back, self._is_in_backward = ZeroWriteBack(), False
         self._left: dict[Any, list[Shard]] = {}
         """The shards of engines that were taken off their modules; they can still be saved."""
 
@@ -286,7 +285,11 @@ class DeepSpeedStrategy(Strategy):
         with self.precision.forward_context() or nullcontext(), NoFastPath() if self.stage == 3 else nullcontext():
             return step()
 
+    def annotate(self, error: BaseException) -> None:
+        note_empty_parameter(error, self.stage)
+
     def backward(self, loss: Tensor, send: Sender | None = None, **options: Any) -> None:
+        """Engines that this loss has not reached ran no epilogue, and would take their next backward for a nested one."""
         for engine in self._engines.values():
             engine.optimizer.clear_backward_seen_flag()
             engine._backward_prologue()
@@ -297,8 +300,6 @@ class DeepSpeedStrategy(Strategy):
         finally:
             self._is_in_backward = False
         for engine in self._engines.values():
-            # Engines that this loss reached have run their epilogue; without this the others would take their next backward
-            # for a nested one.
             engine.optimizer._backward_hook_state.backward_active_depth = 0
 
     def finalize_gradients(self, optimizer: Optimizer) -> None:

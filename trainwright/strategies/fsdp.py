@@ -50,6 +50,7 @@ from trainwright.strategies.low_precision_layers import Float32, allow_float32, 
 from trainwright.strategies.placement import innermost_first, materialize, move
 from trainwright.strategies.replaced_options import OF_FSDP, refuse_options, reshards
 from trainwright.strategies.shard_write_back import (
+    carried_hooks,
     record_versions,
     record_versions_before,
     write_back,
@@ -60,13 +61,13 @@ from trainwright.strategies.sharded_access import (
     ROOT,
     Root,
     explain,
+    guard,
     note_use_in_hook,
     open_methods,
     refuse_copy,
     refuse_sharded_loss,
     reshard_after_call,
     unshard_for_call,
-    without_views,
 )
 from trainwright.strategies.sparse_gradients import refuse_sparse_weights
 from trainwright.strategies.split_groups import by_kind, split_groups
@@ -139,8 +140,7 @@ class FSDPStrategy(Strategy):
         self.timeout_seconds = seconds_of(timeout)
         if isinstance(min_parameters, bool) or not isinstance(min_parameters, int) or min_parameters < 0:
             raise ValueError(f"min_parameters={min_parameters!r} is not accepted; pass an integer of at least 0.")
-        self.auto_wrap_policy = auto_wrap_policy
-        self.min_parameters = min_parameters
+        self.auto_wrap_policy, self.min_parameters = auto_wrap_policy, min_parameters
         check_policy("auto_wrap_policy", auto_wrap_policy)
         check_policy("activation_checkpointing_policy", activation_checkpointing_policy)
         if not isinstance(mixed_precision, MixedPrecisionPolicy | None):
@@ -200,8 +200,7 @@ class FSDPStrategy(Strategy):
             if is_meta:
                 self._materialize(module, constructed, each)
             kind = type(each)
-            if each in chosen:
-                each.register_forward_hook(without_views)  # before FSDP's
+            guard(each, module, each in chosen)
             self._shard_group(each, mesh, MixedPrecisionPolicy() if each in self._float32.groups else low)
             if each in chosen:
                 open_methods(each, kind, lambda: root.depth > 0)
@@ -260,14 +259,15 @@ class FSDPStrategy(Strategy):
         offload = self.cpu_offload and self.device.type != "cpu"
         if not is_root:  # whose forward does it
             group.register_forward_hook(write_back_after)
-        fully_shard(
-            group,
-            mesh=mesh,
-            mp_policy=precision,
-            reshard_after_forward=self.reshard_after_forward and not is_root,
-            offload_policy=CPUOffloadPolicy() if offload else OffloadPolicy(),
-            ignored_params=kept,
-        )
+        with carried_hooks(group):
+            fully_shard(
+                group,
+                mesh=mesh,
+                mp_policy=precision,
+                reshard_after_forward=self.reshard_after_forward and not is_root,
+                offload_policy=CPUOffloadPolicy() if offload else OffloadPolicy(),
+                ignored_params=kept,
+            )
         type(group).__deepcopy__ = refuse_copy  # type: ignore[attr-defined]
         if not is_root:
             group.register_forward_pre_hook(record_versions_before)

@@ -1,4 +1,4 @@
-"""Write-back under fsdp: keeps what user code writes into gathered parameters.
+"""Write-back under fsdp: keeps what user code writes into gathered parameters, and the hooks of their gradients.
 
 FSDP2 frees gathered parameters unseen, so that weight clipping or the update of a momentum encoder in a step would be lost. At
 the end of each forward every rank copies its own rows back into its shard. Nothing is sent.
@@ -7,6 +7,7 @@ the end of each forward every rank copies its own rows back into its shard. Noth
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -36,10 +37,34 @@ def _layout(sharded: DTensor) -> tuple[Any, ...]:
 
 
 def record_versions(group: Any) -> None:
-    """Record the versions of a group's own parameters, just after they were gathered."""
+    """Record the versions of a group's own parameters, just after they were gathered, and give them their shards' hooks."""
     for part in _gathered(group):
+        share_hooks(part.sharded_param, part._unsharded_param)
         part.shard_version = part._sharded_param_data._version
         part.whole_version = _version(part._unsharded_param)
+
+
+def share_hooks(shard: Any, whole: Any) -> None:
+    """Let hooks of a parameter's gradient (`register_hook`) see that of the gathered whole: autograd never reaches the shard.
+
+    Both keep one dict from then on, so a hook that is added or removed later counts too.
+    """
+    hooks = shard._backward_hooks
+    if hooks and whole._backward_hooks is not hooks:
+        hooks.update(whole._backward_hooks or {})
+        whole._backward_hooks = hooks
+
+
+@contextmanager
+def carried_hooks(group: nn.Module) -> Iterator[None]:
+    """Hand the gradient hooks of a group's parameters to the shards made of them within the context."""
+    kinds = ("_backward_hooks", "_post_accumulate_grad_hooks")
+    found = [
+        (name, kind, hooks) for name, p in group.named_parameters() for kind in kinds if (hooks := getattr(p, kind))
+    ]
+    yield
+    for name, kind, hooks in found:
+        setattr(group.get_parameter(name), kind, hooks)
 
 
 def write_back(group: Any) -> None:

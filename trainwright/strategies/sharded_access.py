@@ -10,7 +10,7 @@ import inspect
 import linecache
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import wraps
+from functools import partial, wraps
 from types import TracebackType
 from typing import Any
 
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from trainwright.strategies.base import StepForward
 from trainwright.strategies.shard_write_back import record_versions, write_back
@@ -38,6 +38,36 @@ def without_views(module: nn.Module, args: Any, output: Any) -> Any:
     if torch.compiler.is_compiling() or not torch.is_grad_enabled():
         return output
     return tree_map_only(Tensor, lambda each: each.clone() if each._is_view() else each, output)
+
+
+def guard(group: nn.Module, module: nn.Module, is_chosen: bool) -> None:
+    """Register the forward hooks of a group in a module that run before FSDP's."""
+    name = next(name for name, each in module.named_modules() if each is group)
+    if is_chosen:
+        group.register_forward_hook(without_views)
+    group.register_forward_hook(partial(refuse_second_order, name))
+
+
+def refuse_second_order(name: str, group: nn.Module, args: Any, output: Any) -> None:
+    """Let a backward with `create_graph=True` through this group be refused, as a forward hook of the group.
+
+    FSDP reduces a group's gradients once its inputs have theirs. What a second backward adds to them later would be lost.
+    """
+    if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+        return
+    for each in tree_leaves(output):
+        if isinstance(each, Tensor) and each.requires_grad:
+            each.register_hook(partial(_refuse_graph, name))  # type: ignore[no-untyped-call]
+
+
+def _refuse_graph(name: str, gradient: Tensor) -> None:
+    if torch.is_grad_enabled():
+        raise RuntimeError(
+            f"a backward with create_graph=True went through {name!r}, which fsdp has sharded as a separate group, and whose "
+            "gradients of a second backward would be lost. For a penalty on gradients keep that module out of the groups, by "
+            "FSDPStrategy(auto_wrap_policy=...) or a larger min_parameters=, or choose 'ddp', 'ddp_sharded' or "
+            "'deepspeed_stage_2'."
+        )
 
 
 class Root(StepForward):

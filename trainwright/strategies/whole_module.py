@@ -17,6 +17,7 @@ from torch.nn.utils.parametrize import is_parametrized
 from torch.utils.checkpoint import checkpoint
 
 from trainwright.strategies.base import broadcast_tensors
+from trainwright.value_kinds import computed_tensors
 
 ENGINES = (str(Path(__file__).parent), str(Path(dist.__file__).parent))
 """The folders of the code that strategies attach to modules."""
@@ -76,6 +77,7 @@ def gather_module(module: nn.Module, *, all_ranks: bool = False) -> nn.Module | 
     if not wanted:
         return None
     memo |= {id(each): clone.cpu() for each, clone in buffers}
+    memo |= {id(each): each.detach().to("cpu", copy=True) for each in computed_tensors(module)}
     return _copied(module, memo)
 
 

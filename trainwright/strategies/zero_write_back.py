@@ -7,6 +7,7 @@ into the masters before each step and save. Nothing is sent.
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -29,6 +30,8 @@ ANSWERS = (
     *("new_empty", "new_zeros", "new_ones", "new_full", "new_tensor", "untyped_storage"),
 )
 """Attributes and methods that work on a parameter that is not gathered."""
+EMPTY = re.compile(r"\(0\)|\[0\]")
+"""What torch's errors say of a tensor of one dimension without elements."""
 PLAIN_DATA: Any = Tensor.data
 _paused: list[None] = []
 
@@ -219,6 +222,16 @@ class KeptShard:
             "and the whole exists only while its module is called. Use it in the forward of its module, or in a hook such as "
             "on_train_batch_end within `with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):`; make it a "
             "buffer; or choose stage 1 or 2, or 'fsdp'."
+        )
+
+
+def note_empty_parameter(error: BaseException, stage: int) -> None:
+    """Add a note to an error of a tensor without elements, as stage 3 leaves a parameter that is not gathered."""
+    if stage == 3 and isinstance(error, RuntimeError) and EMPTY.search(str(error)):
+        error.add_note(
+            "Under ZeRO stage 3 each rank holds a part of a parameter, and has an empty tensor instead where its module is not "
+            "called. A step that uses parameters() itself, or a penalty on gradients (create_graph=True), may have met one: "
+            "use parameters in their module's forward, or choose stage 1 or 2."
         )
 
 
