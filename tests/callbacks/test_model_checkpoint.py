@@ -92,7 +92,7 @@ def test_names_and_versions(tmp_path: Path) -> None:
 
 def test_a_metric_that_is_not_logged_is_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"ModelCheckpoint follows 'acc', which was not logged; there are .*val/score"):
-        run(tmp_path, [0.5], monitor="acc")
+        run(tmp_path, [0.5], monitor="acc", mode="max")
 
 
 def test_a_step_value_can_be_followed(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from trainwright.callbacks.base import Callback
+from trainwright.callbacks.chosen_mode import chosen_mode
 from trainwright.callers import warn
 from trainwright.errors import a_type_of
 
@@ -38,7 +39,7 @@ class EarlyStopping(Callback):
         min_delta: a change counts as an improvement only if it is larger than this.
         patience: checks in a row without improvement after which the run stops.
         verbose: print each improvement and the reason for stopping; False prints the reason on rank 0.
-        mode: "min" or "max": which value of the metric is better.
+        mode: "min" or "max": which value of the metric is better; by default "min", with a warning for names such as "acc".
         strict: raise if the metric was not logged; False skips the check, with one warning.
         check_finite: stop when the metric is NaN or infinite.
         stopping_threshold: stop as soon as the metric is better than this.
@@ -70,7 +71,7 @@ class EarlyStopping(Callback):
         min_delta: float = 0.0,
         patience: int = 3,
         verbose: bool = False,
-        mode: str = "min",
+        mode: str | None = None,
         strict: bool = True,
         check_finite: bool = True,
         stopping_threshold: float | None = None,
@@ -80,13 +81,12 @@ class EarlyStopping(Callback):
     ) -> None:
         if not isinstance(monitor, str):
             raise TypeError(f"monitor={monitor!r} is {a_type_of(monitor)}; pass the name of a metric that you log.")
-        if mode not in ("min", "max"):
-            raise ValueError(f"mode={mode!r} is unknown; choose from min, max.")
         if isinstance(patience, bool) or not isinstance(patience, int) or patience < 0:
             raise ValueError(f"patience={patience!r} is not accepted; pass an integer of at least 0.")
         if not isinstance(min_delta, (int, float)) or not math.isfinite(min_delta) or min_delta < 0:
             raise ValueError(f"min_delta={min_delta!r} is not accepted; pass a number of at least 0 (for either mode).")
-        self.monitor, self.mode, self.min_delta, self.patience = monitor, mode, float(min_delta), patience
+        self.monitor, self.min_delta, self.patience = monitor, float(min_delta), patience
+        self.mode = chosen_mode(mode, monitor, type(self).__name__)
         self.verbose, self.strict, self.check_finite = verbose, strict, check_finite
         self.stopping_threshold, self.divergence_threshold = stopping_threshold, divergence_threshold
         self.check_on_train_epoch_end, self.log_rank_zero_only = check_on_train_epoch_end, log_rank_zero_only

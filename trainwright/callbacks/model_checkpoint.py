@@ -40,8 +40,8 @@ from trainwright.callbacks.checkpoint_policy import (
     Ranking,
     Save,
     SaveMoments,
-    check_choices,
     checked_intervals,
+    checked_mode,
 )
 from trainwright.checkpoint.filesystem import sweep_temporaries
 from trainwright.data.seeding import rng_state
@@ -73,7 +73,7 @@ class ModelCheckpoint(Checkpoint):
             start. A first Ctrl-C or another signal raises nothing in the run: it is saved as `stop-step=..` without this.
         save_weights_only: leave out optimizers and counters; no run can resume from such a checkpoint. If a killed run wrote
             one after the checkpoint it is resumed from, it is kept in addition to those of the resumed run.
-        mode: "min" or "max": which value of the metric is better.
+        mode: "min" or "max": which value of the metric is better; by default "min", with a warning for names such as "acc".
         auto_insert_metric_name: write {epoch} as "epoch=3" rather than "3".
         every_n_train_steps: optimizer steps between two saves; 0 turns them off.
         train_time_interval: time between two saves: a timedelta, "DD:HH:MM:SS" or a dict of timedelta's arguments.
@@ -126,7 +126,7 @@ class ModelCheckpoint(Checkpoint):
         save_top_k: int = 1,
         save_on_exception: bool = False,
         save_weights_only: bool = False,
-        mode: str = "min",
+        mode: str | None = None,
         auto_insert_metric_name: bool = True,
         every_n_train_steps: int | None = None,
         train_time_interval: timedelta | str | dict[str, float] | None = None,
@@ -135,7 +135,7 @@ class ModelCheckpoint(Checkpoint):
         enable_version_counter: bool = True,
         async_save: bool = False,
     ) -> None:
-        check_choices(mode, save_last, save_top_k, filename, monitor)
+        mode = checked_mode(mode, save_last, save_top_k, filename, monitor, type(self).__name__)
         check_template(filename or "")
         self.every_n_train_steps, self.train_time_interval, self.every_n_epochs = checked_intervals(
             every_n_train_steps, train_time_interval, every_n_epochs
