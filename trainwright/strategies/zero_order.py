@@ -73,7 +73,7 @@ class ReductionOrder:
                 break
 
     def _reduce_waiting(self) -> bool:
-        """Give on what has its turn; return whether that was the last."""
+        """Pass on what has its turn; return whether that was the last."""
         while self._next < len(self._order) and (each := self._order[self._next]) in self._waiting:
             self._waiting.remove(each)
             self._reduce(each, *self._group[each])
@@ -83,7 +83,7 @@ class ReductionOrder:
         return self._next == len(self._order)
 
     def _reduce_rest(self) -> None:
-        """Give on what waits, and what this backward has not used, if it has reached this engine."""
+        """Pass on what waits, and what this backward has not used, if it has reached this engine."""
         if self._next == len(self._order) or not (self._next > 0 or self._waiting):
             return
         for parameter in self._order[self._next :]:
