@@ -6,6 +6,7 @@ import json
 import math
 import warnings
 import zlib
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -15,6 +16,8 @@ from torch import Tensor
 
 from trainwright.errors import a_type_of
 
+Exchange = Callable[[Any], list[Any]]
+"""Returns the plain data of all ranks, by rank, as `gather_object` and `Ranks.exchange` do."""
 _MAX_DIMS = 8  # the dimensions that the exchange of shapes has room for
 _REDUCE_OPS = {"sum": dist.ReduceOp.SUM, "mean": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
 

@@ -333,7 +333,7 @@ class Engine:
         with using(self.device):
             # First, so that no collective of a save is paired with another one of ranks that do not save here.
             self.ranks.wait(f"a save of step {step}")
-            self.strategy.check_gradients()
+            self.strategy.check_gradients(partial(self.ranks.exchange, call=f"a save of step {step}"))
             self.finish_save()
             refuse_lazy_tensors(path, self.modules)
             if self._trains_apart:

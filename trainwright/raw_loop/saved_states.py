@@ -6,6 +6,7 @@ import os
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from itertools import chain, repeat
 from typing import Any
 
@@ -40,7 +41,7 @@ class SavedStates:
     def end(self) -> None:
         """Wait for a save in flight; see `Accelerator.end_training`. Collective."""
         self.numbered.finish()
-        self._engine.strategy.check_gradients()
+        self._engine.strategy.check_gradients(partial(self._engine.ranks.exchange, call="end_training"))
 
     def register(self, objects: tuple[Any, ...]) -> None:
         """Keep the state of these objects in checkpoints, too; see `Accelerator.register_for_checkpointing`."""

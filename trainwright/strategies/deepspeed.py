@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 
 from trainwright.checkpoint.tensors import Piece, TensorEntry
 from trainwright.compiled_names import clean_name
+from trainwright.distributed.collectives import Exchange
 from trainwright.duration import seconds_of
 from trainwright.precision import resolve_precision
 from trainwright.precision.base import Closure, Precision, Sender
@@ -127,8 +128,7 @@ class DeepSpeedStrategy(Strategy):
         deepspeed_config.refuse_settings({**zero, **self.own_config.get("zero_optimization", {})}, self.stage)
         self._configured_precision = deepspeed_config.low_precision(self.own_config)
         self.offload_optimizer, self.offload_parameters, self.zero = offload_optimizer, offload_parameters, zero
-        self.forward_is_collective = self.stage == 3
-        self.makes_optimizer = "optimizer" in self.own_config
+        self.forward_is_collective, self.makes_optimizer = self.stage == 3, "optimizer" in self.own_config
         self.takes_compile = self.stage < 3  # the compiler sees the parameters before they are gathered
         self._engines: dict[ZeroOptimizer, Any] = {}
         self._parts: dict[nn.Module, list[Any]] = {}
@@ -342,9 +342,9 @@ class DeepSpeedStrategy(Strategy):
             )
         return zero_state.clip_gradients(facade.engine.optimizer, clipping, self.device)
 
-    def check_gradients(self) -> None:
+    def check_gradients(self, exchange: Exchange | None = None) -> None:
         for facade in self._engines:
-            facade.order.compare()
+            facade.order.compare(exchange)
 
     def model_pieces(self, module: nn.Module) -> list[Piece]:
         self._write_back.run()

@@ -31,6 +31,7 @@ from torch.optim import Optimizer
 from torch.utils.checkpoint import checkpoint
 
 from trainwright.checkpoint.tensors import Piece
+from trainwright.distributed.collectives import Exchange
 from trainwright.distributed.mesh import make_mesh
 from trainwright.duration import seconds_of
 from trainwright.precision.base import Closure, Precision, Sender
@@ -152,8 +153,7 @@ class FSDPStrategy(Strategy):
         # A bool, or torch's CPUOffload, which holds one.
         self.cpu_offload = self.communicates_on_host = bool(getattr(cpu_offload, "offload_params", cpu_offload))
         self.activation_checkpointing_policy = activation_checkpointing_policy
-        self.mixed_precision = mixed_precision
-        self.sync_every_batch = sync_every_batch
+        self.mixed_precision, self.sync_every_batch = mixed_precision, sync_every_batch
         self._float32 = Float32()
         self._deferred = DeferredAllReduce()
         self._automatic = True
@@ -375,8 +375,8 @@ class FSDPStrategy(Strategy):
             self._write_back()
             self._gather_roots()
 
-    def check_gradients(self) -> None:
-        self._use.compare()
+    def check_gradients(self, exchange: Exchange | None = None) -> None:
+        self._use.compare(exchange)
 
     def clip_gradients(self, optimizer: Optimizer, clipping: Clipping) -> Tensor | None:
         self.finalize(optimizer)

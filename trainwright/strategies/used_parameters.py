@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
 from trainwright.distributed import collectives
+from trainwright.distributed.collectives import Exchange
 
 MOST_CHANGES = 1000
 """Of which parameters are used, that are kept to name the first backward at which the ranks differ."""
@@ -76,19 +77,22 @@ class RanksUse:
         if self._backwards & (self._backwards - 1) == 0:
             self.compare()
 
-    def compare(self) -> None:
-        """Compare what was noted since the last comparison. Collective.
+    def compare(self, exchange: Exchange | None = None) -> None:
+        """Compare what was noted since the last comparison, through the process group or by `exchange`. Collective.
 
         Raises:
             RuntimeError: on every rank; the ranks have used different parameters.
         """
         if not self._backwards:
             return
-        digests = collectives.all_gather(torch.tensor([self._digest]))
-        if all(int(each) == self._digest for each in digests):
+        if exchange is None:
+            digests = [int(each) for each in collectives.all_gather(torch.tensor([self._digest]))]
+        else:
+            digests = exchange(self._digest)
+        if all(each == self._digest for each in digests):
             self._compared, self._changes = self._backwards, [(self._backwards, self._used)]
             return
-        histories = collectives.gather_object([[backward, *used] for backward, used in self._changes])
+        histories = (exchange or collectives.gather_object)([[backward, *used] for backward, used in self._changes])
         raise RuntimeError(self._difference(histories))
 
     def _difference(self, histories: list[list[list[int]]]) -> str:

@@ -119,10 +119,10 @@ class ReductionOrder:
             self.indices = list(indices)
             self._order = [self._parameters[each] for each in indices]
 
-    def compare(self) -> None:
+    def compare(self, exchange: collectives.Exchange | None) -> None:
         """Raise RuntimeError on every rank of stage 3 if the ranks have used different parameters. Collective."""
         if self._use is not None:
-            self._use.compare()
+            self._use.compare(exchange)
 
     def _fills(self, parameter: Any) -> bool:
         """Give a parameter that this rank has not used a gradient of zeros; return whether it has one."""

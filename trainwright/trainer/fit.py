@@ -89,7 +89,7 @@ def fit(run: TrainingRun, resumption: Resumption | None) -> None:
             if not state.epoch_ended:
                 break
             state.next_epoch()
-    run.engine.strategy.check_gradients()
+    run.engine.strategy.check_gradients(partial(run.engine.ranks.exchange, call="the end of the fit"))
     run.set_waiting_generators()  # nothing was left to train
     stop.finish()
     logbook.warn_of_no_rows(run.settings.log_every, run.settings.log_every_n_steps is None)
