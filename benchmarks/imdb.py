@@ -8,8 +8,8 @@ epoch, from the calls of `training_step`; on a GPU, which the host runs ahead of
     python benchmarks/imdb.py [--rounds 3] [--precisions 32-true,bf16-mixed] [--full-size] [-- OPTIONS OF THE SCRIPT]
     trainwright ladder benchmarks/imdb.py -- --run trainwright --full-size -- --reviews 3000 --epochs 1 --learning-rate 5e-5
 
-With `--full-size` the model is a DistilBERT of 67 million parameters with random weights, and the made reviews are as long as
-the published ones: log-normal, with a median of 174 and a mean of 234 words, cut after 512 tokens.
+With `--full-size` the model is a DistilBERT of 67 million parameters with random weights, and the made reviews are about as
+long as the published ones: log-normal, with a median of 174 and a mean of 234 words, cut after 512 tokens.
 """
 
 from __future__ import annotations

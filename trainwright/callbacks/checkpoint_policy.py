@@ -7,7 +7,6 @@ import re
 from collections.abc import Collection
 from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
 
-from trainwright.callbacks.chosen_mode import chosen_mode
 from trainwright.callers import warn
 from trainwright.checkpoint.discovery import same_path
 from trainwright.duration import to_seconds
@@ -32,9 +31,8 @@ COUNTERS = ("epoch", "step")
 """What a ModelCheckpoint may monitor without logging it."""
 
 
-def checked_mode(mode: Any, save_last: Any, save_top_k: Any, filename: Any, monitor: Any, callback: str) -> str:
-    """Return the mode; raise ValueError for an unknown choice, and TypeError for names that are not text."""
-    chosen = chosen_mode(mode, monitor, callback)
+def check_choices(save_last: Any, save_top_k: Any, filename: Any, monitor: Any) -> None:
+    """Raise ValueError for an unknown save_last or save_top_k, and TypeError for names that are not text."""
     if save_last not in (None, True, False, "link"):
         raise ValueError(f"save_last={save_last!r} is not accepted; choose from True, False, None, 'link'.")
     for name, text in (("filename", filename), ("monitor", monitor)):
@@ -47,7 +45,6 @@ def checked_mode(mode: Any, save_last: Any, save_top_k: Any, filename: Any, moni
             f"save_top_k={save_top_k} needs a metric that decides; pass monitor='val_loss' with a name that you log, or "
             "save_top_k=1 (the newest), 0 or -1."
         )
-    return chosen
 
 
 def checked_intervals(steps: Any, interval: Any, epochs: Any) -> tuple[int, float | None, int]:

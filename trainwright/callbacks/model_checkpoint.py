@@ -40,9 +40,10 @@ from trainwright.callbacks.checkpoint_policy import (
     Ranking,
     Save,
     SaveMoments,
+    check_choices,
     checked_intervals,
-    checked_mode,
 )
+from trainwright.callbacks.chosen_mode import chosen_mode
 from trainwright.checkpoint.filesystem import sweep_temporaries
 from trainwright.data.seeding import rng_state
 from trainwright.errors import CheckpointError
@@ -135,7 +136,7 @@ class ModelCheckpoint(Checkpoint):
         enable_version_counter: bool = True,
         async_save: bool = False,
     ) -> None:
-        mode = checked_mode(mode, save_last, save_top_k, filename, monitor, type(self).__name__)
+        check_choices(save_last, save_top_k, filename, monitor)
         check_template(filename or "")
         self.every_n_train_steps, self.train_time_interval, self.every_n_epochs = checked_intervals(
             every_n_train_steps, train_time_interval, every_n_epochs
@@ -143,14 +144,13 @@ class ModelCheckpoint(Checkpoint):
         self.dirpath = absolute(dirpath).rstrip("/") if dirpath is not None else None
         self._default_dirpath: str | None = None
         self.filename = filename if filename is not None else f"{{epoch}}{self.CHECKPOINT_JOIN_CHAR}{{step}}"
-        self.monitor, self.verbose, self.mode = monitor, verbose, mode
+        self.monitor, self.verbose, self.async_save = monitor, verbose, async_save
+        self.mode = chosen_mode(mode, monitor, type(self).__name__)
         self.save_last, self.save_top_k, self.save_on_exception = save_last, save_top_k, save_on_exception
         self.save_weights_only, self.auto_insert_metric_name = save_weights_only, auto_insert_metric_name
         self.save_on_train_epoch_end, self.enable_version_counter = save_on_train_epoch_end, enable_version_counter
-        self.async_save = async_save
         self._is_fitting = self._has_warned_of_weights = False
-        self._score = MonitoredScore(monitor)
-        self._ranking = Ranking(monitor, mode, save_top_k)
+        self._score, self._ranking = MonitoredScore(monitor), Ranking(monitor, self.mode, save_top_k)
         self._watches_batches = self.every_n_train_steps > 0 or self.train_time_interval is not None
         self._begin()
 

@@ -243,7 +243,7 @@ class Accelerator(Collectives):
             RuntimeError: as `get_state_dict`.
         """
         refuse_pickle("save_model", safe_serialization)
-        save_model(model, os.fspath(save_directory), size_of(max_shard_size), self.engine)
+        save_model(model, os.fspath(save_directory), size_of(max_shard_size), self.engine.strategy, self.engine.ranks)
 
     def save(self, obj: Any, f: str | os.PathLike[str], safe_serialization: bool = True) -> None:
         """Write plain data and tensors into one file, new or replaced, on rank 0 (with save_on_each_node, on each node).

@@ -19,7 +19,7 @@ from trainwright.checkpoint.manifest import load_json
 from trainwright.checkpoint.shards import check_storable, host_bytes, render_header
 from trainwright.checkpoint.tensors import Piece, tied_groups
 from trainwright.compiled_names import clean_name
-from trainwright.engine.engine import Engine
+from trainwright.distributed.ranks import Ranks
 from trainwright.errors import CheckpointError, a_type_of
 from trainwright.paths import absolute
 from trainwright.rank_zero import rank_zero_warn
@@ -74,13 +74,13 @@ def size_of(text: int | str) -> int:
     return int(float(match[1]) * _UNITS[match[2].upper()])
 
 
-def save_model(model: nn.Module, folder: str, limit: int, engine: Engine) -> None:
+def save_model(model: nn.Module, folder: str, limit: int, strategy: Strategy, ranks: Ranks) -> None:
     """Write a model's weights into a folder as safetensors files of at most `limit` bytes, by rank 0. Collective.
 
     Raises:
         CheckpointError: on every rank, if they were not written.
     """
-    state, ranks = state_dict_of(model, engine.strategy), engine.ranks
+    state = state_dict_of(model, strategy)
     files, inside = resolve(absolute(folder))
     work = partial(_write_model, state, files, inside, limit) if ranks.rank == 0 else None
     subject = f"the model was not saved in {folder}"

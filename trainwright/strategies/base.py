@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from trainwright.checkpoint.contents import describe_optimizer
 from trainwright.checkpoint.tensors import Piece, TensorEntry
 from trainwright.compiled_names import clean_name as clean_name
-from trainwright.distributed.collectives import Exchange
+from trainwright.distributed.collectives import Exchange, gather_object
 from trainwright.precision.base import Closure, Precision, Sender
 from trainwright.strategies.job_view import JobView
 from trainwright.strategies.optimizer_proxy import unwrap_optimizer
@@ -253,11 +253,8 @@ class Strategy(JobView):
         scale_and_clip_value(parameters, clipping)
         return None if clipping.norm is None else torch.nn.utils.clip_grad_norm_(parameters, clipping.norm)
 
-    def check_gradients(self, exchange: Exchange | None = None) -> None:
-        """Raise RuntimeError on every rank if the gradients of the ranks cannot have been combined. Collective.
-
-        `exchange` returns the values of all ranks; without one the process group does.
-        """
+    def check_gradients(self, exchange: Exchange = gather_object) -> None:
+        """Raise RuntimeError on every rank if the gradients of the ranks cannot have been combined. Collective."""
 
     def before_evaluation(self, modules: Iterable[nn.Module]) -> None:
         """Broadcast rank 0's buffers, so that all ranks evaluate one model. Collective."""

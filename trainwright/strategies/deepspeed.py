@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 
 from trainwright.checkpoint.tensors import Piece, TensorEntry
 from trainwright.compiled_names import clean_name
-from trainwright.distributed.collectives import Exchange
+from trainwright.distributed.collectives import Exchange, gather_object
 from trainwright.duration import seconds_of
 from trainwright.precision import resolve_precision
 from trainwright.precision.base import Closure, Precision, Sender
@@ -289,7 +289,6 @@ class DeepSpeedStrategy(Strategy):
         note_empty_parameter(error, self.stage)
 
     def backward(self, loss: Tensor, send: Sender | None = None, **options: Any) -> None:
-        """Engines that this loss has not reached ran no epilogue, and would take their next backward for a nested one."""
         for engine in self._engines.values():
             engine.optimizer.clear_backward_seen_flag()
             engine._backward_prologue()
@@ -300,6 +299,7 @@ class DeepSpeedStrategy(Strategy):
         finally:
             self._is_in_backward = False
         for engine in self._engines.values():
+            # One that this loss has not reached ran no epilogue, and would take its next backward for a nested one.
             engine.optimizer._backward_hook_state.backward_active_depth = 0
 
     def finalize_gradients(self, optimizer: Optimizer) -> None:
@@ -342,7 +342,7 @@ class DeepSpeedStrategy(Strategy):
             )
         return zero_state.clip_gradients(facade.engine.optimizer, clipping, self.device)
 
-    def check_gradients(self, exchange: Exchange | None = None) -> None:
+    def check_gradients(self, exchange: Exchange = gather_object) -> None:
         for facade in self._engines:
             facade.order.compare(exchange)
 
@@ -395,8 +395,7 @@ class DeepSpeedStrategy(Strategy):
 
     @property
     def state(self) -> dict[str, Any]:
-        schedulers = (engine.lr_scheduler for engine in self._engines.values())
-        saved = [None if each is None else each.state_dict() for each in schedulers]
+        saved = [each.lr_scheduler and each.lr_scheduler.state_dict() for each in self._engines.values()]
         return {"lr_schedulers": saved, "reduction_orders": [each.order.indices for each in self._engines]}
 
     def _shards(self, engine: Any) -> Iterable[Shard]:

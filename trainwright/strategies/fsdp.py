@@ -31,7 +31,7 @@ from torch.optim import Optimizer
 from torch.utils.checkpoint import checkpoint
 
 from trainwright.checkpoint.tensors import Piece
-from trainwright.distributed.collectives import Exchange
+from trainwright.distributed.collectives import Exchange, gather_object
 from trainwright.distributed.mesh import make_mesh
 from trainwright.duration import seconds_of
 from trainwright.precision.base import Closure, Precision, Sender
@@ -375,7 +375,7 @@ class FSDPStrategy(Strategy):
             self._write_back()
             self._gather_roots()
 
-    def check_gradients(self, exchange: Exchange | None = None) -> None:
+    def check_gradients(self, exchange: Exchange = gather_object) -> None:
         self._use.compare(exchange)
 
     def clip_gradients(self, optimizer: Optimizer, clipping: Clipping) -> Tensor | None:

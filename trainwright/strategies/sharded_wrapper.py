@@ -43,7 +43,8 @@ class _Following(_SHARDED_DDP):  # type: ignore[misc]
         """The buckets, and parameters without one, in the order in which they are sent: the last of the module first."""
         self._next = 0
         self._turns: list[_Following] = [self]
-        self._sends: dict[Tensor, Callable[[], None]] = {}
+        self._sends: dict[Tensor, tuple[int, Callable[[], None]]] = {}
+        """FairScale's own function that sends each parameter, and the parameter's index there."""
         self._waiting: dict[Any, Callable[[], None]] = {}
         # An optimizer may step several modules' parameters, and each module has a wrapper.
         self._all_params = [each for each in self._all_params if each in own]
@@ -80,7 +81,8 @@ class _Following(_SHARDED_DDP):  # type: ignore[misc]
         self._waiting.clear()
 
     def _get_reduce_fn(self, index: int, param: Tensor, dst_rank: int) -> Callable[..., None]:
-        self._sends[param] = send = super()._get_reduce_fn(index, param, dst_rank)
+        send = super()._get_reduce_fn(index, param, dst_rank)
+        self._sends[param] = index, send
         return partial(self._send_in_turn, index, send)
 
     def _send_in_turn(self, index: int, send: Callable[[], None], *_: Any) -> None:
@@ -166,7 +168,6 @@ class _Following(_SHARDED_DDP):  # type: ignore[misc]
     @torch.no_grad()
     def _send_rest(self) -> None:
         """Send what waits, and what this backward has not used, or not whole."""
-        numbers = {each: number for number, each in enumerate(self._trainable_params)}
         for slot in self._order[self._next :]:
             if slot not in self._waiting:
                 first = _parameters(slot)[0]
@@ -179,8 +180,8 @@ class _Following(_SHARDED_DDP):  # type: ignore[misc]
                     for each in slot._params:
                         self._attach(each)
                     slot.params_checked_in = len(slot._params) - 1
-                self._grad_to_be_reduced[numbers[first]] = True
-                self._waiting[slot] = self._sends[first]
+                index, self._waiting[slot] = self._sends[first]
+                self._grad_to_be_reduced[index] = True
             self._waiting.pop(slot)()
 
     def _flush_reduce_calls(self) -> None:

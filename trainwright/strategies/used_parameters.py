@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
-from trainwright.distributed import collectives
-from trainwright.distributed.collectives import Exchange
+from trainwright.distributed.collectives import Exchange, gather_object
 
 MOST_CHANGES = 1000
 """Of which parameters are used, that are kept to name the first backward at which the ranks differ."""
@@ -77,22 +75,18 @@ class RanksUse:
         if self._backwards & (self._backwards - 1) == 0:
             self.compare()
 
-    def compare(self, exchange: Exchange | None = None) -> None:
-        """Compare what was noted since the last comparison, through the process group or by `exchange`. Collective.
+    def compare(self, exchange: Exchange = gather_object) -> None:
+        """Compare what was noted since the last comparison. Collective.
 
         Raises:
             RuntimeError: on every rank; the ranks have used different parameters.
         """
         if not self._backwards:
             return
-        if exchange is None:
-            digests = [int(each) for each in collectives.all_gather(torch.tensor([self._digest]))]
-        else:
-            digests = exchange(self._digest)
-        if all(each == self._digest for each in digests):
+        if set(exchange(self._digest)) == {self._digest}:
             self._compared, self._changes = self._backwards, [(self._backwards, self._used)]
             return
-        histories = (exchange or collectives.gather_object)([[backward, *used] for backward, used in self._changes])
+        histories = exchange([[backward, *used] for backward, used in self._changes])
         raise RuntimeError(self._difference(histories))
 
     def _difference(self, histories: list[list[list[int]]]) -> str:

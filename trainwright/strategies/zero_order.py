@@ -119,7 +119,7 @@ class ReductionOrder:
             self.indices = list(indices)
             self._order = [self._parameters[each] for each in indices]
 
-    def compare(self, exchange: collectives.Exchange | None) -> None:
+    def compare(self, exchange: collectives.Exchange) -> None:
         """Raise RuntimeError on every rank of stage 3 if the ranks have used different parameters. Collective."""
         if self._use is not None:
             self._use.compare(exchange)
