@@ -41,7 +41,6 @@ from typing import Any
 from unittest import mock
 
 import pytest
-import torch
 from deadlines import deadline
 from interpreters import search_path
 from jobs import run_job
