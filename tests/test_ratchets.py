@@ -391,6 +391,7 @@ PACKAGE_LINES = [
     (27, "the ladder names its options after the script, and lists rungs in its notes"),
     (22, "a callback that follows an accuracy is told to set its mode"),
     (88, "hooks of gradients and a backward through gradients under fsdp; copies of modules that keep a graph"),
+    (26, "an optimizer of parameters that are not the module's is named"),
 ]
 """Lines of the package: what is added to it, or taken off, with the reason. The sum is the limit."""
 

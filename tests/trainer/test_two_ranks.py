@@ -191,6 +191,17 @@ def lazy_classifier() -> Classifier:
     return module
 
 
+class OfAList(Classifier):
+    """Its optimizer also trains a model that a plain list holds, which torch does not see."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.others = [nn.Linear(2, 1)]
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD([*self.parameters(), *self.others[0].parameters()], lr=0.1)
+
+
 def refusals() -> list[str]:
     """What both ranks are told alike; the job goes on after each."""
     told = []
@@ -204,6 +215,7 @@ def refusals() -> list[str]:
         lambda: tw.Trainer(max_epochs=1, **QUIET).fit(lazy_classifier(), make_loader()),
         lambda: tw.Trainer(**QUIET).validate(lazy_classifier(), make_loader()),
         lambda: tw.Accelerator(cpu=ON_HOST).prepare(torch.optim.SGD(make_net().parameters(), lr=0.1)),
+        lambda: tw.Trainer(max_epochs=1, **QUIET).fit(OfAList(), make_loader()),
     ):
         with pytest.raises((ValueError, TypeError, tw.CheckpointError)) as caught:
             call()
@@ -339,7 +351,7 @@ def test_no_collective_of_ours_in_a_batch(results: list[dict[str, Any]]) -> None
 
 def test_refusals_are_alike_on_both_ranks_and_name_the_remedy(results: list[dict[str, Any]]) -> None:
     assert results[0]["refusals"] == results[1]["refusals"]
-    devices, strategy, samples, lengths, loader, checkpoint, lazy, evaluated, strangers = results[0]["refusals"]
+    devices, strategy, samples, lengths, loader, checkpoint, lazy, evaluated, strangers, listed = results[0]["refusals"]
     assert "launched with 2 processes" in devices
     assert "such as 'ddp'" in strategy
     assert "1 batches for 2 ranks, and drop_last drops a short round" in samples
@@ -349,6 +361,8 @@ def test_refusals_are_alike_on_both_ranks_and_name_the_remedy(results: list[dict
     assert "'net.0.weight' of Classifier is lazy" in lazy
     assert lazy == evaluated
     assert "pass the models and their optimizers to prepare in one call" in strangers
+    assert "not OfAList's, the first of shape [1, 2], which each of the 2 ranks would train by itself" in listed
+    assert "several modules as an nn.ModuleList" in listed
 
 
 def test_a_validation_of_one_batch_is_no_trap(results: list[dict[str, Any]]) -> None:

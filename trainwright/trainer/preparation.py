@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch.optim import Optimizer
@@ -75,6 +75,8 @@ def prepare_optimizers(run: TrainingRun) -> None:
     if run.settings.fused_optimizers:
         for optimizer in optimizers:
             use_fused(optimizer, [module])
+    engine.replaced.update(optimizers)
+    _check_owner(module, optimizers, engine.world_size)
     wrapped = engine.prepare_optimizers(optimizers)
     warn_of_memory(engine, module, optimizers)
 
@@ -101,6 +103,30 @@ def prepare_optimizers(run: TrainingRun) -> None:
     if run.is_manual and not wrapped:
         rank_zero_warn(
             "automatic_optimization is False and configure_optimizers returned no optimizer: nothing is trained.",
+            stacklevel=2,
+        )
+
+
+def _check_owner(module: Module, optimizers: Sequence[Optimizer], world_size: int) -> None:
+    """Refuse parameters on several ranks that are not the module's (ValueError); warn if all of them are not."""
+    own = set(module.parameters())
+    stepped = [parameter for each in optimizers for group in each.param_groups for parameter in group["params"]]
+    others = [parameter for parameter in stepped if parameter not in own]
+    name = type(module).__name__
+    hint = (
+        f"assign it to an attribute of {name} in __init__ or configure_model (several modules as an nn.ModuleList, parameters "
+        "as an nn.ParameterList)"
+    )
+    if others and world_size > 1:
+        raise ValueError(
+            f"configure_optimizers returned an optimizer of parameters that are not {name}'s, the first of shape "
+            f"{list(others[0].shape)}, which each of the {world_size} ranks would train by itself. What holds them: {hint}."
+        )
+    if others and len(others) == len(stepped) and any(parameter.requires_grad for parameter in own):
+        rank_zero_warn(
+            f"configure_optimizers returned an optimizer of parameters none of which is {name}'s, the first of shape "
+            f"{list(others[0].shape)}, so {name}'s are not trained. Make it with self.parameters(); to train another model, "
+            f"{hint}.",
             stacklevel=2,
         )
 
