@@ -392,6 +392,7 @@ PACKAGE_LINES = [
     (22, "a callback that follows an accuracy is told to set its mode"),
     (88, "hooks of gradients and a backward through gradients under fsdp; copies of modules that keep a graph"),
     (26, "an optimizer of parameters that are not the module's is named"),
+    (14, "ddp_sharded divides an optimizer anew in a second fit"),
 ]
 """Lines of the package: what is added to it, or taken off, with the reason. The sum is the limit."""
 

@@ -118,6 +118,25 @@ def leaves(strategy: Any, ranks: int, folder: Path) -> None:
         used.save_checkpoint(str(folder / f"{kind.__name__}.ckpt"))
 
 
+class Keeps(Regresses):
+    """It makes its optimizer once, for all fits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept = torch.optim.Adam(self.parameters(), lr=0.05)
+
+    def configure_optimizers(self) -> Any:
+        return self.kept
+
+
+def two_fits(strategy: Any, ranks: int, path: Path) -> None:
+    module = Keeps()
+    for _ in range(2):
+        used = trainer(strategy, max_epochs=2)
+        used.fit(module, loader(16, ranks))
+    used.save_checkpoint(str(path))
+
+
 def resumed_steps(folder: Path, name: str) -> None:
     """Save a run that was resumed within its second epoch beside one that was never stopped."""
     for end, settings in (("whole", {}), ("half", {"max_steps": 8})):
@@ -248,6 +267,7 @@ def sharded(folder: Path) -> dict[str, Any]:
         "lr": {name: steps("ddp_sharded", 1, name, folder / f"{name}.ckpt") for name in OPTIMIZERS}
     }
     leaves("ddp_sharded", 1, folder)
+    two_fits("ddp_sharded", 1, folder / "two_fits.ckpt")
     for name in ("sgd", "adam", "signs"):
         resumed_steps(folder, name)
     found["norms"] = norms(folder / "norms.ckpt")

@@ -55,6 +55,12 @@ def test_unused_and_frozen_parameters(job: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_a_second_fit_by_the_same_optimizer(job: Any, tmp_path: Path) -> None:
+    sharded_job.two_fits("single_device", 2, tmp_path / "alone.ckpt")
+    assert_same_weights(job[1] / "two_fits.ckpt", tmp_path / "alone.ckpt")
+
+
+@pytest.mark.slow
 def test_ranks_stay_alike(job: Any) -> None:
     """In weights, running statistics and evaluations; float16 gradients are nearly the same, and not quite."""
     one, other = job[0]

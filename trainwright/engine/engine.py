@@ -218,6 +218,7 @@ class Engine:
                 the ranks have optimizers of different kinds or options.
         """
         self.replaced.update(each for each in optimizers if each not in self.optimizers)
+        self.strategy.make_whole(optimizers)
         refuse_unlike_optimizers(optimizers, self.ranks)
         self.optimizers = self.strategy.setup_optimizers(self.modules, optimizers, self.optimization)
         self.precision.track(self.optimizers)

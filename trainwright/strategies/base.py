@@ -178,6 +178,9 @@ class Strategy(JobView):
             self.precision.convert_module(module)  # again, for what had no values the first time
         move(module, self.device)
 
+    def make_whole(self, optimizers: Sequence[Optimizer]) -> None:
+        """Give optimizers of which an earlier run has left each rank its shard all their parameters again."""
+
     def setup_optimizers(
         self, modules: Sequence[nn.Module], optimizers: Sequence[Optimizer], optimization: Optimization
     ) -> list[Optimizer]:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -39,12 +40,15 @@ from trainwright.strategies.sharded_wrapper import make_wrapper
 from trainwright.strategies.sparse_gradients import refuse_sparse_weights
 from trainwright.strategies.step_probe import refuse_uneven_steps
 
+_WHOLE: WeakKeyDictionary[Optimizer, list[list[Tensor]]] = WeakKeyDictionary()
+"""The parameters of each group before the ranks divided them, by the user's optimizer."""
+
 
 class ShardedOptimizer(OptimizerProxy):
     """Shows all parameters; the user's optimizer keeps and steps this rank's, which are then broadcast."""
 
     def __init__(self, own: Optimizer) -> None:
-        everyones = [list(group["params"]) for group in own.param_groups]
+        everyones = _WHOLE[own] = [list(group["params"]) for group in own.param_groups]
         self.oss = _make_oss(own)
         super().__init__(own, everyones)
         self.used = UsedParameters()
@@ -214,6 +218,11 @@ class ShardedDDPStrategy(Strategy):
         for module in modules if self.world_size > 1 else ():
             self.buffers.track(module)
             refuse_sparse_weights(module, self.name, True)  # an embedding may have been unfrozen
+
+    def make_whole(self, optimizers: Sequence[Optimizer]) -> None:
+        for optimizer in optimizers:
+            for group, whole in zip(optimizer.param_groups, _WHOLE.get(optimizer, ()), strict=False):
+                group["params"] = list(whole)
 
     def setup_optimizers(
         self, modules: Sequence[nn.Module], optimizers: Sequence[Optimizer], optimization: Optimization
