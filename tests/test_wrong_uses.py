@@ -368,7 +368,7 @@ FIT = [
     ("configure_optimizers: None", optimizers(lambda m: None), UserWarning,
      r"returned None, so nothing will be trained; return an"),
     ("configure_optimizers: another model's", optimizers(lambda m: other_adam()), UserWarning,
-     r"none of which is Classifier's, the first of shape \[2\], so Classifier's are not trained. Make it with self.parameters"),
+     r"not Classifier's, the first of shape \[2\]. Unless .*: Classifier's own are not trained. Make it with self.parameters"),
     ("two under automatic", optimizers(lambda m: [adam(m), adam(m)]), ValueError,
      r"returned 2 optimizers, but .*; set automa"),
     ("accumulation under manual", {"automatic_optimization": False, "accumulate_grad_batches": 2}, ValueError,

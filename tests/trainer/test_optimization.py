@@ -565,3 +565,21 @@ def test_a_step_wise_scheduler_follows_the_validation_after_its_step(tmp_path: P
         resumed, rate_then = run(f"from {step}", str(tmp_path / "whole" / f"step={step}.ckpt"))
         assert_equal(resumed, whole)
         assert rate_then == rate
+
+
+class OverriddenParameters(Plain):
+    """Its `parameters` are those that are trained, and its optimizer also holds a frozen one of another module."""
+
+    def parameters(self, recurse: bool = True) -> Any:
+        return (each for each in () if recurse)
+
+    def configure_optimizers(self) -> Any:
+        frozen = torch.nn.Parameter(torch.ones(2), requires_grad=False)
+        return sgd([*self.net.parameters(), frozen])
+
+
+def test_parameters_are_the_modules_whatever_it_overrides() -> None:
+    before = OverriddenParameters()
+    weight = next(before.net.parameters()).detach().clone()
+    fit(before, max_epochs=1)
+    assert not torch.equal(next(before.net.parameters()), weight)

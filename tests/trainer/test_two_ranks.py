@@ -202,6 +202,12 @@ class OfAList(Classifier):
         return torch.optim.SGD([*self.parameters(), *self.others[0].parameters()], lr=0.1)
 
 
+def told_of_others() -> list[str]:
+    with warnings.catch_warnings(record=True, action="always") as caught:
+        tw.Trainer(max_epochs=1, **QUIET).fit(OfAList(), make_loader())
+    return [str(each.message) for each in caught]
+
+
 def refusals() -> list[str]:
     """What both ranks are told alike; the job goes on after each."""
     told = []
@@ -215,7 +221,6 @@ def refusals() -> list[str]:
         lambda: tw.Trainer(max_epochs=1, **QUIET).fit(lazy_classifier(), make_loader()),
         lambda: tw.Trainer(**QUIET).validate(lazy_classifier(), make_loader()),
         lambda: tw.Accelerator(cpu=ON_HOST).prepare(torch.optim.SGD(make_net().parameters(), lr=0.1)),
-        lambda: tw.Trainer(max_epochs=1, **QUIET).fit(OfAList(), make_loader()),
     ):
         with pytest.raises((ValueError, TypeError, tw.CheckpointError)) as caught:
             call()
@@ -276,6 +281,7 @@ def job(folder: Path) -> dict[str, Any]:
         "checkpoints": checkpoints(folder),
         "collectives": collectives_per_batch(),
         "refusals": refusals(),
+        "others": told_of_others(),
         "one_batch": one_validation_batch(),
         "threads": threads_left(),
     }
@@ -351,7 +357,7 @@ def test_no_collective_of_ours_in_a_batch(results: list[dict[str, Any]]) -> None
 
 def test_refusals_are_alike_on_both_ranks_and_name_the_remedy(results: list[dict[str, Any]]) -> None:
     assert results[0]["refusals"] == results[1]["refusals"]
-    devices, strategy, samples, lengths, loader, checkpoint, lazy, evaluated, strangers, listed = results[0]["refusals"]
+    devices, strategy, samples, lengths, loader, checkpoint, lazy, evaluated, strangers = results[0]["refusals"]
     assert "launched with 2 processes" in devices
     assert "such as 'ddp'" in strategy
     assert "1 batches for 2 ranks, and drop_last drops a short round" in samples
@@ -361,8 +367,13 @@ def test_refusals_are_alike_on_both_ranks_and_name_the_remedy(results: list[dict
     assert "'net.0.weight' of Classifier is lazy" in lazy
     assert lazy == evaluated
     assert "pass the models and their optimizers to prepare in one call" in strangers
-    assert "not OfAList's, the first of shape [1, 2], which each of the 2 ranks would train by itself" in listed
-    assert "several modules as an nn.ModuleList" in listed
+
+
+def test_parameters_that_no_rank_shares_are_named(results: list[dict[str, Any]]) -> None:
+    [told], nothing = (each["others"] for each in results)
+    assert "not OfAList's, the first of shape [1, 2]" in told
+    assert "Each of the 2 ranks trains them by itself" in told
+    assert not nothing
 
 
 def test_a_validation_of_one_batch_is_no_trap(results: list[dict[str, Any]]) -> None:

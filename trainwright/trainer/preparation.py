@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from torch import nn
 from torch.optim import Optimizer
 
 from trainwright.engine.fused import use_fused
@@ -72,11 +73,11 @@ def prepare_optimizers(run: TrainingRun) -> None:
             f"configure_optimizers returned {len(optimizers)} optimizers, but automatic optimization steps one; set "
             "automatic_optimization = False in the module and step them in training_step."
         )
+    engine.replaced.update(optimizers)
+    _warn_of_others(module, optimizers, engine.world_size)
     if run.settings.fused_optimizers:
         for optimizer in optimizers:
             use_fused(optimizer, [module])
-    engine.replaced.update(optimizers)
-    _check_owner(module, optimizers, engine.world_size)
     wrapped = engine.prepare_optimizers(optimizers)
     warn_of_memory(engine, module, optimizers)
 
@@ -107,28 +108,24 @@ def prepare_optimizers(run: TrainingRun) -> None:
         )
 
 
-def _check_owner(module: Module, optimizers: Sequence[Optimizer], world_size: int) -> None:
-    """Refuse parameters on several ranks that are not the module's (ValueError); warn if all of them are not."""
-    own = set(module.parameters())
-    stepped = [parameter for each in optimizers for group in each.param_groups for parameter in group["params"]]
-    others = [parameter for parameter in stepped if parameter not in own]
+def _warn_of_others(module: Module, optimizers: Sequence[Optimizer], world_size: int) -> None:
+    """Warn of trained parameters that are not the module's: on several ranks of any, on one if all are others'."""
+    own = {parameter for _, parameter in nn.Module.named_parameters(module)}  # the module may override parameters()
+    trained = [p for each in optimizers for group in each.param_groups for p in group["params"] if p.requires_grad]
+    others = [parameter for parameter in trained if parameter not in own]
+    is_left_out = len(others) == len(trained) and any(parameter.requires_grad for parameter in own)
+    if not others or not (world_size > 1 or is_left_out):
+        return
     name = type(module).__name__
-    hint = (
-        f"assign it to an attribute of {name} in __init__ or configure_model (several modules as an nn.ModuleList, parameters "
-        "as an nn.ParameterList)"
+    effect = f"{name}'s own are not trained. " if is_left_out else ""
+    effect += f"Each of the {world_size} ranks trains them by itself. " if world_size > 1 else ""
+    rank_zero_warn(
+        f"configure_optimizers returned an optimizer of parameters that are not {name}'s, the first of shape "
+        f"{list(others[0].shape)}. Unless the optimizer copies between them and {name}'s: {effect}Make it with "
+        f"self.parameters(), and assign what it trains to attributes of {name} in __init__ or configure_model: a tensor as an "
+        "nn.Parameter, several modules as an nn.ModuleList.",
+        stacklevel=2,
     )
-    if others and world_size > 1:
-        raise ValueError(
-            f"configure_optimizers returned an optimizer of parameters that are not {name}'s, the first of shape "
-            f"{list(others[0].shape)}, which each of the {world_size} ranks would train by itself. What holds them: {hint}."
-        )
-    if others and len(others) == len(stepped) and any(parameter.requires_grad for parameter in own):
-        rank_zero_warn(
-            f"configure_optimizers returned an optimizer of parameters none of which is {name}'s, the first of shape "
-            f"{list(others[0].shape)}, so {name}'s are not trained. Make it with self.parameters(); to train another model, "
-            f"{hint}.",
-            stacklevel=2,
-        )
 
 
 def with_log_context(run: TrainingRun, name: str) -> Callable[..., Any]:
