@@ -12,10 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from trainwright.distributed import collectives
+from trainwright.distributed.ranks import Ranks
 
 
 class Job(Protocol):
     """What the Engine does of this."""
+
+    ranks: Ranks
 
     def barrier(self, call: str = ...) -> None: ...
     def broadcast(self, obj: Any, src: int = 0) -> Any: ...
