@@ -19,7 +19,7 @@ ON_ALL_RANKS = (
 
 SHORTEST_PAUSE, LONGEST_PAUSE = 0.0005, 0.02
 YES, LEFT = 2**20, 2**40
-"""What a rank that answers yes adds to a question's number, where no is 1, and what it adds once it needs no answer any more."""
+"""What a rank adds to the number of a question: yes (no is 1), and that it needs no answer any more."""
 
 PAUSED_PART = 1 / 32
 """A waiting rank looks again after this part of the time that it has waited, within the two limits."""

@@ -298,16 +298,8 @@ class DeepSpeedStrategy(Strategy):
             super().backward(loss, send, **options)
         finally:
             self._is_in_backward = False
-        for facade, engine in self._engines.items():
-            if facade.order.awaits_end():
-                engine._backward_post_hook()
-            # One that this loss has not reached ran no epilogue, and would take its next backward for a nested one.
-            engine.optimizer._backward_hook_state.backward_active_depth = 0
-
-    def _on_any_rank(self, is_reached: bool) -> bool:
-        """Return whether a backward reaches an engine on any rank, which no collective tells without one more in each backward."""
-        assert self._job is not None
-        return self._job.ranks.on_any(is_reached, "a backward")
+        for facade in self._engines:
+            facade.end_backward()
 
     def finalize_gradients(self, optimizer: Optimizer) -> None:
         if not self._offloads:  # offloaded gradients are reduced in DeepSpeed's step alone

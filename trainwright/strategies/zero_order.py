@@ -102,15 +102,15 @@ class ReductionOrder:
             self._is_reached = self._on_any(self._has_begun())
         return self._is_reached
 
-    def _settle(self) -> None:
+    def _complete(self) -> None:
         """Pass on what waits, and what this backward has not used, if it reaches the engine on any rank. Collective."""
         if self._agree():
             self._reduce_rest()
-            self._share_order()
+            self._fix_order()
 
-    def _share_order(self) -> None:
+    def _fix_order(self) -> None:
         """Use the order of rank 0's first backward from now on."""
-        if not self.indices:
+        if self._order and not self.indices:
             numbers = {each: number for number, each in enumerate(self._parameters)}
             arrived = dict.fromkeys([*self._arrived, *self._order])
             found = torch.tensor([numbers[each] for each in arrived], device=self._order[0].device)
@@ -131,7 +131,7 @@ class ReductionOrder:
         """Send the last bucket now, if the engines after this one wait for it, and the order before they send theirs."""
         if len(self._turns) > 1:
             self._zero.reduce_ipg_grads()
-            self._share_order()
+            self._fix_order()
 
     def finish(self) -> None:
         """End a backward: no gradient will come for parameters that have not had one. Collective."""
@@ -140,7 +140,7 @@ class ReductionOrder:
             self._use.note(self._names, (each in came for each in self._parameters))
         for order in self._turns[: self._turns.index(self) + 1]:
             if order is self or not order._has_ended:
-                order._settle()
+                order._complete()
         self._clear()
         self._has_ended = True
         self._finish()
@@ -154,7 +154,7 @@ class ReductionOrder:
             return False
         for order in self._turns[: self._turns.index(self) + 1]:
             if not order._has_ended:
-                order._settle()
+                order._complete()
         return self._agree()
 
     def replay(self, indices: Sequence[int]) -> None:
