@@ -323,6 +323,11 @@ DEEPSPEED = (
     ),
     Use(
         "deepspeed.runtime.engine.DeepSpeedEngine",
+        "_backward_post_hook",
+        "end a backward that has reached an engine on other ranks alone (strategies/zero_optimizer.py)",
+    ),
+    Use(
+        "deepspeed.runtime.engine.DeepSpeedEngine",
         "_running_engine_step allreduce_gradients enable_backward_allreduce",
         "reduce gradients before the step, to clip them (strategies/zero_state.py)",
     ),
@@ -344,7 +349,7 @@ DEEPSPEED = (
     Use(
         "deepspeed.runtime.base_optimizer.ZeROOptimizer",
         "_backward_hook_state clear_backward_seen_flag",
-        "run one backward through several engines (strategies/deepspeed.py)",
+        "run one backward through several engines (strategies/deepspeed.py, strategies/zero_optimizer.py)",
     ),
     Use(
         ZERO_12,
@@ -412,6 +417,11 @@ DEEPSPEED = (
     ),
     Use(
         "deepspeed.runtime.zero.partition_parameters",
+        "ds_active_sub_modules ds_persist",
+        "shard what a failed forward has left gathered (strategies/zero_cleanup.py)",
+    ),
+    Use(
+        "deepspeed.runtime.zero.partition_parameters",
         "_external_params ds_external_parameters all_parameters",
         "leave DeepSpeed's marks out of a whole copy of a module (strategies/whole_module.py)",
     ),
@@ -423,7 +433,7 @@ DEEPSPEED = (
     ),
     Use(
         "deepspeed.runtime.zero.parameter_offload",
-        "FWD_MODULE_STACK",
+        "FWD_MODULE_STACK ds_inflight_param_registry",
         "let DeepSpeed go of a module that is not trained any more (strategies/zero_cleanup.py)",
     ),
     Use(

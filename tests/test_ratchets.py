@@ -393,6 +393,10 @@ PACKAGE_LINES = [
     (88, "hooks of gradients and a backward through gradients under fsdp; copies of modules that keep a graph"),
     (26, "an optimizer of parameters that are not the module's is named"),
     (14, "ddp_sharded divides an optimizer anew in a second fit"),
+    (
+        118,
+        "DeepSpeed: ranks whose backward reaches other optimizers train as under ddp; stage 3 trains again after a failed step",
+    ),
 ]
 """Lines of the package: what is added to it, or taken off, with the reason. The sum is the limit."""
 

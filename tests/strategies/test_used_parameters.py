@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import Any
 
@@ -58,10 +59,14 @@ def loader(branches: list[tuple[int, int]]) -> Any:
     return DataLoader(batches, batch_size=None)  # type: ignore[arg-type]
 
 
-def trained(strategy: Any, branches: list[tuple[int, int]], **options: Any) -> dict[str, Tensor]:
-    module = Branches()
+def fit(module: Branches, strategy: Any, branches: list[tuple[int, int]], **options: Any) -> None:
     trainer = tw.Trainer(strategy=strategy, devices=WORLD, max_epochs=1, **{**QUIET, **options})
     trainer.fit(module, loader(branches))
+
+
+def trained(strategy: Any, branches: list[tuple[int, int]], **options: Any) -> dict[str, Tensor]:
+    module = Branches()
+    fit(module, strategy, branches, **options)
     return {key: each.detach().clone() for key, each in tw.gather_module(module, all_ranks=True).named_parameters()}
 
 
@@ -173,9 +178,43 @@ def runs(folder: Path) -> dict[str, Any]:
     with pytest.raises(RuntimeError) as refusal:
         accelerator.end_training()
     found["a loop"] = str(refusal.value)
-    with pytest.raises(RuntimeError) as refusal:  # later on, the forward itself has failed already
-        trained(tw.DeepSpeedStrategy(stage=3), [(0, 1)])
-    found["deepspeed_stage_3"] = str(refusal.value)
+    for name, least in (("deepspeed_stage_3", 100_000), ("deepspeed_stage_3, all sharded", 0)):
+        found |= again(
+            name, lambda least=least: tw.DeepSpeedStrategy(stage=3, stage3_param_persistence_threshold=least)
+        )
+    return found
+
+
+class Fails(Branches):
+    """Fails in its second forward, while parameters are gathered under stage 3."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.forwards = 0
+        self.branches[0].register_forward_pre_hook(self.fail)
+
+    def fail(self, module: nn.Module, args: Any) -> None:
+        self.forwards += 1
+        if self.forwards == 2:
+            raise RuntimeError("the user's error")
+
+
+def again(name: str, make: Any) -> dict[str, Any]:
+    """Return the errors of two fits, and how far a second fit of each module then is from ddp's, by a name."""
+    found: dict[str, Any] = {}
+    for case, module, paths in (("used", Branches(), [(0, 1)]), ("failed", Fails(), [(0, 0)] * 3)):
+        with pytest.raises(RuntimeError) as refusal:  # later on, the forward itself has failed already
+            fit(module, make(), paths)
+        found[f"{name}, {case}"] = str(refusal.value)
+        fit(module, make(), [(0, 0), (1, 1)])
+        weights = tw.gather_module(module, all_ranks=True)
+        expected = type(module)()
+        if case == "failed":
+            with contextlib.suppress(RuntimeError):
+                fit(expected, "ddp_find_unused_parameters_true", paths)
+        fit(expected, "ddp_find_unused_parameters_true", [(0, 0), (1, 1)])
+        pairs = zip(weights.parameters(), expected.parameters(), strict=True)
+        found[f"{name}, {case}, again"] = max((one - other).abs().max().item() for one, other in pairs)
     return found
 
 
@@ -225,8 +264,43 @@ def test_ranks_that_take_different_branches(tmp_path: Path) -> None:
             ), name
         for how in ("get_state_dict", "end_training"):
             assert rank[how].startswith("backward 6 gave 'branches.0.weight' and 3 more parameters"), how
-        assert rank["deepspeed_stage_3"].startswith("backward 1 gave 'branches.0.weight' and 3 more parameters")
+        for name in ("deepspeed_stage_3", "deepspeed_stage_3, all sharded"):
+            assert rank[f"{name}, used"].startswith("backward 1 gave 'branches.0.weight' and 3 more parameters"), name
+            assert rank[f"{name}, failed"] == "the user's error", name
+            assert rank[f"{name}, used, again"] < 1e-5, (name, rank)
+            assert rank[f"{name}, failed, again"] < 1e-5, (name, rank)
         assert rank["at the end"].startswith("backward 6 gave 'branches.0.weight'")
         assert rank["a loop"].startswith("backward 3 gave 'branches.0.weight'")
         assert rank["at a save"].startswith("backward 3 gave 'branches.0.weight'")
     assert list((tmp_path / "saves").glob("*.ckpt")) == []
+
+
+def alone(folder: Path) -> dict[str, float]:
+    """Return how far DeepSpeed on one process is from plain torch, which leaves unused parameters alone, by a name."""
+    quiet()
+    kinds: dict[str, Any] = {
+        "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=0.01, eps=1e-3, weight_decay=0.5),
+        "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9, weight_decay=0.1),
+    }
+    found = {}
+    for (kind, make), window in ((kind, window) for kind in kinds.items() for window in (1, 2)):
+
+        def weights(strategy: Any, make: Any = make, window: int = window) -> list[Tensor]:
+            module = Branches()
+            module.configure_optimizers = lambda: make(module.parameters())  # type: ignore[method-assign]
+            trainer = tw.Trainer(strategy=strategy, devices=1, max_epochs=1, accumulate_grad_batches=window, **QUIET)
+            trainer.fit(module, loader([(0, 0), (1, 1), (0, 1), (0, 0)]))
+            return [each.detach().clone() for each in tw.gather_module(module, all_ranks=True).parameters()]
+
+        expected = weights("auto")
+        for stage in (1, 2, 3):
+            pairs = zip(weights(tw.DeepSpeedStrategy(stage=stage)), expected, strict=True)
+            found[f"{kind}, {window}, stage {stage}"] = max((one - other).abs().max().item() for one, other in pairs)
+    return found
+
+
+@pytest.mark.slow
+def test_one_process_leaves_alone_what_a_step_does_not_use(tmp_path: Path) -> None:
+    (found,) = run_job(alone, 1, tmp_path)
+    assert len(found) == 12
+    assert {name: each for name, each in found.items() if each > 1e-6} == {}

@@ -235,7 +235,7 @@ class DeepSpeedStrategy(Strategy):
         refresh = partial(zero_state.refresh_from_masters, zero, self.stage)
         facade = ZeroOptimizer(master, engine, order, self._write_back.run, refresh)
         self._engines[facade] = engine
-        zero_order.take_turns([each.order for each in self._engines], self.stage)
+        zero_order.take_turns([each.order for each in self._engines], self.stage, self._on_any_rank)
         for module in owners:
             self._parts.setdefault(module, []).append(engine)
         return facade
@@ -298,9 +298,8 @@ class DeepSpeedStrategy(Strategy):
             super().backward(loss, send, **options)
         finally:
             self._is_in_backward = False
-        for engine in self._engines.values():
-            # One that this loss has not reached ran no epilogue, and would take its next backward for a nested one.
-            engine.optimizer._backward_hook_state.backward_active_depth = 0
+        for facade in self._engines:
+            facade.end_backward()
 
     def finalize_gradients(self, optimizer: Optimizer) -> None:
         if not self._offloads:  # offloaded gradients are reduced in DeepSpeed's step alone
