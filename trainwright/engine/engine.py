@@ -203,7 +203,8 @@ class Engine:
         Raises:
             ValueError: on every rank, if the ranks froze or unfroze different parameters.
         """
-        if if_changed and _trained_names(self.modules) == self._trained:
+        is_same = _trained_names(self.modules) == self._trained and not self.strategy.has_replaced(self.modules)
+        if if_changed and is_same:
             return
         for module in self.modules:
             refuse_unlike_models(module, self.ranks)

@@ -38,6 +38,7 @@ from trainwright.strategies.base import (
     parameters_of,
     refuse_unreplicable,
     trained,
+    changed,
 )
 from trainwright.strategies.deepspeed_engine import (
     check_supported,
@@ -132,7 +133,7 @@ class DeepSpeedStrategy(Strategy):
         self.takes_compile = self.stage < 3  # the compiler sees the parameters before they are gathered
         self._engines: dict[ZeroOptimizer, Any] = {}
         self._parts: dict[nn.Module, list[Any]] = {}
-        self._trained: dict[nn.Module, list[str]] = {}
+        self._trained: dict[nn.Module, dict[str, nn.Parameter]] = {}
         self._added: list[zero_cleanup.AddedAttributes] = []
         self._write_back, self._is_in_backward = ZeroWriteBack(), False
         self._left: dict[Any, list[Shard]] = {}
@@ -267,11 +268,15 @@ class DeepSpeedStrategy(Strategy):
         """Raise RuntimeError if what is trained has changed, because DeepSpeed's buffers are fixed."""
         for module in modules:
             self.buffers.track(module)
-            names = trained(module)
-            if changed := sorted(set(names) ^ set(self._trained.get(module, names))):
+            now = trained(module)
+            before = self._trained.get(module, now)
+            if names := changed(before, now):
+                done, way = "frozen or unfrozen", "Freeze before fit and resume from a checkpoint in a second fit"
+                if names[0] in before and names[0] in now:
+                    done, way = "replaced", "Copy the new values into the parameter that is there"
                 raise RuntimeError(
-                    f"{changed[0]!r} of {type(module).__name__} was frozen or unfrozen after its optimizer was prepared, which "
-                    "DeepSpeed cannot follow. Freeze before fit and resume from a checkpoint in a second fit, or choose 'ddp'."
+                    f"{names[0]!r} of {type(module).__name__} was {done} after its optimizer was prepared, which "
+                    f"DeepSpeed cannot follow. {way}, or choose 'ddp'."
                 )
 
     def run(self, module: nn.Module, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
