@@ -61,7 +61,9 @@ def trained(strategy: Any, ranks: int, way: str = "list") -> dict[str, Tensor]:
 def in_a_loop(strategy: Any, ranks: int) -> dict[str, Tensor]:
     accelerator = tw.Accelerator(cpu=ON_HOST, strategy=strategy)
     module = NewHead()
-    model, optimizer, loader = accelerator.prepare(module, module.configure_optimizers(), make_loader(32, BATCH * ranks))
+    model, optimizer, loader = accelerator.prepare(
+        module, module.configure_optimizers(), make_loader(32, BATCH * ranks)
+    )
     for epoch in range(3):
         if epoch == 1:
             torch.manual_seed(5)
@@ -114,5 +116,7 @@ def test_deepspeed_refuses_new_parameters_on_every_rank(tmp_path: Path) -> None:
     first, second = run_job(refused, 2, tmp_path)
     assert first == second
     for text, way in zip(first, ("list", "in place") * 2, strict=True):
-        match = "of an optimizer's group were replaced after" if way == "list" else "'head.bias' of NewHead was replaced"
+        match = (
+            "of an optimizer's group were replaced after" if way == "list" else "'head.bias' of NewHead was replaced"
+        )
         assert match in text, text

@@ -464,11 +464,12 @@ class Engine:
             loads.check(strict)
             shapes.update((name, tuple(each.shape)) for name, each in stored.items() if loads.is_filled(name))
             lazy.update({name: each for name, each in lazy_tensors(self.modules).items() if loads.is_filled(name)})
+            lazy.update(loads.resized({**there, **shapes}))
             present = model_pieces(self.strategy, self.modules)
             filled = [each for each in present if loads.is_filled(each.name)]
-            pieces.extend(check_model(checkpoint.path, shapes, filled, strict, lazy))
+            pieces.extend(check_model(checkpoint.path, shapes, filled, strict, filter(loads.is_filled, lazy)))
             check_lazy_shapes(checkpoint.path, lazy, shapes)
-            trained.extend(check_model(checkpoint.path, there, present, strict=False))
+            trained.extend(check_model(checkpoint.path, there, present, False, lazy))
             if not weights_only:
                 check_optimizers(checkpoint, state, named_optimizers(self.modules, self.optimizers))
                 check_model(checkpoint.path, _shapes(checkpoint, "parameters"), strays, strict=True)

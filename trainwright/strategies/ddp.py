@@ -27,12 +27,12 @@ from trainwright.strategies.base import (
     StepResult,
     Strategy,
     broadcast_tensors,
+    changed,
     rank_local_names,
     refuse_lazy,
     refuse_row_norms,
     replicated,
     trained,
-    changed,
 )
 from trainwright.strategies.replaced_options import OF_DDP, refuse_options
 

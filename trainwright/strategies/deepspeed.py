@@ -35,10 +35,10 @@ from trainwright.strategies.base import (
     Strategy,
     broadcast_tensors,
     call_step,
+    changed,
     parameters_of,
     refuse_unreplicable,
     trained,
-    changed,
 )
 from trainwright.strategies.deepspeed_engine import (
     check_supported,
