@@ -393,6 +393,8 @@ PACKAGE_LINES = [
     (88, "hooks of gradients and a backward through gradients under fsdp; copies of modules that keep a graph"),
     (26, "an optimizer of parameters that are not the module's is named"),
     (14, "ddp_sharded divides an optimizer anew in a second fit"),
+    (46, "parameters that a hook replaces are trained by ddp, and refused where they are divided"),
+    (38, "a quantizer's buffers get a checkpoint's shape under every strategy"),
 ]
 """Lines of the package: what is added to it, or taken off, with the reason. The sum is the limit."""
 

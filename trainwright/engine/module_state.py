@@ -61,7 +61,7 @@ class ModuleLoads:
         return number not in self._wholes
 
     def resized(self, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, LazyTensor]:
-        """Return the buffers that their layers resize to a checkpoint's shape, by name: a quantizer's, before its first forward.
+        """Return the buffers that their layers resize to a checkpoint's shape, by name: a quantizer's before it has run.
 
         Such layers load themselves. A layer with parameters is not asked, since a strategy may have divided them.
         """

@@ -202,7 +202,7 @@ class Strategy(JobView):
         """
 
     def has_replaced(self, modules: Sequence[nn.Module]) -> bool:
-        """Return whether a trained parameter is another than when the strategy last saw it, under the same name."""
+        """Return whether a trained parameter was replaced under its name since the strategy last saw the modules."""
         return False
 
     def run(self, module: nn.Module, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

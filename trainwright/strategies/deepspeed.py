@@ -35,7 +35,6 @@ from trainwright.strategies.base import (
     Strategy,
     broadcast_tensors,
     call_step,
-    changed,
     parameters_of,
     refuse_unreplicable,
     trained,
@@ -44,6 +43,7 @@ from trainwright.strategies.deepspeed_engine import (
     check_supported,
     make_engine,
     refuse_other_dtype,
+    refuse_other_parameters,
     refuse_plain_backward,
     scale_losses,
 )
@@ -268,16 +268,7 @@ class DeepSpeedStrategy(Strategy):
         """Raise RuntimeError if what is trained has changed, because DeepSpeed's buffers are fixed."""
         for module in modules:
             self.buffers.track(module)
-            now = trained(module)
-            before = self._trained.get(module, now)
-            if names := changed(before, now):
-                done, way = "frozen or unfrozen", "Freeze before fit and resume from a checkpoint in a second fit"
-                if names[0] in before and names[0] in now:
-                    done, way = "replaced", "Copy the new values into the parameter that is there"
-                raise RuntimeError(
-                    f"{names[0]!r} of {type(module).__name__} was {done} after its optimizer was prepared, which "
-                    f"DeepSpeed cannot follow. {way}, or choose 'ddp'."
-                )
+            refuse_other_parameters(module, self._trained.get(module))
 
     def run(self, module: nn.Module, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Attention's fast path is off in stage 3: it reads parameters that are not gathered."""
