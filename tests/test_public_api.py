@@ -47,7 +47,7 @@ METHODS = {
         unscale_gradients unwrap_model verify_device_map wait_for_everyone""",
     tw.Strategy: """after_load after_run all_gather allocate_optimizer_state annotate backward barrier before_evaluation
         broadcast check check_gradients clip_gradients close connect describe_optimizer finalize finalize_gradients
-        gathered_groups join_job make_whole model_pieces move_to_device note_module optimizer_pieces piece reduce
+        gathered_groups has_replaced join_job make_whole model_pieces move_to_device note_module optimizer_pieces piece reduce
         reduce_boolean_decision refresh_toggled refresh_trainable refresh_weights release resolve run setup_module
         setup_optimizers step sync_gradients""",
     tw.Precision: """backward backward_context check convert_batch convert_module forward_context init_context

@@ -397,6 +397,8 @@ PACKAGE_LINES = [
         118,
         "DeepSpeed: ranks whose backward reaches other optimizers train as under ddp; stage 3 trains again after a failed step",
     ),
+    (46, "parameters that a hook replaces are trained by ddp, and refused where they are divided"),
+    (38, "a quantizer's buffers get a checkpoint's shape under every strategy"),
 ]
 """Lines of the package: what is added to it, or taken off, with the reason. The sum is the limit."""
 

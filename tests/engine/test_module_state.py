@@ -8,10 +8,13 @@ from typing import Any
 import pytest
 import torch
 import torchmetrics
+from jobs import run_job
 from small import ON_HOST, QUIET, Classifier, Low, assert_equal, make_loader
 from torch import Tensor, nn
+from torch.ao.quantization import FakeQuantize, MovingAveragePerChannelMinMaxObserver
 
 import trainwright as tw
+from trainwright.checkpoint.foreign_formats import read_weights
 from trainwright.strategies.sparse_gradients import refuse_sparse_weights
 
 
@@ -287,3 +290,51 @@ def test_a_parameter_group_that_no_checkpoint_can_hold_is_refused_before_trainin
     settings = {**QUIET, "enable_checkpointing": True, "default_root_dir": tmp_path, "max_epochs": 1}
     with pytest.raises(tw.CheckpointError, match=r"a parameter group of SGD.owner is a builtins.object"):
         tw.Trainer(**settings).fit(Grouped(), make_loader(8))
+
+
+class Quantized(Classifier):
+    """Its quantizers' buffers get the size of a weight in the first forward, and that of a checkpoint in a load."""
+
+    def __init__(self, rows: int = 8) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, rows)
+        self.outer = nn.Linear(rows, 8)
+        observer = MovingAveragePerChannelMinMaxObserver
+        make = FakeQuantize.with_args(observer=observer, quant_min=-128, quant_max=127, dtype=torch.qint8)
+        self.quantizers = nn.ModuleList([make(), make()])
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x = batch[0]
+        for quantize, layer in zip(self.quantizers, (self.inner, self.outer), strict=True):
+            x = nn.functional.linear(x, quantize(layer.weight), layer.bias)
+        return super().training_step((x, batch[1]), batch_idx)
+
+
+def resume_quantized(folder: Path, strategy: str, averages: bool) -> None:
+    def run(epochs: int, path: str | None = None, rows: int = 8) -> tw.Trainer:
+        callbacks: list[tw.Callback] = [tw.EMAWeightAveraging(decay=0.9)] if averages else []
+        trainer = tw.Trainer(max_epochs=epochs, strategy=strategy, callbacks=callbacks, **QUIET)
+        trainer.fit(Quantized(rows), make_loader(12), ckpt_path=path)
+        return trainer
+
+    half, whole, rest = (str(folder / f"{name}-{averages}.ckpt") for name in ("half", "whole", "rest"))
+    run(1).save_checkpoint(half)
+    run(2).save_checkpoint(whole)
+    run(2, half).save_checkpoint(rest)
+    assert_equal(dict(read_weights(rest).state_dict), dict(read_weights(whole).state_dict))
+    with pytest.raises(tw.CheckpointError, match=r"inner\.weight"):
+        run(2, half, rows=6)
+
+
+@pytest.mark.parametrize("averages", [False, True])
+def test_buffers_that_their_layer_resizes_when_it_is_loaded(averages: bool, tmp_path: Path) -> None:
+    resume_quantized(tmp_path, "single_device", averages)
+
+
+def sharded(folder: Path) -> None:
+    for averages in (False, True):
+        resume_quantized(folder, "fsdp", averages)
+
+
+def test_they_are_resized_under_fsdp_too_which_reads_every_tensor_in_place(tmp_path: Path) -> None:
+    run_job(sharded, 2, tmp_path)

@@ -81,7 +81,7 @@ def check_model(
     With strict False, tensors that only one side has are skipped. `lazy` names tensors of the model that accept any shape, and
     `loosened` says how the caller's user asks for strict False.
     """
-    here: dict[str, Any] = {**dict.fromkeys(lazy, "(lazy)"), **{piece.name: tuple(piece.shape) for piece in pieces}}
+    here: dict[str, Any] = {**{piece.name: tuple(piece.shape) for piece in pieces}, **dict.fromkeys(lazy, "(lazy)")}
     there = {name: tuple(shape) for name, shape in stored.items()}
     missing = [f"{name} {here[name]}" for name in sorted(here.keys() - there.keys()) if strict]
     unexpected = [f"{name} {there[name]}" for name in sorted(there.keys() - here.keys()) if strict]

@@ -203,7 +203,8 @@ class Engine:
         Raises:
             ValueError: on every rank, if the ranks froze or unfroze different parameters.
         """
-        if if_changed and _trained_names(self.modules) == self._trained:
+        is_same = _trained_names(self.modules) == self._trained and not self.strategy.has_replaced(self.modules)
+        if if_changed and is_same:
             return
         for module in self.modules:
             refuse_unlike_models(module, self.ranks)
@@ -463,11 +464,12 @@ class Engine:
             loads.check(strict)
             shapes.update((name, tuple(each.shape)) for name, each in stored.items() if loads.is_filled(name))
             lazy.update({name: each for name, each in lazy_tensors(self.modules).items() if loads.is_filled(name)})
+            lazy.update(loads.resized({**there, **shapes}))
             present = model_pieces(self.strategy, self.modules)
             filled = [each for each in present if loads.is_filled(each.name)]
-            pieces.extend(check_model(checkpoint.path, shapes, filled, strict, lazy))
+            pieces.extend(check_model(checkpoint.path, shapes, filled, strict, filter(loads.is_filled, lazy)))
             check_lazy_shapes(checkpoint.path, lazy, shapes)
-            trained.extend(check_model(checkpoint.path, there, present, strict=False))
+            trained.extend(check_model(checkpoint.path, there, present, False, lazy))
             if not weights_only:
                 check_optimizers(checkpoint, state, named_optimizers(self.modules, self.optimizers))
                 check_model(checkpoint.path, _shapes(checkpoint, "parameters"), strays, strict=True)

@@ -66,5 +66,7 @@ def give_shapes(lazy: Mapping[str, LazyTensor], shapes: Mapping[str, tuple[int, 
             continue
         if is_lazy(tensor):  # once where it is tied
             tensor.materialize(shapes[name])
+        elif tensor.shape != shapes[name]:  # a buffer that its layer resizes when it is loaded
+            tensor.resize_(shapes[name])
         if getattr(layer, "num_features", None) == 0 and len(shapes[name]) == 1:
             layer.num_features = shapes[name][0]  # type: ignore[assignment] # an instance norm compares it to its input

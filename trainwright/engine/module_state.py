@@ -7,6 +7,7 @@ values there that are not tensors, or overrides how it is loaded, gets the whole
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from copy import deepcopy
 from typing import Any
 
 from torch import Tensor, nn
@@ -21,6 +22,7 @@ from trainwright.checkpoint.contents import (
 )
 from trainwright.checkpoint.reader import StoredCheckpoint
 from trainwright.compiled_names import clean_name, own_name
+from trainwright.engine.lazy_tensors import LazyTensor
 from trainwright.engine.named_state import prefix_of
 from trainwright.errors import CheckpointError
 from trainwright.strategies import Strategy
@@ -57,6 +59,27 @@ class ModuleLoads:
         """Return whether a tensor of this name is read in place."""
         number = int(name.split(".", 2)[1]) if name.startswith(".") else 0
         return number not in self._wholes
+
+    def resized(self, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, LazyTensor]:
+        """Return the buffers that their layers resize to a checkpoint's shape, by name: a quantizer's before it has run.
+
+        Such layers load themselves. A layer with parameters is not asked, since a strategy may have divided them.
+        """
+        found: dict[str, LazyTensor] = {}
+        for number, module in enumerate(self._modules):
+            for path, layer in module.named_modules():
+                if type(layer)._load_from_state_dict is nn.Module._load_from_state_dict or any(
+                    True for _ in layer.parameters()
+                ):
+                    continue
+                prefix = prefix_of(number) + clean_name(f"{path}." if path else "")
+                own = {name: buffer for name, buffer in layer.named_buffers() if prefix + name in shapes}
+                unlike = {name: each for name, each in own.items() if each.shape != shapes[prefix + name]}
+                if unlike and _takes(
+                    layer, {name: each.new_zeros(shapes[prefix + name]) for name, each in own.items()}
+                ):
+                    found |= {prefix + name: LazyTensor(each, layer, name) for name, each in unlike.items()}
+        return found
 
     def load_wholes(
         self, checkpoint: StoredCheckpoint, tensors: Mapping[str, Tensor] | None, strict: bool, trained: Collection[str]
@@ -103,6 +126,17 @@ def _load(module: nn.Module, state: Mapping[str, Any], strict: bool, path: str) 
                 f"{path}: {type(module).__name__} replaced its parameter {clean_name(name)!r} when it loaded it, so the run's "
                 "optimizer would not step it. Copy the values into the existing parameter, under no_grad()."
             )
+
+
+def _takes(layer: nn.Module, state: Mapping[str, Tensor]) -> bool:
+    """Return whether a layer's own load gives its buffers the shapes of a state; tried on a copy."""
+    trial = deepcopy(layer)
+    try:
+        trial.load_state_dict(state, strict=False)
+    except Exception:  # what a user's own method raises
+        return False
+    buffers = dict(trial.named_buffers())
+    return all(name in buffers and buffers[name].shape == value.shape for name, value in state.items())
 
 
 def _loads_itself(module: nn.Module) -> bool:

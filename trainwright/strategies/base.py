@@ -201,6 +201,10 @@ class Strategy(JobView):
         Collective if they changed: freeze and unfreeze the same parameters on every rank.
         """
 
+    def has_replaced(self, modules: Sequence[nn.Module]) -> bool:
+        """Return whether a trained parameter was replaced under its name since the strategy last saw the modules."""
+        return False
+
     def run(self, module: nn.Module, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a named step of the module (or its "forward") through the wrapper and in the precision's context."""
         with self.precision.forward_context() or nullcontext():
@@ -445,10 +449,15 @@ def replicated(module: nn.Module, named: Iterable[tuple[str, Tensor]]) -> list[T
     return [each for name, each in named if name not in left_out]
 
 
-def trained(module: nn.Module) -> list[str]:
-    """Return the names of the replicated parameters that require gradients."""
+def trained(module: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the replicated parameters that require gradients, by name."""
     left_out = rank_local_names(module)
-    return [name for name, each in module.named_parameters() if each.requires_grad and name not in left_out]
+    return {name: each for name, each in module.named_parameters() if each.requires_grad and name not in left_out}
+
+
+def changed(before: Mapping[str, nn.Parameter], now: Mapping[str, nn.Parameter]) -> list[str]:
+    """Return the names of parameters that only one side has, or that are another parameter there."""
+    return sorted(name for name in {**before, **now} if before.get(name) is not now.get(name))
 
 
 def refuse_unreplicable(module: nn.Module, name: str, optimization: Optimization | None) -> None:

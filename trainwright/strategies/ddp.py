@@ -27,6 +27,7 @@ from trainwright.strategies.base import (
     StepResult,
     Strategy,
     broadcast_tensors,
+    changed,
     rank_local_names,
     refuse_lazy,
     refuse_row_norms,
@@ -103,7 +104,7 @@ class DDPStrategy(Strategy):
         self.bucket_cap_mb = bucket_cap_mb
         self._automatic = True
         self._orders: dict[nn.Module, ReadyOrder] = {}
-        self._trained: dict[nn.Module, list[str]] = {}
+        self._trained: dict[nn.Module, dict[str, nn.Parameter]] = {}
         self._to_check = False
         """Whether no step has shown yet that every parameter is used."""
         self._averaged: set[nn.Module] = set()
@@ -153,18 +154,21 @@ class DDPStrategy(Strategy):
         self._to_check = not self.wrapped[module].find_unused_parameters and not self.static_graph
 
     def refresh_trainable(self, modules: Sequence[nn.Module]) -> None:
-        """Wrap a module again if parameters were frozen or unfrozen, because a reducer's parameters are fixed."""
+        """Wrap a module again if parameters were frozen, unfrozen or replaced, because a reducer's parameters are fixed."""
         for module in modules:
             if module not in self._trained:
                 continue
             self.buffers.track(module, rank_local_names(module))
-            if trained(module) == self._trained[module]:
+            if not changed(self._trained[module], trained(module)):
                 continue
             if module in self.wrapped:
                 self._orders.pop(module).close()
                 del self.wrapped[module]
                 gc.collect()  # a reducer's backward hooks live as long as it does
             self._wrap(module)
+
+    def has_replaced(self, modules: Sequence[nn.Module]) -> bool:
+        return any(each in self._trained and changed(self._trained[each], trained(each)) for each in modules)
 
     def run(self, module: nn.Module, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the step as the wrapper's forward while training.
@@ -230,7 +234,8 @@ class DDPStrategy(Strategy):
         self._to_check = any(not order.indices for order in self._orders.values())
 
     def _unused(self, module: nn.Module, indices: Sequence[int]) -> RuntimeError:
-        names = [self._trained[module][index] for index in indices[:MOST_NAMES]]
+        trained = list(self._trained[module])
+        names = [trained[index] for index in indices[:MOST_NAMES]]
         if len(indices) > MOST_NAMES:
             names.append(f"and {len(indices) - MOST_NAMES} more")
         return RuntimeError(UNUSED.format(names=", ".join(names) or "in another step than the others"))

@@ -34,7 +34,7 @@ from trainwright.strategies.base import (
     with_gradients,
 )
 from trainwright.strategies.deferred_all_reduce import DeferredAllReduce
-from trainwright.strategies.optimizer_proxy import OptimizerProxy, UsedParameters
+from trainwright.strategies.optimizer_proxy import REPLACED, OptimizerProxy, UsedParameters
 from trainwright.strategies.replaced_options import OF_DDP, refuse_options
 from trainwright.strategies.sharded_wrapper import make_wrapper
 from trainwright.strategies.sparse_gradients import refuse_sparse_weights
@@ -103,6 +103,11 @@ class ShardedOptimizer(OptimizerProxy):
     def send(self) -> None:
         """Broadcast this rank's parameters. Collective."""
         self.oss._broadcast_params()
+
+    def refuse_replaced(self) -> None:
+        """Raise RuntimeError if a group's list has other parameters than when they were divided."""
+        if set(parameters_of(self)) != self._everyone:
+            raise RuntimeError(REPLACED)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Raise RuntimeError, because each parameter has its rank by now."""
@@ -215,6 +220,8 @@ class ShardedDDPStrategy(Strategy):
         self.buffers.track(module)
 
     def refresh_trainable(self, modules: Sequence[nn.Module]) -> None:
+        for optimizer in self._optimizers.values():
+            optimizer.refuse_replaced()
         for module in modules if self.world_size > 1 else ():
             self.buffers.track(module)
             refuse_sparse_weights(module, self.name, True)  # an embedding may have been unfrozen

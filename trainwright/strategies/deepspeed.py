@@ -43,6 +43,7 @@ from trainwright.strategies.deepspeed_engine import (
     check_supported,
     make_engine,
     refuse_other_dtype,
+    refuse_other_parameters,
     refuse_plain_backward,
     scale_losses,
 )
@@ -132,7 +133,7 @@ class DeepSpeedStrategy(Strategy):
         self.takes_compile = self.stage < 3  # the compiler sees the parameters before they are gathered
         self._engines: dict[ZeroOptimizer, Any] = {}
         self._parts: dict[nn.Module, list[Any]] = {}
-        self._trained: dict[nn.Module, list[str]] = {}
+        self._trained: dict[nn.Module, dict[str, nn.Parameter]] = {}
         self._added: list[zero_cleanup.AddedAttributes] = []
         self._write_back, self._is_in_backward = ZeroWriteBack(), False
         self._left: dict[Any, list[Shard]] = {}
@@ -267,12 +268,7 @@ class DeepSpeedStrategy(Strategy):
         """Raise RuntimeError if what is trained has changed, because DeepSpeed's buffers are fixed."""
         for module in modules:
             self.buffers.track(module)
-            names = trained(module)
-            if changed := sorted(set(names) ^ set(self._trained.get(module, names))):
-                raise RuntimeError(
-                    f"{changed[0]!r} of {type(module).__name__} was frozen or unfrozen after its optimizer was prepared, which "
-                    "DeepSpeed cannot follow. Freeze before fit and resume from a checkpoint in a second fit, or choose 'ddp'."
-                )
+            refuse_other_parameters(module, self._trained.get(module))
 
     def run(self, module: nn.Module, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Attention's fast path is off in stage 3: it reads parameters that are not gathered."""

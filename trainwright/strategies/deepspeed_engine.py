@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from trainwright.devices import cuda
 from trainwright.distributed.environment import Environment, announce_local_rank, announced
 from trainwright.precision.base import Precision
+from trainwright.strategies.base import changed, trained
 from trainwright.strategies.master_optimizer import MasterOptimizer
 
 ACCELERATORS = ("cpu", cuda.NAME, "xpu")
@@ -253,6 +254,19 @@ def _patched(kind: Any, check: Callable[[Optimizer], None]) -> Iterator[None]:
     finally:
         for name, own in theirs.items():
             setattr(kind, name, own)
+
+
+def refuse_other_parameters(module: nn.Module, before: Mapping[str, nn.Parameter] | None) -> None:
+    """Raise RuntimeError if other parameters are trained than before, or others of their names; None: none were yet."""
+    now = trained(module)
+    if names := [] if before is None else changed(before, now):
+        done, way = "frozen or unfrozen", "Freeze before fit and resume from a checkpoint in a second fit"
+        if before is not None and names[0] in before and names[0] in now:
+            done, way = "replaced", "Copy the new values into the parameter that is there"
+        raise RuntimeError(
+            f"{names[0]!r} of {type(module).__name__} was {done} after its optimizer was prepared, which DeepSpeed cannot "
+            f"follow. {way}, or choose 'ddp'."
+        )
 
 
 def refuse_what_cannot_be_sharded(part: nn.Module, stage: int) -> None:

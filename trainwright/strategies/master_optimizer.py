@@ -183,7 +183,8 @@ class StateByParameter(MutableMapping[Any, Any]):
             self._state[key] = value
 
     def __delitem__(self, key: Any) -> None:
-        del self._state[self._views[key].tensor if key in self._views else key]
+        if key in self._views or key not in self._given:  # a parameter without a shard here shows an empty state
+            del self._state[self._views[key].tensor if key in self._views else key]
 
     def __iter__(self) -> Iterator[Any]:
         return (self._parameters.get(key, key) if isinstance(key, Tensor) else key for key in list(self._state))

@@ -12,6 +12,12 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
+REPLACED = (
+    "the parameters of an optimizer's group were replaced after this strategy had divided them among the ranks. Copy the new "
+    "values into the parameters that are there (under torch.no_grad()), or choose 'ddp', which takes other parameters in "
+    "on_train_epoch_start."
+)
+
 
 class GroupView(UserDict[str, Any]):
     """The group that an engine steps, with all its options, so that schedulers and loads reach the step, but other tensors."""
@@ -22,6 +28,11 @@ class GroupView(UserDict[str, Any]):
 
     def __getitem__(self, key: str) -> Any:
         return self.parameters if key == "params" else super().__getitem__(key)
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        if key == "params":  # the engine would step them on every rank, with that rank's own gradients
+            raise RuntimeError(REPLACED)
+        super().__setitem__(key, value)
 
 
 class OptimizerProxy(Optimizer):
