@@ -582,4 +582,4 @@ def test_parameters_are_the_modules_whatever_it_overrides() -> None:
     before = OverriddenParameters()
     weight = next(before.net.parameters()).detach().clone()
     fit(before, max_epochs=1)
-    assert not torch.equal(next(before.net.parameters()), weight)
+    assert not torch.equal(next(before.net.parameters()).detach().cpu(), weight)
