@@ -1,0 +1,122 @@
+"""The process of a loader's worker. A fork can leave a child that never runs: it is killed, and the process forked again.
+
+CPython before 3.12 takes a lock of its runtime in the child before it renews that lock. If a thread of the parent was entering
+or leaving the interpreter at the fork, as gloo's do to release a tensor, the lock is held by a thread that the child does not
+have. The child waits for it before it runs any Python, so the loader would wait for the child's batches without end.
+"""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+from collections.abc import Callable
+from contextlib import suppress
+from multiprocessing.connection import Connection
+from multiprocessing.context import ForkContext, ForkProcess
+from typing import Any
+
+from torch.utils.data import DataLoader
+
+logger = logging.getLogger("trainwright")
+
+WAITS = (5, 10, 20, 40, 80)
+"""Seconds to wait in each attempt. A child that was only slow has not begun the worker's work, so nothing is lost with it."""
+
+
+class WorkerProcess:
+    """A forked process that runs `target(*args)`, with the members of a `multiprocessing.Process` that torch's loader uses.
+
+    `start` raises RuntimeError if the process runs at none of its attempts.
+    """
+
+    def __init__(self, target: Callable[..., Any], args: tuple[Any, ...] = ()) -> None:
+        self._target, self._args = target, args
+        self._process: ForkProcess | None = None
+        self.daemon = False
+
+    def start(self) -> None:
+        """Start the process and wait until it runs."""
+        for seconds in WAITS:
+            self._process = self._forked(seconds)
+            if self._process is not None:
+                del self._target, self._args  # as Process does, so that no reference cycle keeps the dataset
+                return
+            logger.info("A loader worker did not run within %d s of its fork; it is forked again.", seconds)
+        raise RuntimeError(
+            f"a loader worker did not run within {WAITS[-1]} s of its fork, at the last of {len(WAITS)} attempts. A thread of "
+            "this process may hold a lock that the worker waits for: pass multiprocessing_context='forkserver' to the "
+            "DataLoader, which forks its workers from a process without threads, or num_workers=0."
+        )
+
+    def _forked(self, seconds: float) -> ForkProcess | None:
+        """Fork the process and return it; if it does not run within this many seconds, kill it and return None."""
+        ours, its = multiprocessing.Pipe()
+        with ours, its:
+            process = ForkProcess(target=_run, args=(ours, its, self._target, self._args), daemon=self.daemon)
+            process.start()
+            its.close()
+            if ours.poll(seconds):
+                with suppress(OSError):  # a process that has ended already: the loader reports it
+                    ours.send_bytes(b"run")
+                return process
+        process.kill()
+        process.join()
+        return None
+
+    @property
+    def _started(self) -> ForkProcess:
+        assert self._process is not None, "start() comes first"
+        return self._process
+
+    @property
+    def pid(self) -> int | None:
+        return self._started.pid
+
+    @property
+    def name(self) -> str:
+        return self._started.name
+
+    @property
+    def exitcode(self) -> int | None:
+        return self._started.exitcode
+
+    @property
+    def sentinel(self) -> int:
+        return self._started.sentinel
+
+    def is_alive(self) -> bool:
+        return self._started.is_alive()
+
+    def join(self, timeout: float | None = None) -> None:
+        self._started.join(timeout)
+
+    def terminate(self) -> None:
+        self._started.terminate()
+
+    def kill(self) -> None:
+        self._started.kill()
+
+
+class WorkerContext(ForkContext):
+    """The start method fork with a WorkerProcess for each process."""
+
+    Process = WorkerProcess  # type: ignore[assignment]
+
+
+def fork_until_running(loader: DataLoader[Any]) -> None:
+    """Let a loader whose workers are forked start each as a WorkerProcess; other start methods have no such children."""
+    context = loader.multiprocessing_context
+    if (context or multiprocessing).get_start_method() == "fork":
+        loader.multiprocessing_context = WorkerContext()
+
+
+def _run(ours: Connection, its: Connection, target: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    """Run the target in the child once the parent has seen that the child runs; not if the parent has ended."""
+    ours.close()
+    with its:
+        try:
+            its.send_bytes(b"running")
+            its.recv_bytes()
+        except (EOFError, OSError):
+            return
+    target(*args)
