@@ -57,7 +57,7 @@ GPU_PYTHON := PYTHONPATH=$(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH)) $(PYTHON)
 endif
 
 # A file's tests stay in one process, and the longest files begin (tests/conftest.py has their order).
-SHARED_OUT := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+SHARED_OUT = -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 # None of these tests are in the fast sets, and their imports take seconds.
 QUICK := --ignore tests/programs --ignore tests/device
@@ -82,6 +82,7 @@ test: $(VENV)/test.stamp
 test-launch: $(VENV)/test.stamp
 	$(BIN)/python -m pytest -m "launch and not slow and not gpu and not device" $(QUICK) $(SHARED_OUT) $(ARGS)
 
+test-slow: WORKERS = 3 # for two cores: some of these tests wait for a time to pass
 test-slow: $(VENV)/programs.stamp $(VENV)/docs.stamp
 	$(BIN)/python -m pytest -m "slow and not gpu and not device" $(SHARED_OUT) $(ARGS)
 
