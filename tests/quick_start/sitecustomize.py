@@ -2,13 +2,10 @@
 
 torch makes 170,000 objects when it is imported, none of them garbage. Python would look at them again and again while it
 imports more, and several times when it ends: a third of the CPU time of a process that does little else. So they are frozen,
-and full collections become rarer. What the program makes itself is collected as ever, at its end too. A rank imports the
-compiler at once, as its first optimizer would, so that the compiler's objects are frozen too.
+and full collections become rarer. What the program makes itself is collected as ever, at its end too.
 """
 
 import gc
-import importlib
-import os
 import sys
 from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
@@ -27,8 +24,6 @@ class TorchFreezer:
                 gc.disable()
                 try:
                     execute(module)
-                    if "RANK" in os.environ:
-                        importlib.import_module("torch._dynamo")
                 finally:
                     gc.enable()
                 gc.freeze()
