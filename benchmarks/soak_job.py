@@ -172,7 +172,6 @@ def forget(part: str) -> None:
 
 def allow_warnings_of_others() -> None:
     """Allow warnings from the packages of the strategies; any other warning ends the run."""
-    warnings.filterwarnings("ignore", "`torch.jit.script", DeprecationWarning)  # inductor, which DeepSpeed imports
     for module in ("deepspeed", "fairscale", "pydantic"):
         warnings.filterwarnings("ignore", module=rf"{module}(\..*)?")
 

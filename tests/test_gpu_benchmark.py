@@ -143,7 +143,7 @@ def test_what_fails_is_a_row_with_the_reason(tmp_path: Path) -> None:
             path = tmp_path / "path" / package / name
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text)
-    names, patience = "by_hand,lightning,accelerate,hf_trainer,ignite", f"{deadline(15):.0f}"
+    names, patience = "by_hand,lightning,accelerate,hf_trainer,ignite", f"{deadline(10):.0f}"
     rows = small_run(tmp_path / "out", "mlp", names, "--patience", patience, path=tmp_path / "path")
     for name, reason in {
         "lightning": "ended by itself (SIGKILL)",

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.timeout(600)
 
 FOLDER = Path(__file__).resolve().parents[1] / "benchmarks"
 SCRIPT = FOLDER / "soak.py"
-ONE_KILL = {9: "ddp_sharded", 11: "fsdp", 7: "deepspeed_stage_1", 8: "deepspeed_stage_3"}
+ONE_KILL = {9: "ddp_sharded", 11: "ddp", 7: "deepspeed_stage_1", 8: "deepspeed_stage_3"}
 """By the number of its run. 9: a rank in a validation, 11: the launcher in a step, 7: all in a save, 8: a rank in a save.
 DeepSpeed's stage 2 saves and loads as stage 1 does."""
 
@@ -94,7 +94,7 @@ def test_a_killed_process_ends_as_the_one_that_nobody_killed(tmp_path: Path) -> 
 @pytest.mark.slow
 def test_three_kills_of_one_run(soak: Soak) -> None:
     """One is of a rank, one of the launcher and one of all: after each, nothing of the job is left."""
-    settings = ("--strategies", "ddp", "--per-run", "3", "--epochs", "4", "--without-torchmetrics")
+    settings = ("--strategies", "fsdp", "--per-run", "3", "--epochs", "4", "--without-torchmetrics")
     code, said = soak("--only", "3", *settings)
     assert code == 0, said
     assert "3 kills in 1 runs of 1 strategies: 0 runs that differ, 0 lost checkpoints, 0 things left" in said

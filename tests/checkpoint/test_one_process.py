@@ -46,7 +46,6 @@ def save_under_each(folder: Path) -> dict[str, Any]:
     """Train the same three steps under every strategy, save them, and tell the loss of a test of what was trained."""
     for module in ("deepspeed", "fairscale", "pydantic"):
         warnings.filterwarnings("ignore", module=rf"{module}(\..*)?")
-    warnings.filterwarnings("ignore", "`torch.jit.script", DeprecationWarning)  # inductor, which DeepSpeed imports
     warnings.filterwarnings("ignore", ".*should not be instantiated", DeprecationWarning)
     losses = {}
     for strategy in STRATEGIES:

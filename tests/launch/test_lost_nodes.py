@@ -123,6 +123,18 @@ def start_both(network: Network, kind: str = "trainer") -> list[Started]:
     return [start(network, 0, "--nodes", "1:2", kind=kind), second]
 
 
+@pytest.fixture(scope="module", autouse=True)
+def cut_off(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Network, list[Started]]]:
+    """A job whose second node was cut off while it trained. Begun first, as it waits a minute before it gives the node up."""
+    folder = tmp_path_factory.mktemp("cut")
+    (folder / "train.py").write_text(SCRIPT)
+    with machines(folder) as network:
+        jobs = start_both(network)
+        jobs[0].wait_for("start 0 step 8.")
+        network.cut(1)
+        yield network, jobs
+
+
 def check_used_once(folder: Path) -> set[int]:
     """Check that the history that led to the end used every sample of each epoch once; return the starts it took."""
     entries = [json.loads(line) for path in folder.glob("used-*") for line in path.read_text().splitlines()]
@@ -162,7 +174,7 @@ def test_two_of_three_nodes_train_on_without_the_middle_one(three: Network) -> N
     others = [start(three, node, "--nodes", "1:4") for node in (1, 2)]
     for job in others:
         job.wait_for_message("trainwright launch: ")
-    most = f"{deadline(15):.0f}"  # for the first start, which waits for a fourth node
+    most = f"{deadline(6):.0f}"  # for the first start, which waits for a fourth node
     jobs = [start(three, 0, "--nodes", "1:4", "--rendezvous-seconds", most), *others]
     jobs[0].wait_for("start 0 step 8.")
     entries = [(three.folder / "kept" / f"used-0-{rank}").read_text() for rank in range(3)]
@@ -232,10 +244,10 @@ def test_the_job_ends_with_its_main_node(network: Network) -> None:
         job.check_nothing_left()
 
 
-def test_a_node_that_cannot_be_reached_ends_and_the_main_node_trains_on(network: Network) -> None:
-    jobs = start_both(network)
-    jobs[0].wait_for("start 0 step 8.")
-    network.cut(1)
+def test_a_node_that_cannot_be_reached_ends_and_the_main_node_trains_on(
+    cut_off: tuple[Network, list[Started]],
+) -> None:
+    network, jobs = cut_off
     assert jobs[0].wait(seconds=180) == 0, jobs[0].stderr
     assert "its node was lost" in jobs[0].stderr
     assert jobs[1].wait() == 1

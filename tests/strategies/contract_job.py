@@ -295,7 +295,6 @@ def quiet() -> None:
         "ignore", "The .grad attribute of a Tensor that is not a leaf"
     )  # torch's compiler looks at it
     warnings.filterwarnings("ignore", ".*should not be instantiated", DeprecationWarning)  # within the compiler
-    warnings.filterwarnings("ignore", "`torch.jit.script", DeprecationWarning)  # inductor, which DeepSpeed imports
     for module in ("deepspeed", "fairscale", "pydantic"):
         warnings.filterwarnings("ignore", module=rf"{module}(\..*)?")
 

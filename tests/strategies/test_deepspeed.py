@@ -21,6 +21,7 @@ from trainwright.strategies.base import Optimization
 from trainwright.strategies.deepspeed import DeepSpeedStrategy
 from trainwright.strategies.deepspeed_engine import (
     _accelerator,
+    _compiled_on_call,
     _keep_to_current_device,
     _without,
     import_deepspeed,
@@ -273,6 +274,24 @@ def test_deepspeed_is_imported_without_mlflow(tmp_path: Path) -> None:
     )
     done = run_python("-c", script, folder=tmp_path, warnings_are=None)
     assert done.stdout.splitlines() == ["imported by another", "True False", "imported by MainThread"], done.stderr
+
+
+def test_a_function_is_compiled_when_it_is_first_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch.compile imports inductor, a second of each rank, whether or not what it returns is called."""
+    made: list[str] = []
+
+    def double(x: int) -> int:
+        return 2 * x
+
+    def compile_now(function: Any) -> Any:
+        made.append(function.__name__)
+        return function
+
+    monkeypatch.setattr(torch, "compile", compile_now)
+    later = _compiled_on_call(double)
+    assert (made, later.__name__) == ([], "double")
+    assert [later(2), later(3)] == [4, 6]
+    assert made == ["double"]
 
 
 def test_only_deepspeed_finds_no_mlflow(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import logging
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from importlib.abc import MetaPathFinder
 from types import FrameType, SimpleNamespace
 from typing import Any
@@ -86,6 +87,29 @@ class _Missing(MetaPathFinder):
         return frame is not None and source == self._importer
 
 
+@contextmanager
+def _replaced(owner: Any, **attributes: Any) -> Iterator[None]:
+    """Replace attributes of a class or module of DeepSpeed within the context."""
+    theirs = {name: getattr(owner, name) for name in attributes}
+    try:
+        for name, own in attributes.items():
+            setattr(owner, name, own)
+        yield
+    finally:
+        for name, their in theirs.items():
+            setattr(owner, name, their)
+
+
+def _compiled_on_call(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that torch compiles when it is first called.
+
+    DeepSpeed imports its optimizer Muon to see whether it was given it. torch.compile, which decorates Muon's functions,
+    imports inductor: a second of each rank.
+    """
+    compiled = functools.cache(lambda: torch.compile(function))
+    return functools.wraps(function)(lambda *args, **kwargs: compiled()(*args, **kwargs))
+
+
 def _accelerator(deepspeed: Any, device_type: str) -> Any:
     """Select and return DeepSpeed's class for a kind of device; the process may have used another before."""
     present = deepspeed.accelerator.get_accelerator()
@@ -145,7 +169,8 @@ def make_engine(
     for parameter in scalars:
         parameter.data = parameter.data.reshape(1)
     try:
-        with _patched(deepspeed.DeepSpeedEngine, check):
+        compiler = importlib.import_module("deepspeed.runtime.compiler")
+        with _patched(deepspeed.DeepSpeedEngine, check), _replaced(compiler, compile=lambda: _compiled_on_call):
             engine = deepspeed.initialize(
                 args=None if device.type == "cpu" else SimpleNamespace(device_rank=device.index),
                 model=part,
@@ -230,30 +255,27 @@ def refuse_other_dtype(sharded: Mapping[str, Any], precision: Precision) -> None
             )
 
 
-@contextmanager
-def _patched(kind: Any, check: Callable[[Optimizer], None]) -> Iterator[None]:
+def _patched(kind: Any, check: Callable[[Optimizer], None]) -> AbstractContextManager[None]:
     """Patch how engines of this class are created, within the context."""
-    names = ("_broadcast_model", "_configure_basic_optimizer", "_do_optimizer_sanity_check")
-    theirs = {name: getattr(kind, name) for name in names}
+    configure_theirs, choose_theirs = kind._configure_basic_optimizer, kind._do_optimizer_sanity_check
 
     def configure(engine: Any, parameters: Any) -> MasterOptimizer:
-        optimizer = theirs["_configure_basic_optimizer"](engine, parameters)
+        optimizer = configure_theirs(engine, parameters)
         check(optimizer)
         return MasterOptimizer(optimizer)
 
     def choose(engine: Any, optimizer: Any) -> Any:
         # For windows summed in float32 DeepSpeed would choose another class in stage 1, with other masters.
-        chosen = theirs["_do_optimizer_sanity_check"](engine, optimizer)
+        chosen = choose_theirs(engine, optimizer)
         return "zero_optimization" if engine.zero_optimization() else chosen
 
-    # DeepSpeed broadcasts parameters as bytes, which fails for 0-dim ones. They are rank 0's already.
-    kind._broadcast_model = lambda engine: None
-    kind._configure_basic_optimizer, kind._do_optimizer_sanity_check = configure, choose
-    try:
-        yield
-    finally:
-        for name, own in theirs.items():
-            setattr(kind, name, own)
+    return _replaced(
+        kind,
+        # DeepSpeed broadcasts parameters as bytes, which fails for 0-dim ones. They are rank 0's already.
+        _broadcast_model=lambda engine: None,
+        _configure_basic_optimizer=configure,
+        _do_optimizer_sanity_check=choose,
+    )
 
 
 def refuse_other_parameters(module: nn.Module, before: Mapping[str, nn.Parameter] | None) -> None:
