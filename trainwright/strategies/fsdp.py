@@ -6,7 +6,7 @@ Zhao et al., 2023, "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Para
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from datetime import timedelta
 from functools import partial
@@ -42,6 +42,7 @@ from trainwright.strategies.base import (
     StepResult,
     Strategy,
     broadcast_tensors,
+    refuse_unaveraged,
     refuse_unreplicable,
     scale_and_clip_value,
     with_gradients,
@@ -285,12 +286,19 @@ class FSDPStrategy(Strategy):
     def refresh_trainable(self, modules: Sequence[nn.Module]) -> None:
         """Adopt parameters that were created after sharding: whole on each rank, averaged before each step."""
         for module in modules:
-            made = [p for p in module.parameters() if not isinstance(p, DTensor) and not self._deferred.tracks(p)]
+            made = self._unknown(module.parameters())
             broadcast_tensors(made)
             self._deferred.track(made)
             self._use.track(module)
             self.buffers.track(module)
             refuse_sparse_weights(module, self.name, True)  # an embedding may have been unfrozen
+
+    def has_replaced(self, modules: Sequence[nn.Module]) -> bool:
+        return any(self._unknown(each.parameters()) for each in modules)
+
+    def _unknown(self, parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+        """Return those that are neither shards nor averaged."""
+        return [each for each in parameters if not isinstance(each, DTensor) and not self._deferred.tracks(each)]
 
     def setup_optimizers(
         self, modules: Sequence[nn.Module], optimizers: Sequence[Optimizer], optimization: Optimization
@@ -356,6 +364,7 @@ class FSDPStrategy(Strategy):
     def step(
         self, optimizer: Optimizer, clipping: Clipping | None = None, closure: Closure | None = None
     ) -> StepResult:
+        refuse_unaveraged(self.name, self.wrapped, self._unknown(with_gradients(optimizer)))
         self.finalize(optimizer)
         self._write_back()
         try:
