@@ -70,6 +70,25 @@ class Unfrozen(Classifier):
         self.net[0].requires_grad_(batch_idx > 0)
 
 
+class Stranger(Classifier):
+    """Its optimizer also has a parameter of no module."""
+
+    def __init__(self, is_trained: bool) -> None:
+        super().__init__()
+        self.is_trained = is_trained
+
+    def configure_optimizers(self) -> Any:
+        stranger = nn.Parameter(torch.ones(2, device=DEVICE), requires_grad=self.is_trained)
+        return torch.optim.SGD([*self.net.parameters(), stranger], 0.1)
+
+
+class Overridden(Stranger):
+    """Overrides `parameters`."""
+
+    def parameters(self, recurse: bool = True) -> Any:
+        return iter(())
+
+
 def trained(strategy: Any, ranks: int, way: str = "list") -> dict[str, Tensor]:
     module = NewHead(way)
     trainer = tw.Trainer(strategy=strategy, max_epochs=3, **QUIET)
@@ -127,6 +146,13 @@ def refused(folder: Path) -> list[str]:
             with pytest.raises(RuntimeError) as raised:
                 trained(strategy, 1, way)
             texts.append(str(raised.value))
+        with pytest.raises(ValueError, match=r"SGD trains parameters of no prepared module, the first of shape \[2\]"):
+            tw.Trainer(strategy=strategy, max_epochs=1, **QUIET).fit(Stranger(is_trained=True), make_loader(8))
+    for kind in (Stranger, Overridden):
+        module = kind(is_trained=False)
+        before = weights(module.net)
+        tw.Trainer(strategy="deepspeed_stage_2", max_epochs=1, **QUIET).fit(module, make_loader(8))
+        assert not any(torch.equal(each, before[name]) for name, each in weights(module.net).items())
     return texts
 
 
@@ -141,7 +167,7 @@ def test_ddp_and_fsdp_average_the_gradients_of_new_parameters_and_ddp_sharded_re
         assert result["list"] == result["in place"]
 
 
-def test_deepspeed_refuses_new_parameters_on_every_rank(tmp_path: Path) -> None:
+def test_deepspeed_refuses_new_parameters_and_those_of_no_module_on_every_rank(tmp_path: Path) -> None:
     first, second = run_job(refused, 2, tmp_path)
     assert first == second
     for text, way in zip(first, ("list", "in place") * 2, strict=True):

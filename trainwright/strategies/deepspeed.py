@@ -45,6 +45,7 @@ from trainwright.strategies.deepspeed_engine import (
     refuse_other_dtype,
     refuse_other_parameters,
     refuse_plain_backward,
+    refuse_strangers,
     scale_losses,
 )
 from trainwright.strategies.master_optimizer import MasterOptimizer, Shard
@@ -211,10 +212,12 @@ class DeepSpeedStrategy(Strategy):
                 f"{len(optimizers)} optimizers with precision {self.precision.name!r}: each DeepSpeed engine scales losses by "
                 "itself, so one backward cannot serve several. Use 'bf16-mixed', or one optimizer."
             )
+        held = {each: {own for _, own in nn.Module.named_parameters(each)} for each in modules}  # parameters() may be the user's
         for optimizer in (each for each in optimizers if each not in self._engines):
             self._refuse_optimizer(optimizer)
+            refuse_strangers(optimizer, set().union(*held.values()))
             stepped: set[Tensor] = set(parameters_of(optimizer))
-            owners = [module for module in modules if not stepped.isdisjoint(module.parameters())]
+            owners = [module for module in modules if not stepped.isdisjoint(held[module])]
             master, part = MasterOptimizer(optimizer), Part(owners)
             if self.stage == 3 and len(optimizers) > 1:
                 persistent = self._config()["zero_optimization"].get("stage3_param_persistence_threshold", 100_000)
