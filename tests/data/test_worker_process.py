@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
+import signal
 import time
 from collections.abc import Iterator
+from multiprocessing.context import ForkContext, ForkProcess
+from typing import Any
 
 import psutil
 import pytest
@@ -92,8 +96,59 @@ def test_a_worker_that_dies_at_once_is_the_loaders_to_report() -> None:
     assert not process.is_alive()
 
 
-def test_other_start_methods_are_left_alone() -> None:
-    for method, kind in (("spawn", False), ("forkserver", False), ("fork", True), (None, True)):
-        loader: DataLoader[int] = DataLoader(Numbers(), num_workers=1, multiprocessing_context=method)
-        worker_process.fork_until_running(loader)
-        assert isinstance(loader.multiprocessing_context, WorkerContext) == kind
+class OwnProcess(ForkProcess):
+    """A user's process."""
+
+
+class OwnContext(ForkContext):
+    """Starts it."""
+
+    Process = OwnProcess
+
+
+def test_other_start_methods_and_contexts_are_left_alone() -> None:
+    own = OwnContext()
+    for given, kind in (("spawn", False), ("forkserver", False), (own, False), ("fork", True), (None, True)):
+        loader: DataLoader[int] = DataLoader(Numbers(), num_workers=1, multiprocessing_context=given)
+        before = loader.multiprocessing_context
+        with worker_process.forked_until_running(loader):
+            assert isinstance(loader.multiprocessing_context, WorkerContext) == kind
+            assert kind or loader.multiprocessing_context is before
+        assert loader.multiprocessing_context is before
+
+
+def test_a_loader_follows_a_start_method_that_is_set_between_epochs() -> None:
+    loader = DataLoader(Numbers(), batch_size=4, num_workers=1)
+    shard = ShardedLoader(loader, rank=0, world_size=1, mode="train")
+    methods = []
+    before = multiprocessing.get_start_method()
+    try:
+        for epoch, method in enumerate(("fork", "spawn")):
+            multiprocessing.set_start_method(method, force=True)
+            shard.set_epoch(0, epoch)
+            batches = iter(shard)
+            methods.append(type(next(iter(shard._with_workers))._workers[0]))
+            assert next(batches).tolist() == [0, 1, 2, 3]
+            del batches
+            shard.close()
+    finally:
+        multiprocessing.set_start_method(before, force=True)
+    assert methods == [WorkerProcess, multiprocessing.Process]
+
+
+def test_a_stuck_worker_is_killed_if_the_wait_for_it_is_interrupted() -> None:
+    """Otherwise the interpreter would wait for it at its end."""
+
+    def interrupt(number: int, frame: Any) -> None:
+        raise TimeoutError("the user's")
+
+    stuck[0] = 1
+    held = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.5)
+        with pytest.raises(TimeoutError, match="the user's"):
+            WorkerProcess(target=os._exit, args=(3,)).start()
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, held)
+    assert not psutil.pid_exists(int(stuck[1]))

@@ -31,7 +31,7 @@ from trainwright.data.source_state import SourceState, SourceStates
 from trainwright.data.stateful_iterable import StatefulCollate, StatefulIterable, StatefulWorkerStart, is_stateful
 from trainwright.data.stateful_reader import END
 from trainwright.data.stream_shard import Mode, StreamPosition
-from trainwright.data.worker_process import fork_until_running
+from trainwright.data.worker_process import forked_until_running
 from trainwright.data.workers import (
     SeededDataset,
     SeededIterable,
@@ -277,8 +277,7 @@ def _begun(loader: Callable[[], DataLoader[Any] | None], begun: weakref.WeakSet[
     """Begin an iteration of a loader with workers, and note its iterator."""
     clone = loader()
     assert clone is not None
-    fork_until_running(clone)
-    with holding_signals():
+    with holding_signals(), forked_until_running(clone):
         iterator = type(clone)._get_iterator(clone)
     begun.add(iterator)
     note_begun(iterator)

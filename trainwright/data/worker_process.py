@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import logging
 import multiprocessing
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkContext, ForkProcess
 from typing import Any
@@ -51,17 +51,22 @@ class WorkerProcess:
     def _forked(self, seconds: float) -> ForkProcess | None:
         """Fork the process and return it; if it does not run within this many seconds, kill it and return None."""
         ours, its = multiprocessing.Pipe()
+        is_running = False
         with ours, its:
             process = ForkProcess(target=_run, args=(ours, its, self._target, self._args), daemon=self.daemon)
             process.start()
             its.close()
-            if ours.poll(seconds):
-                with suppress(OSError):  # a process that has ended already: the loader reports it
-                    ours.send_bytes(b"run")
-                return process
-        process.kill()
-        process.join()
-        return None
+            try:
+                if is_running := ours.poll(seconds):
+                    with suppress(OSError):  # a process that has ended already: the loader reports it
+                        ours.send_bytes(b"run")
+            finally:
+                if (
+                    not is_running
+                ):  # also if a signal's handler raises here: the interpreter waits for its processes at its end
+                    process.kill()
+                    process.join()
+        return process if is_running else None
 
     @property
     def _started(self) -> ForkProcess:
@@ -103,11 +108,21 @@ class WorkerContext(ForkContext):
     Process = WorkerProcess  # type: ignore[assignment]
 
 
-def fork_until_running(loader: DataLoader[Any]) -> None:
-    """Let a loader whose workers are forked start each as a WorkerProcess; other start methods have no such children."""
+@contextmanager
+def forked_until_running(loader: DataLoader[Any]) -> Iterator[None]:
+    """Let a loader whose workers are forked start each as a WorkerProcess in the block.
+
+    Other start methods have no such children, and a subclass of their context may have another process.
+    """
     context = loader.multiprocessing_context
-    if (context or multiprocessing).get_start_method() == "fork":
-        loader.multiprocessing_context = WorkerContext()
+    if (context or multiprocessing).get_start_method() != "fork" or type(context) not in (type(None), ForkContext):
+        yield
+        return
+    loader.multiprocessing_context = WorkerContext()
+    try:
+        yield
+    finally:
+        loader.multiprocessing_context = context  # None is the start method of each moment, which a user may set
 
 
 def _run(ours: Connection, its: Connection, target: Callable[..., Any], args: tuple[Any, ...]) -> None:

@@ -7,7 +7,7 @@ differently; nothing outside this folder asks for its name.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -365,6 +365,18 @@ def parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
 
 def with_gradients(optimizer: Optimizer) -> list[nn.Parameter]:
     return [parameter for parameter in parameters_of(optimizer) if parameter.grad is not None]
+
+
+def refuse_unaveraged(strategy: str, modules: Iterable[nn.Module], unknown: Collection[Tensor]) -> None:
+    """Raise RuntimeError if one of the modules trains a parameter that the strategy does not know; others are the user's."""
+    for module in modules if unknown else ():
+        for name, parameter in trained(module).items():
+            if any(parameter is each for each in unknown):
+                raise RuntimeError(
+                    f"{name!r} of {type(module).__name__} was replaced, added or unfrozen within an epoch, so {strategy} "
+                    "has not averaged its gradient over the ranks. Do that between epochs: in on_train_epoch_start, or before "
+                    "a pass over a prepared loader."
+                )
 
 
 def scale_and_clip_value(parameters: list[nn.Parameter], clipping: Clipping) -> None:

@@ -31,8 +31,10 @@ from trainwright.strategies.base import (
     rank_local_names,
     refuse_lazy,
     refuse_row_norms,
+    refuse_unaveraged,
     replicated,
     trained,
+    with_gradients,
 )
 from trainwright.strategies.replaced_options import OF_DDP, refuse_options
 
@@ -105,6 +107,8 @@ class DDPStrategy(Strategy):
         self._automatic = True
         self._orders: dict[nn.Module, ReadyOrder] = {}
         self._trained: dict[nn.Module, dict[str, nn.Parameter]] = {}
+        self._known: set[Tensor] = set()
+        """All of those parameters."""
         self._to_check = False
         """Whether no step has shown yet that every parameter is used."""
         self._averaged: set[nn.Module] = set()
@@ -129,6 +133,7 @@ class DDPStrategy(Strategy):
 
     def _wrap(self, module: nn.Module) -> None:
         self._trained[module] = trained(module)
+        self._known = {parameter for each in self._trained.values() for parameter in each.values()}
         left_out = rank_local_names(module)
         broadcast_tensors(replicated(module, module.named_buffers()))
         self.buffers.track(module, left_out)
@@ -224,6 +229,9 @@ class DDPStrategy(Strategy):
     ) -> StepResult:
         if self._to_check:
             self._refuse_unused()
+        if self._trained:
+            unknown = [each for each in with_gradients(optimizer) if each not in self._known]
+            refuse_unaveraged(self.name, self._trained, unknown)
         return super().step(optimizer, clipping, closure)
 
     def _refuse_unused(self) -> None:
@@ -270,6 +278,7 @@ class DDPStrategy(Strategy):
             order.close()
         self._orders.clear()
         self._trained.clear()
+        self._known.clear()
         self._averaged.clear()
 
 

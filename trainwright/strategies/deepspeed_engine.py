@@ -7,20 +7,20 @@ import importlib
 import logging
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from importlib.abc import MetaPathFinder
 from types import FrameType, SimpleNamespace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trainwright.devices import cuda
 from trainwright.distributed.environment import Environment, announce_local_rank, announced
 from trainwright.precision.base import Precision
-from trainwright.strategies.base import changed, trained
+from trainwright.strategies.base import changed, parameters_of, trained
 from trainwright.strategies.master_optimizer import MasterOptimizer
 
 ACCELERATORS = ("cpu", cuda.NAME, "xpu")
@@ -288,6 +288,18 @@ def refuse_other_parameters(module: nn.Module, before: Mapping[str, nn.Parameter
         raise RuntimeError(
             f"{names[0]!r} of {type(module).__name__} was {done} after its optimizer was prepared, which DeepSpeed cannot "
             f"follow. {way}, or choose 'ddp'."
+        )
+
+
+def refuse_strangers(optimizer: Optimizer, own: Collection[Tensor]) -> None:
+    """Raise ValueError for an optimizer of parameters that no prepared module has: no engine could divide them."""
+    strangers = [each for each in parameters_of(optimizer) if each.requires_grad and each not in own]
+    if strangers:
+        raise ValueError(
+            f"{type(optimizer).__name__} trains parameters of no prepared module, the first of shape "
+            f"{list(strangers[0].shape)}, which DeepSpeed cannot divide among the ranks. Assign what it trains to attributes "
+            "of the module in __init__ (a tensor as an nn.Parameter, several modules as an nn.ModuleList), or choose 'ddp', "
+            "which leaves them to each rank."
         )
 
 

@@ -169,9 +169,7 @@ class FSDPStrategy(Strategy):
         else:
             self._shard(module)
         self.wrapped[module] = module.__dict__[ROOT]
-        self._deferred.track(p for p in module.parameters() if not isinstance(p, DTensor))
-        self._use.track(module)
-        self.buffers.track(module)
+        self.refresh_trainable([module])
 
     def _shard(self, module: nn.Module) -> None:
         if any(isinstance(parameter, DTensor) for parameter in module.parameters()):
@@ -285,12 +283,13 @@ class FSDPStrategy(Strategy):
     def refresh_trainable(self, modules: Sequence[nn.Module]) -> None:
         """Adopt parameters that were created after sharding: whole on each rank, averaged before each step."""
         for module in modules:
-            made = [p for p in module.parameters() if not isinstance(p, DTensor) and not self._deferred.tracks(p)]
-            broadcast_tensors(made)
-            self._deferred.track(made)
+            self._deferred.adopt(module)
             self._use.track(module)
             self.buffers.track(module)
             refuse_sparse_weights(module, self.name, True)  # an embedding may have been unfrozen
+
+    def has_replaced(self, modules: Sequence[nn.Module]) -> bool:
+        return any(self._deferred.unknown(each.parameters()) for each in modules)
 
     def setup_optimizers(
         self, modules: Sequence[nn.Module], optimizers: Sequence[Optimizer], optimization: Optimization
@@ -350,7 +349,7 @@ class FSDPStrategy(Strategy):
                 root.set_requires_gradient_sync(enabled)
 
     def finalize_gradients(self, optimizer: Optimizer) -> None:
-        self._deferred.reduce(optimizer)
+        self._deferred.refuse_unknown(optimizer, self.wrapped, self.name).reduce(optimizer)
         self.precision.unscale(optimizer, lambda found: dist.all_reduce(found, op=dist.ReduceOp.MAX))
 
     def step(
