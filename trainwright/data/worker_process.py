@@ -63,7 +63,7 @@ class WorkerProcess:
             finally:
                 if (
                     not is_running
-                ):  # also if a signal's handler raises here: the interpreter waits for its processes at its end
+                ):  # if a signal's handler has raised too, or the interpreter would wait for it at its end
                     process.kill()
                     process.join()
         return process if is_running else None

@@ -212,9 +212,8 @@ class DeepSpeedStrategy(Strategy):
                 f"{len(optimizers)} optimizers with precision {self.precision.name!r}: each DeepSpeed engine scales losses by "
                 "itself, so one backward cannot serve several. Use 'bf16-mixed', or one optimizer."
             )
-        held = {
-            each: {own for _, own in nn.Module.named_parameters(each)} for each in modules
-        }  # parameters() may be the user's
+        # A module may override parameters().
+        held = {each: {own for _, own in nn.Module.named_parameters(each)} for each in modules}
         for optimizer in (each for each in optimizers if each not in self._engines):
             self._refuse_optimizer(optimizer)
             refuse_strangers(optimizer, set().union(*held.values()))
