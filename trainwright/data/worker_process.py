@@ -61,9 +61,8 @@ class WorkerProcess:
                     with suppress(OSError):  # a process that has ended already: the loader reports it
                         ours.send_bytes(b"run")
             finally:
-                if (
-                    not is_running
-                ):  # if a signal's handler has raised too, or the interpreter would wait for it at its end
+                if not is_running:
+                    # Also if a signal's handler has raised: the interpreter would wait for this child when it ends.
                     process.kill()
                     process.join()
         return process if is_running else None
