@@ -349,7 +349,7 @@ DEEPSPEED = (
     Use(
         "deepspeed.runtime.base_optimizer.ZeROOptimizer",
         "_backward_hook_state clear_backward_seen_flag",
-        "run one backward through several engines (strategies/deepspeed.py, strategies/zero_optimizer.py)",
+        "run one backward through several engines (strategies/deepspeed.py)",
     ),
     Use(
         ZERO_12,

@@ -297,6 +297,8 @@ class DeepSpeedStrategy(Strategy):
             super().backward(loss, send, **options)
         finally:
             self._is_in_backward = False
+            for engine in self._engines.values():  # without an epilogue it would take its next backward for a nested one
+                engine.optimizer._backward_hook_state.backward_active_depth = 0
         for facade in self._engines:
             facade.end_backward()
 

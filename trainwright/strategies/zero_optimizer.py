@@ -60,8 +60,6 @@ class ZeroOptimizer(OptimizerProxy):
         """End a backward that has reached this engine on other ranks alone, or on none. Collective."""
         if self.order.awaits_end():
             self.engine._backward_post_hook()
-        # One that a loss has not reached ran no epilogue, and would take its next backward for a nested one.
-        self.engine.optimizer._backward_hook_state.backward_active_depth = 0
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Discard the gradients in DeepSpeed's buckets, where it keeps them instead of in `.grad`."""
