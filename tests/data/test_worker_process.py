@@ -97,7 +97,7 @@ def test_a_worker_that_dies_at_once_is_the_loaders_to_report() -> None:
 
 
 class OwnProcess(ForkProcess):
-    """A process of a user's own kind."""
+    """A user's process."""
 
 
 class OwnContext(ForkContext):

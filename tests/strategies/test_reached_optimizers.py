@@ -76,6 +76,31 @@ class Adversaries(Experts):
             each.zero_grad()
 
 
+class Failing(Experts):
+    """Fails in the middle of each second backward, on every rank, and goes on."""
+
+    def training_step(self, batch: tuple[Tensor, str], batch_idx: int) -> None:
+        handles = [each[1].register_full_backward_hook(self.fail) for each in self.experts.values() if batch_idx % 2]
+        try:
+            super().training_step(batch, batch_idx)
+        except ArithmeticError:
+            for each in self.optimizers():
+                each.zero_grad()
+        for handle in handles:
+            handle.remove()
+
+    def fail(self, *args: Any) -> None:
+        raise ArithmeticError("the user's")
+
+
+class Skipping(Experts):
+    """Leaves out the batches with which the other fails."""
+
+    def training_step(self, batch: tuple[Tensor, str], batch_idx: int) -> None:
+        if batch_idx % 2 == 0:
+            super().training_step(batch, batch_idx)
+
+
 def trained(make: Any, strategy: Any, steps: list[str]) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(0)
     batches = [(torch.randn(4, 8, generator=generator), names) for step in steps for names in step.split()]
@@ -83,6 +108,18 @@ def trained(make: Any, strategy: Any, steps: list[str]) -> dict[str, Tensor]:
     trainer = tw.Trainer(strategy=strategy, devices=WORLD, max_epochs=1, **QUIET)
     trainer.fit(module, DataLoader(batches, batch_size=None))  # type: ignore[arg-type]
     return {key: each.detach().clone() for key, each in module.named_parameters()}
+
+
+def failures(folder: Path) -> float:
+    quiet()
+    steps = ["AB AB", "A B", "AB AB", "B AC", "C C", "ABC A", "ABC ABC"]
+    expected = trained(Skipping, tw.DDPStrategy(find_unused_parameters=True), steps)
+    found = trained(Failing, tw.DeepSpeedStrategy(stage=2), steps)
+    return max((found[key] - expected[key]).abs().max().item() for key in expected)
+
+
+def test_backwards_that_fail_after_reaching_other_optimizers_on_each_rank(tmp_path: Path) -> None:
+    assert max(run_job(failures, WORLD, tmp_path)) < 1e-5
 
 
 def runs(folder: Path) -> dict[str, float]:
@@ -109,6 +146,9 @@ class Zero:
 
     def __init__(self, name: str, log: list[str], parameters: list[nn.Parameter]) -> None:
         self.name, self.log, self.bit16_groups = name, log, [parameters]
+        self.ipg_buckets: dict[Any, Any] = {}
+        self.extra_large_param_to_reduce: dict[Any, Any] = {}
+        self.params_already_reduced: list[bool] = []
 
     def reduce_independent_p_g_buckets_and_remove_grads(self, parameter: nn.Parameter, group: int) -> None:
         self.log.append(f"{self.name}{int(parameter)}")

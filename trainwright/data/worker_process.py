@@ -61,7 +61,9 @@ class WorkerProcess:
                     with suppress(OSError):  # a process that has ended already: the loader reports it
                         ours.send_bytes(b"run")
             finally:
-                if not is_running:  # also if a signal's handler raises here: the interpreter waits for its processes at its end
+                if (
+                    not is_running
+                ):  # also if a signal's handler raises here: the interpreter waits for its processes at its end
                     process.kill()
                     process.join()
         return process if is_running else None
@@ -110,7 +112,7 @@ class WorkerContext(ForkContext):
 def forked_until_running(loader: DataLoader[Any]) -> Iterator[None]:
     """Let a loader whose workers are forked start each as a WorkerProcess in the block.
 
-    Other start methods have no such children, and a context of a user's own class starts processes of its own.
+    Other start methods have no such children, and a subclass of their context may have another process.
     """
     context = loader.multiprocessing_context
     if (context or multiprocessing).get_start_method() != "fork" or type(context) not in (type(None), ForkContext):

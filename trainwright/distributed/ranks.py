@@ -109,6 +109,11 @@ class Ranks:
             raise CheckpointError(f"{subject}: {text}" if subject else text) from cause
         return [json.loads(zlib.decompress(reply[1:])) if reads else None for reply in replies]
 
+    def begin_round(self) -> None:
+        """Begin a round of questions, wherever the one before has ended. Call on every rank."""
+        if self._channel is not None:
+            self._channel.begin_round()
+
     def on_any(self, is_here: bool, call: str) -> bool:
         """Return whether it is so on any rank; one on which it is does not wait for the others."""
         if self._channel is None:

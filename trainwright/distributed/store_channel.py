@@ -40,7 +40,7 @@ class StoreChannel:
         self.rank, self.world_size = rank, world_size
         self._store, self._name, self._positions = store, name, positions
         self._lock = threading.Lock()
-        self._calls = self._questions = 0
+        self._calls = self._rounds = self._questions = 0
         self._subchannels: Counter[str] = Counter()
         self._has_given_up = False
 
@@ -89,6 +89,11 @@ class StoreChannel:
             raise RuntimeError(_different_calls(headers))
         return [body for _, body in parts]
 
+    def begin_round(self) -> None:
+        """Number the questions from 0: the ranks may have left the round before after different ones."""
+        with self._lock:
+            self._rounds, self._questions = self._rounds + 1, 0
+
     def on_any(self, is_here: bool, *, call: str, timeout_seconds: float) -> bool:
         """Return whether it is so on any rank; one on which it is does not wait. Call on every rank, in the same order.
 
@@ -97,7 +102,7 @@ class StoreChannel:
             TimeoutError: a rank has not made the call in time, and it is so on none of the others.
         """
         with self._lock:
-            key = f"question/{self._name}/{self._questions}"
+            key = f"question/{self._name}/{self._rounds}/{self._questions}"
             self._questions += 1
         answers = self._store.add(key, YES + LEFT if is_here else 1)
         if not is_here:

@@ -373,9 +373,9 @@ def refuse_unaveraged(strategy: str, modules: Iterable[nn.Module], unknown: Coll
         for name, parameter in trained(module).items():
             if any(parameter is each for each in unknown):
                 raise RuntimeError(
-                    f"{name!r} of {type(module).__name__} was replaced, added or unfrozen within an epoch, so {strategy} has not "
-                    "averaged its gradient over the ranks. Do that between epochs: in on_train_epoch_start, or before a pass "
-                    "over a prepared loader."
+                    f"{name!r} of {type(module).__name__} was replaced, added or unfrozen within an epoch, so {strategy} "
+                    "has not averaged its gradient over the ranks. Do that between epochs: in on_train_epoch_start, or before "
+                    "a pass over a prepared loader."
                 )
 
 

@@ -212,12 +212,13 @@ class DeepSpeedStrategy(Strategy):
                 f"{len(optimizers)} optimizers with precision {self.precision.name!r}: each DeepSpeed engine scales losses by "
                 "itself, so one backward cannot serve several. Use 'bf16-mixed', or one optimizer."
             )
-        held = {each: {own for _, own in nn.Module.named_parameters(each)} for each in modules}  # parameters() may be the user's
+        held = {
+            each: {own for _, own in nn.Module.named_parameters(each)} for each in modules
+        }  # parameters() may be the user's
         for optimizer in (each for each in optimizers if each not in self._engines):
             self._refuse_optimizer(optimizer)
             refuse_strangers(optimizer, set().union(*held.values()))
-            stepped: set[Tensor] = set(parameters_of(optimizer))
-            owners = [module for module in modules if not stepped.isdisjoint(held[module])]
+            owners = [module for module in modules if not held[module].isdisjoint(parameters_of(optimizer))]
             master, part = MasterOptimizer(optimizer), Part(owners)
             if self.stage == 3 and len(optimizers) > 1:
                 persistent = self._config()["zero_optimization"].get("stage3_param_persistence_threshold", 100_000)
@@ -288,6 +289,7 @@ class DeepSpeedStrategy(Strategy):
         note_empty_parameter(error, self.stage)
 
     def backward(self, loss: Tensor, send: Sender | None = None, **options: Any) -> None:
+        self._begin_round()
         for engine in self._engines.values():
             engine.optimizer.clear_backward_seen_flag()
             engine._backward_prologue()

@@ -14,7 +14,7 @@ from types import FrameType, SimpleNamespace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trainwright.devices import cuda
@@ -296,9 +296,10 @@ def refuse_strangers(optimizer: Optimizer, own: Collection[Tensor]) -> None:
     strangers = [each for each in parameters_of(optimizer) if each.requires_grad and each not in own]
     if strangers:
         raise ValueError(
-            f"{type(optimizer).__name__} trains parameters of no prepared module, the first of shape {list(strangers[0].shape)}, "
-            "which DeepSpeed cannot divide among the ranks. Assign what it trains to attributes of the module in __init__ (a "
-            "tensor as an nn.Parameter, several modules as an nn.ModuleList), or choose 'ddp', which leaves them to each rank."
+            f"{type(optimizer).__name__} trains parameters of no prepared module, the first of shape "
+            f"{list(strangers[0].shape)}, which DeepSpeed cannot divide among the ranks. Assign what it trains to attributes "
+            "of the module in __init__ (a tensor as an nn.Parameter, several modules as an nn.ModuleList), or choose 'ddp', "
+            "which leaves them to each rank."
         )
 
 

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from typing import Self
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+
+from trainwright.strategies.base import broadcast_tensors, refuse_unaveraged, with_gradients
 
 
 class DeferredAllReduce:
@@ -21,8 +25,20 @@ class DeferredAllReduce:
         for parameter in parameters:
             self._parameters[parameter] = None if owners is None else owners[parameter]
 
-    def tracks(self, parameter: Tensor) -> bool:
-        return parameter in self._parameters
+    def unknown(self, parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+        """Return those that are neither shards nor registered."""
+        return [each for each in parameters if not isinstance(each, DTensor) and each not in self._parameters]
+
+    def adopt(self, module: nn.Module) -> None:
+        """Register a module's unknown parameters, with rank 0's values. Collective."""
+        made = self.unknown(module.parameters())
+        broadcast_tensors(made)
+        self.track(made)
+
+    def refuse_unknown(self, optimizer: Optimizer, modules: Iterable[nn.Module], strategy: str) -> Self:
+        """Raise RuntimeError if the optimizer has a gradient of the modules that would not be averaged."""
+        refuse_unaveraged(strategy, modules, self.unknown(with_gradients(optimizer)))
+        return self
 
     def clear(self) -> None:
         self._parameters.clear()

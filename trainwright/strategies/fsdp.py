@@ -6,7 +6,7 @@ Zhao et al., 2023, "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Para
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from datetime import timedelta
 from functools import partial
@@ -42,7 +42,6 @@ from trainwright.strategies.base import (
     StepResult,
     Strategy,
     broadcast_tensors,
-    refuse_unaveraged,
     refuse_unreplicable,
     scale_and_clip_value,
     with_gradients,
@@ -170,9 +169,7 @@ class FSDPStrategy(Strategy):
         else:
             self._shard(module)
         self.wrapped[module] = module.__dict__[ROOT]
-        self._deferred.track(p for p in module.parameters() if not isinstance(p, DTensor))
-        self._use.track(module)
-        self.buffers.track(module)
+        self.refresh_trainable([module])
 
     def _shard(self, module: nn.Module) -> None:
         if any(isinstance(parameter, DTensor) for parameter in module.parameters()):
@@ -286,19 +283,13 @@ class FSDPStrategy(Strategy):
     def refresh_trainable(self, modules: Sequence[nn.Module]) -> None:
         """Adopt parameters that were created after sharding: whole on each rank, averaged before each step."""
         for module in modules:
-            made = self._unknown(module.parameters())
-            broadcast_tensors(made)
-            self._deferred.track(made)
+            self._deferred.adopt(module)
             self._use.track(module)
             self.buffers.track(module)
             refuse_sparse_weights(module, self.name, True)  # an embedding may have been unfrozen
 
     def has_replaced(self, modules: Sequence[nn.Module]) -> bool:
-        return any(self._unknown(each.parameters()) for each in modules)
-
-    def _unknown(self, parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
-        """Return those that are neither shards nor averaged."""
-        return [each for each in parameters if not isinstance(each, DTensor) and not self._deferred.tracks(each)]
+        return any(self._deferred.unknown(each.parameters()) for each in modules)
 
     def setup_optimizers(
         self, modules: Sequence[nn.Module], optimizers: Sequence[Optimizer], optimization: Optimization
@@ -358,13 +349,12 @@ class FSDPStrategy(Strategy):
                 root.set_requires_gradient_sync(enabled)
 
     def finalize_gradients(self, optimizer: Optimizer) -> None:
-        self._deferred.reduce(optimizer)
+        self._deferred.refuse_unknown(optimizer, self.wrapped, self.name).reduce(optimizer)
         self.precision.unscale(optimizer, lambda found: dist.all_reduce(found, op=dist.ReduceOp.MAX))
 
     def step(
         self, optimizer: Optimizer, clipping: Clipping | None = None, closure: Closure | None = None
     ) -> StepResult:
-        refuse_unaveraged(self.name, self.wrapped, self._unknown(with_gradients(optimizer)))
         self.finalize(optimizer)
         self._write_back()
         try:

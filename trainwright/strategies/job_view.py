@@ -111,6 +111,10 @@ class JobView:
         kind = "min" if all else "max"
         return bool(self.reduce(torch.tensor(int(decision), device=self.device), reduce_op=kind))
 
+    def _begin_round(self) -> None:
+        if self._job is not None:
+            self._job.ranks.begin_round()
+
     def _on_any_rank(self, is_here: bool) -> bool:
         """Return whether it is so on any rank, over the store: only a rank on which it is not waits. Collective."""
         return is_here if self._job is None else self._job.ranks.on_any(is_here, "a backward")

@@ -65,8 +65,14 @@ class ReductionOrder:
         self._on_any = on_any if len(orders) > 1 else lambda is_here: True
 
     def begin(self) -> None:
-        """Drop what a backward that failed has left."""
+        """Drop what a backward that failed has left, here and in DeepSpeed's buckets."""
         self._clear()
+        if self._stage == 2 and not self._has_ended:
+            for bucket in self._zero.ipg_buckets.values():
+                bucket.clear()
+            self._zero.extra_large_param_to_reduce.clear()
+            self._zero.grads_in_partition = None
+            self._zero.params_already_reduced = [False] * len(self._zero.params_already_reduced)
         self._has_ended = False
         self._begin()
 
