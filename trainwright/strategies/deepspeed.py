@@ -290,17 +290,13 @@ class DeepSpeedStrategy(Strategy):
 
     def backward(self, loss: Tensor, send: Sender | None = None, **options: Any) -> None:
         self._begin_round()
-        for engine in self._engines.values():
-            engine.optimizer.clear_backward_seen_flag()
-            engine._backward_prologue()
-            loss = engine.scale(loss)
+        for facade in self._engines:
+            loss = facade.begin_backward(loss)
         self._is_in_backward = True
         try:
             super().backward(loss, send, **options)
         finally:
             self._is_in_backward = False
-            for engine in self._engines.values():  # without an epilogue it would take its next backward for a nested one
-                engine.optimizer._backward_hook_state.backward_active_depth = 0
         for facade in self._engines:
             facade.end_backward()
 
