@@ -59,10 +59,13 @@ class ZeroOptimizer(OptimizerProxy):
     def begin_backward(self, loss: Tensor) -> Tensor:
         """Make the engine ready for a backward, and return the loss that it scales."""
         zero = self.engine.optimizer
-        zero._backward_hook_state.backward_active_depth = 0  # of one that failed: this one would be taken for a nested one
+        zero._backward_hook_state.backward_active_depth = (
+            0  # of one that failed: this one would be taken for a nested one
+        )
         zero.clear_backward_seen_flag()
         self.engine._backward_prologue()
-        return self.engine.scale(loss)
+        scaled: Tensor = self.engine.scale(loss)
+        return scaled
 
     def end_backward(self) -> None:
         """End a backward that has reached this engine on other ranks alone, or on none. Collective."""
