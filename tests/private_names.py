@@ -319,7 +319,7 @@ DEEPSPEED = (
     Use(
         "deepspeed.runtime.engine.DeepSpeedEngine",
         "_backward_prologue scale",
-        "run one backward through several engines (strategies/deepspeed.py)",
+        "run one backward through several engines (strategies/zero_optimizer.py)",
     ),
     Use(
         "deepspeed.runtime.engine.DeepSpeedEngine",
@@ -349,7 +349,7 @@ DEEPSPEED = (
     Use(
         "deepspeed.runtime.base_optimizer.ZeROOptimizer",
         "_backward_hook_state clear_backward_seen_flag",
-        "run one backward through several engines (strategies/deepspeed.py, strategies/zero_optimizer.py)",
+        "run one backward through several engines (strategies/zero_optimizer.py)",
     ),
     Use(
         ZERO_12,

@@ -304,3 +304,46 @@ def test_one_process_leaves_alone_what_a_step_does_not_use(tmp_path: Path) -> No
     (found,) = run_job(alone, 1, tmp_path)
     assert len(found) == 12
     assert {name: each for name, each in found.items() if each > 1e-6} == {}
+
+
+class Catches(Branches):
+    """Goes on with the next batch if a loss's backward fails, as that of the second does before it reaches a parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: tuple[Tensor, int], batch_idx: int) -> None:  # type: ignore[override]
+        loss = self(*batch)
+        if batch_idx == 1:
+            loss.register_hook(self.fail)
+        optimizer = self.optimizers()
+        with contextlib.suppress(ValueError):
+            self.manual_backward(loss)
+            optimizer.step()
+        optimizer.zero_grad()
+
+    def fail(self, gradient: Tensor) -> None:
+        raise ValueError("the user's error")
+
+
+def caught(folder: Path) -> dict[int, float]:
+    """Return how far DeepSpeed is from plain torch after a backward whose error the user has caught, by the stage."""
+    quiet()
+
+    def weights(strategy: Any) -> list[Tensor]:
+        module = Catches()
+        tw.Trainer(strategy=strategy, devices=1, max_epochs=1, **QUIET).fit(module, loader([(0, 0), (1, 1)]))
+        return [each.detach().clone() for each in tw.gather_module(module, all_ranks=True).parameters()]
+
+    expected, found = weights("auto"), {}
+    for stage in (1, 2, 3):
+        pairs = zip(weights(tw.DeepSpeedStrategy(stage=stage)), expected, strict=True)
+        found[stage] = max((one - other).abs().max().item() for one, other in pairs)
+    return found
+
+
+@pytest.mark.slow
+def test_the_backward_after_one_that_failed_counts(tmp_path: Path) -> None:
+    (found,) = run_job(caught, 1, tmp_path)
+    assert {stage: each for stage, each in found.items() if each > 1e-6} == {}

@@ -289,10 +289,8 @@ class DeepSpeedStrategy(Strategy):
 
     def backward(self, loss: Tensor, send: Sender | None = None, **options: Any) -> None:
         self._begin_round()
-        for engine in self._engines.values():
-            engine.optimizer.clear_backward_seen_flag()
-            engine._backward_prologue()
-            loss = engine.scale(loss)
+        for facade in self._engines:
+            loss = facade.begin_backward(loss)
         self._is_in_backward = True
         try:
             super().backward(loss, send, **options)

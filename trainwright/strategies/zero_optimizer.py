@@ -56,11 +56,22 @@ class ZeroOptimizer(OptimizerProxy):
             self._refresh()
         return result
 
+    def begin_backward(self, loss: Tensor) -> Tensor:
+        """Make the engine ready for a backward, and return the loss that it scales."""
+        zero = self.engine.optimizer
+        zero._backward_hook_state.backward_active_depth = (
+            0  # of one that failed: this one would be taken for a nested one
+        )
+        zero.clear_backward_seen_flag()
+        self.engine._backward_prologue()
+        scaled: Tensor = self.engine.scale(loss)
+        return scaled
+
     def end_backward(self) -> None:
         """End a backward that has reached this engine on other ranks alone, or on none. Collective."""
         if self.order.awaits_end():
             self.engine._backward_post_hook()
-        # One that a loss has not reached ran no epilogue, and would take its next backward for a nested one.
+        # One that a loss has not reached ran no epilogue, and a backward within the next forward would run it.
         self.engine.optimizer._backward_hook_state.backward_active_depth = 0
 
     def zero_grad(self, set_to_none: bool = True) -> None:
