@@ -348,8 +348,8 @@ DEEPSPEED = (
     ),
     Use(
         "deepspeed.runtime.base_optimizer.ZeROOptimizer",
-        "_backward_hook_state clear_backward_seen_flag",
-        "run one backward through several engines (strategies/zero_optimizer.py)",
+        "_backward_hook_state clear_backward_seen_flag register_grad_acc_post_hook unregister_grad_acc_post_hooks",
+        "run one backward, and those within it, through several engines (strategies/zero_optimizer.py)",
     ),
     Use(
         ZERO_12,

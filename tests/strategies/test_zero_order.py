@@ -12,6 +12,7 @@ from jobs import run_job
 from small import QUIET
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
 import trainwright as tw
@@ -67,6 +68,49 @@ def orders(folder: Path) -> dict[str, Any]:
 @pytest.mark.slow
 def test_the_order_of_arrival_does_not_matter(tmp_path: Path) -> None:
     for rank in run_job(orders, 2, tmp_path):
+        expected = rank.pop("ddp")
+        for name, weights in rank.items():
+            for key in expected:
+                torch.testing.assert_close(weights[key], expected[key], msg=f"{name}: {key}")
+
+
+class Checkpointed(tw.Module):
+    """Runs each block's backward within that of the loss; the gradients of the last block come before the others begin."""
+
+    def __init__(self, is_nested: bool) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.is_nested = is_nested
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(3))
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        hidden = batch.requires_grad_()
+        for block in self.blocks[batch_idx % 2 :]:
+            hidden = checkpoint(block, hidden, use_reentrant=self.is_nested)
+        return (hidden - 1).pow(2).mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.5)
+
+
+def nested(folder: Path) -> dict[str, dict[str, Tensor]]:
+    quiet()
+    torch.manual_seed(0)
+    batches = torch.randn(8, 4, 8)
+    strategies: dict[str, Any] = {"ddp": tw.DDPStrategy(find_unused_parameters=True)}
+    strategies |= {name: tw.DeepSpeedStrategy(**options) for name, options in STAGES.items() if options["stage"] < 3}
+    found = {}
+    for name, strategy in strategies.items():
+        module = Checkpointed(is_nested=name != "ddp")  # torch's ddp refuses it with unused parameters
+        trainer = tw.Trainer(strategy=strategy, devices=2, max_epochs=1, accumulate_grad_batches=2, **QUIET)
+        trainer.fit(module, DataLoader(batches, batch_size=None))  # type: ignore[arg-type]
+        found[name] = {key: each.detach().clone() for key, each in module.named_parameters()}
+    return found
+
+
+@pytest.mark.slow
+def test_backwards_within_a_backward_count(tmp_path: Path) -> None:
+    for rank in run_job(nested, 2, tmp_path):
         expected = rank.pop("ddp")
         for name, weights in rank.items():
             for key in expected:

@@ -44,6 +44,10 @@ class ZeroOptimizer(OptimizerProxy):
         super().__init__(master.own, master.given)
         self.master, self.engine, self.order = master, engine, order
         self._write_back, self._refresh = write_back, refresh
+        self._is_in_backward = self._is_due = False
+        if order.stage == 2:
+            engine.optimizer.unregister_grad_acc_post_hooks()
+            engine.optimizer.register_grad_acc_post_hook(self._end_or_note)
 
     @property
     def state(self) -> Any:  # type: ignore[override]
@@ -59,17 +63,27 @@ class ZeroOptimizer(OptimizerProxy):
     def begin_backward(self, loss: Tensor) -> Tensor:
         """Make the engine ready for a backward, and return the loss that it scales."""
         zero = self.engine.optimizer
-        zero._backward_hook_state.backward_active_depth = (
-            0  # of one that failed: this one would be taken for a nested one
-        )
+        # That of a backward that failed: this one would be taken for a nested one.
+        zero._backward_hook_state.backward_active_depth = 0
+        self._is_in_backward, self._is_due = True, False
         zero.clear_backward_seen_flag()
         self.engine._backward_prologue()
         scaled: Tensor = self.engine.scale(loss)
         return scaled
 
+    def _end_or_note(self) -> None:
+        """Note that gradients are complete as DeepSpeed counts them; a backward by hand ends here.
+
+        The count is complete too early where a backward runs others (reentrant checkpointing), whose gradients would be lost.
+        """
+        self._is_due = True
+        if not self._is_in_backward:
+            self.engine._backward_post_hook()
+
     def end_backward(self) -> None:
-        """End a backward that has reached this engine on other ranks alone, or on none. Collective."""
-        if self.order.awaits_end():
+        """End a backward, wherever it has reached this engine: here, on other ranks alone, or on none. Collective."""
+        self._is_in_backward = False
+        if self._is_due or self.order.awaits_end():
             self.engine._backward_post_hook()
         # One that a loss has not reached ran no epilogue, and a backward within the next forward would run it.
         self.engine.optimizer._backward_hook_state.backward_active_depth = 0

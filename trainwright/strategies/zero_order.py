@@ -36,7 +36,7 @@ class ReductionOrder:
         names = {each: _MEMBER.sub("", name) for name, each in named if each in self._group}
         self._parameters, self._names = list(names), list(names.values())
         self._use = RanksUse("deepspeed_stage_3") if stage == 3 else None
-        self._zero, self._stage = zero, stage
+        self._zero, self.stage = zero, stage
         self._order = self._parameters[::-1]
         self.indices: list[int] = []
         """The parameters' numbers in the order that rank 0's first backward had; none before its end."""
@@ -67,7 +67,7 @@ class ReductionOrder:
     def begin(self) -> None:
         """Drop what a backward that failed has left, here and in DeepSpeed's buckets."""
         self._clear()
-        if self._stage == 2 and not self._has_ended:
+        if self.stage == 2 and not self._has_ended:
             for bucket in self._zero.ipg_buckets.values():
                 bucket.clear()
             self._zero.extra_large_param_to_reduce.clear()
@@ -156,7 +156,7 @@ class ReductionOrder:
 
         Collective: ask it on every rank after each backward, engine by engine.
         """
-        if self._has_ended or self._stage != 2:
+        if self._has_ended or self.stage != 2:
             return False
         for order in self._turns[: self._turns.index(self) + 1]:
             if not order._has_ended:
