@@ -44,6 +44,7 @@ from trainwright.strategies.deepspeed_engine import (
     make_engine,
     refuse_other_dtype,
     refuse_other_parameters,
+    refuse_others_parameters,
     refuse_plain_backward,
     scale_losses,
 )
@@ -214,6 +215,7 @@ class DeepSpeedStrategy(Strategy):
         for optimizer in (each for each in optimizers if each not in self._engines):
             self._refuse_optimizer(optimizer)
             stepped: set[Tensor] = set(parameters_of(optimizer))
+            refuse_others_parameters(optimizer, modules, self.name)
             owners = [module for module in modules if not stepped.isdisjoint(module.parameters())]
             master, part = MasterOptimizer(optimizer), Part(owners)
             if self.stage == 3 and len(optimizers) > 1:
@@ -418,6 +420,8 @@ class DeepSpeedStrategy(Strategy):
 
     def close(self) -> None:
         self._detach()
+        for facade in self._engines:
+            facade.master.release(self.name)
         super().close()
         for each in (self._engines, self._left, self._trained):
             each.clear()

@@ -7,7 +7,7 @@ import importlib
 import logging
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from importlib.abc import MetaPathFinder
 from types import FrameType, SimpleNamespace
@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from trainwright.compiled_names import clean_name, is_compiled
 from trainwright.devices import cuda
 from trainwright.distributed.environment import Environment, announce_local_rank, announced
 from trainwright.precision.base import Precision
@@ -291,6 +292,19 @@ def refuse_other_parameters(module: nn.Module, before: Mapping[str, nn.Parameter
         )
 
 
+def refuse_others_parameters(optimizer: Optimizer, modules: Sequence[nn.Module], name: str) -> None:
+    """Raise ValueError for an optimizer of other tensors than the modules' parameters: DeepSpeed has a name for these alone."""
+    own = {parameter for module in modules for parameter in module.parameters()}
+    for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+        if parameter.requires_grad and parameter not in own:
+            kinds = " and ".join(dict.fromkeys(type(module).__name__ for module in modules))
+            raise ValueError(
+                f"the {type(optimizer).__name__} steps a tensor of shape {list(parameter.shape)} that is not a parameter of "
+                f"{kinds}, and strategy={name!r} trains parameters of the model alone. Assign it to an attribute of the model "
+                "as an nn.Parameter before the optimizer is made with it, or choose 'ddp'."
+            )
+
+
 def refuse_what_cannot_be_sharded(part: nn.Module, stage: int) -> None:
     """Raise ValueError for parameters that ZeRO cannot train, or would train differently than one process."""
     named = [
@@ -299,6 +313,13 @@ def refuse_what_cannot_be_sharded(part: nn.Module, stage: int) -> None:
         for name, parameter in member.named_parameters(recurse=False)
         if parameter.requires_grad or stage == 3
     ]
+    for path, member in part.named_modules() if stage == 3 else ():
+        if is_compiled(member):
+            attribute = clean_name(path.partition(".")[2].partition(".")[2])
+            raise ValueError(
+                f"{attribute or 'the module'!r} is compiled by torch.compile, and the compiler does not follow the hooks with "
+                "which ZeRO stage 3 gathers parameters. Compile it under other strategies alone, or choose stage 2 or 'fsdp'."
+            )
     dtypes: dict[torch.dtype, str] = {}
     for name, parameter in named:
         dtype = str(parameter.dtype).removeprefix("torch.")
