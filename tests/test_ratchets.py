@@ -403,7 +403,7 @@ PACKAGE_LINES = [
     (27, "DeepSpeed starts without inductor; the launcher does not look for garbage among torch's objects"),
     (
         127,
-        "DeepSpeed trains twice with one optimizer and names a tensor of no module; calls and callbacks name the nearest argument",
+        "DeepSpeed trains twice with one optimizer and names foreign tensors; calls and callbacks name the nearest argument",
     ),
 ]
 """Lines of the package: what is added to it, or taken off, with the reason. The sum is the limit."""
