@@ -406,6 +406,10 @@ PACKAGE_LINES = [
         "what changes within an epoch is refused if it is not averaged; DeepSpeed after a failed backward; workers' contexts",
     ),
     (13, "DeepSpeed: the backward after one that failed counts, and backwards within one do"),
+    (
+        127,
+        "DeepSpeed trains twice with one optimizer and names foreign tensors; calls and callbacks name the nearest argument",
+    ),
 ]
 """Lines of the package: what is added to it, or taken off, with the reason. The sum is the limit."""
 

@@ -5,7 +5,11 @@ from __future__ import annotations
 import difflib
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Self
+from functools import wraps
+from typing import Any, ParamSpec, Self, TypeVar
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 def refuse_unknown(
@@ -18,6 +22,28 @@ def refuse_unknown(
         close = difflib.get_close_matches(name, list(known), n=1)
         hint = f" Did you mean {close[0]}=?" if close else f" Its arguments are {', '.join(known) or 'none'}."
         raise TypeError(f"{owner} has no argument {name}= (it was given {name}={value!r}).{hint}")
+
+
+def refuses_unknown(function: Callable[P, R]) -> Callable[P, R]:
+    """Return the function, which raises TypeError with the nearest name for an unknown argument; a decorator."""
+    known = [name for name in inspect.signature(function).parameters if name != "self"]
+    owner = function.__qualname__.removesuffix(".__init__").rpartition(".")[2]
+
+    @wraps(function)
+    def checked(*args: P.args, **kwargs: P.kwargs) -> R:
+        refuse_unknown(owner, {name: value for name, value in kwargs.items() if name not in known}, known)
+        return function(*args, **kwargs)
+
+    return checked
+
+
+def refuse_by_position(owner: str, given: Sequence[Any], example: str) -> None:
+    """Raise TypeError for arguments that were not given by their name."""
+    if given:
+        raise TypeError(
+            f"{owner} was given {', '.join(repr(each) for each in given)} by position; it takes its arguments by name, such as "
+            f"{owner}({example})."
+        )
 
 
 def check_flags(**given: Any) -> None:

@@ -15,7 +15,9 @@ from torch.optim import Adagrad, AdamW, NAdam, Optimizer
 from trainwright.checkpoint.tensors import TensorEntry
 from trainwright.strategies import zero_state
 from trainwright.strategies.base import Strategy
+from trainwright.strategies.deepspeed_engine import refuse_others_parameters, refuse_what_cannot_be_sharded
 from trainwright.strategies.master_optimizer import MasterOptimizer, Shard
+from trainwright.strategies.zero_optimizer import Part
 
 ENTRIES = {
     "weight/exp_avg": TensorEntry((2, 3), torch.float32),
@@ -86,3 +88,56 @@ def test_lists_of_tensors_lie_where_the_masters_do() -> None:
     first, second = master.own.state[view]["factors"]
     assert (first.device.type, first.dtype) == ("meta", torch.float32)
     assert (second["count"].device.type, second["count"].dtype) == ("meta", torch.int64)
+
+
+def test_an_optimizer_gets_its_parameters_and_its_state_back() -> None:
+    parameter = nn.Parameter(torch.zeros(2, 3))
+    optimizer = AdamW([parameter], 0.1)
+    master = mastered(optimizer, parameter, "cpu")
+    [view] = optimizer.param_groups[0]["params"]
+    optimizer.state[view] = {"step": torch.ones(()), "exp_avg": torch.arange(6.0)}
+    master.release("deepspeed_stage_2")
+    assert optimizer.param_groups[0]["params"] == [parameter]
+    assert list(optimizer.state) == [parameter]
+    assert optimizer.state[parameter]["exp_avg"].tolist() == [[0.0, 1.0, 2.0], [3.0, 4.0, 5.0]]
+    Strategy().make_whole([optimizer])  # whole, so that each strategy can take it
+
+
+def test_parts_of_its_state_are_taken_by_the_same_parts_alone() -> None:
+    parameter = nn.Parameter(torch.zeros(6))
+
+    def attached(start: int) -> MasterOptimizer:
+        master = MasterOptimizer(optimizer)
+        master.attach([Shard(parameter, torch.zeros(3), 0, start, 3, (6,), 0)])
+        return master
+
+    optimizer = AdamW([parameter], 0.1)
+    master = attached(3)
+    optimizer.state[master.views[parameter].tensor] = {"step": torch.ones(()), "exp_avg": torch.arange(3.0)}
+    master.release("deepspeed_stage_2")
+    master = attached(3)
+    assert state_of(master)["exp_avg"].tolist() == [0.0, 1.0, 2.0]
+    master.release("deepspeed_stage_2")
+    with pytest.raises(
+        ValueError, match=r"AdamW was prepared before, under .*'deepspeed_stage_2', .* other parameters are"
+    ):
+        attached(0)
+    with pytest.raises(ValueError, match=r"'deepspeed_stage_2', .*='single_device' needs other parts") as raised:
+        Strategy().make_whole([optimizer])
+    assert "configure_optimizers" in str(raised.value)
+
+
+def test_a_tensor_that_is_not_the_modules_is_named() -> None:
+    module = nn.Linear(2, 2)
+    optimizer = AdamW([*module.parameters(), torch.zeros(4, 5, requires_grad=True)], 0.1)
+    with pytest.raises(
+        ValueError, match=r"AdamW steps a tensor of shape \[4, 5\] that is not a parameter of Linear, .*nn"
+    ):
+        refuse_others_parameters(optimizer, [module], "deepspeed_stage_1")
+
+
+def test_a_submodule_that_the_user_compiled_is_named_under_stage_3() -> None:
+    module = nn.Sequential(nn.Linear(2, 2), torch.compile(nn.Linear(2, 2), backend="eager"))
+    refuse_what_cannot_be_sharded(Part([module]), 2)
+    with pytest.raises(ValueError, match=r"'1' is compiled by torch.compile, and .* or choose stage 2 or 'fsdp'"):
+        refuse_what_cannot_be_sharded(Part([module]), 3)

@@ -51,6 +51,13 @@ def test_each_parameter_has_its_own_count_of_steps(job: Any, stage: int) -> None
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("name", [*map(str, STAGES), "sharded"])
+def test_a_second_fit_with_one_optimizer(job: Any, name: str) -> None:
+    for number in range(2):
+        assert_same_weights(job[1] / name / f"again-{number}.ckpt", job[1] / f"again-{number}.ckpt")
+
+
+@pytest.mark.slow
 def test_windows_are_summed_in_float32(job: Any) -> None:
     for rank in job[0]:
         for stage in (1, 2):

@@ -95,6 +95,21 @@ class Thawed(Thaws):
         pass
 
 
+class Kept(Regresses):
+    """Its optimizer is made once, for every fit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.tensor(1.3))
+        self.optimizer = torch.optim.AdamW(self.parameters(), lr=0.02, eps=1e-3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.gain
+
+    def configure_optimizers(self) -> Any:
+        return self.optimizer
+
+
 class Sums(tw.Module):
     """Each batch's gradient is 1/512, of which sixteen bits cannot sum 512."""
 
@@ -127,6 +142,18 @@ def resumed(strategy: Any, name: str, folder: Path, ranks: int, settings: dict[s
     fit(strategy, make(), ranks, path.with_suffix(".whole"), **settings)
     fit(strategy, make(), ranks, path.with_suffix(".half"), **settings, max_epochs=1)
     fit(strategy, make(), ranks, path.with_suffix(".resumed"), path.with_suffix(".half"), **settings)
+
+
+def again(strategy: str, folder: Path) -> None:
+    """Fit twice with one optimizer; another strategy refuses it, because its state is in parts."""
+    module = Kept()
+    for number in range(2):
+        fit(strategy, module, 1, folder / f"again-{number}.ckpt", max_epochs=1)
+    if strategy in ("ddp_sharded", "deepspeed_stage_2"):
+        with pytest.raises(
+            ValueError, match=rf"was prepared before, under strategy='{strategy}', .* needs other parts"
+        ):
+            trainer("ddp").fit(module, loader(8, 1))
 
 
 def windows(strategy: Any, precision: str) -> float:
@@ -239,6 +266,7 @@ def zero(folder: Path) -> dict[str, Any]:
             one = (folder / "alone" / name).with_suffix(".half")
             fit(strategy, Grouped(MAKERS[name]), 1, own / f"{name}.across", one)
         fit(strategy, Thawed(), 1, own / "thawed.ckpt", folder / "thaws-2.ckpt", max_epochs=3)
+        again(strategy, own)
         found[stage] = [windows(strategy, precision) for precision in ("bf16-mixed", "bf16-true")]
         if stage < 3:
             config = {"data_types": {"grad_accum_dtype": "bf16"}}
@@ -252,6 +280,8 @@ def zero(folder: Path) -> dict[str, Any]:
         streams(offload, own / "value.ckpt", gradient_clip_val=0.01, gradient_clip_algorithm="value")
     streams("ddp", folder / "stream.ckpt", gradient_clip_val=0.3)
     streams("ddp", folder / "value.ckpt", gradient_clip_val=0.01, gradient_clip_algorithm="value")
+    again("ddp", folder)
+    again("ddp_sharded", folder / "sharded")
     refusals()
     sharded_rows(folder)
     return found

@@ -495,3 +495,23 @@ def test_an_export_leaves_the_mode_of_each_child(monkeypatch: pytest.MonkeyPatch
     module.to_onnx("unused.onnx", torch.zeros(1, 4))
     assert modes == [False]
     assert (module.training, frozen.training) == (True, False)
+
+
+@pytest.mark.parametrize(
+    ("call", "meant"),
+    [
+        (
+            lambda: tw.Trainer(**QUIET).fit(Classifier(), val_dataloader=[]),
+            r"fit has no argument val_dataloader=.*mean val_dataloaders=",
+        ),
+        (
+            lambda: tw.Trainer().test(Classifier(), dataloader=[]),
+            r"test has no argument dataloader= .*dataloaders=",
+        ),
+        (lambda: tw.ModelCheckpoint(monitr="loss"), r"ModelCheckpoint has no argument monitr= .*monitor="),
+        (lambda: tw.EarlyStopping("loss", patiense=2), r"EarlyStopping has no argument patiense= .*patience="),
+    ],
+)
+def test_misspelt_arguments_name_the_nearest(call: Any, meant: str) -> None:
+    with pytest.raises(TypeError, match=meant):
+        call()

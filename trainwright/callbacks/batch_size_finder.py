@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from trainwright.arguments import refuses_unknown
 from trainwright.callbacks.base import Callback
 from trainwright.callbacks.learning_rate_search import MakeTrial, trial_copy
 from trainwright.callbacks.tuned_setting import TunedSetting, refuse_within_run
@@ -55,6 +56,7 @@ class BatchSizeFinder(Callback):
     8
     """
 
+    @refuses_unknown
     def __init__(
         self,
         mode: str = "power",

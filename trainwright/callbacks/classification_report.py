@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from trainwright.arguments import refuses_unknown
 from trainwright.callbacks.base import Callback
 from trainwright.callbacks.classification_scores import ROWS, ClassificationScores
 from trainwright.loggers.base import Logger
@@ -60,6 +61,7 @@ class ClassificationReport(Callback):
 
     counts_rounds = False
 
+    @refuses_unknown
     def __init__(
         self,
         class_names: Sequence[str] | None = None,

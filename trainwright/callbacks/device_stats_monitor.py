@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from trainwright.arguments import refuses_unknown
 from trainwright.callbacks.base import Callback
 
 if TYPE_CHECKING:
@@ -34,6 +35,7 @@ class DeviceStatsMonitor(Callback):
 
     reads_outputs = False
 
+    @refuses_unknown
     def __init__(self, cpu_stats: bool | None = None) -> None:
         self.cpu_stats = cpu_stats
         self._reads_cpu = False

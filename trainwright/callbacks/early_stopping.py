@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from trainwright.arguments import refuses_unknown
 from trainwright.callbacks.base import Callback
 from trainwright.callbacks.chosen_mode import chosen_mode
 from trainwright.callers import warn
@@ -65,6 +66,7 @@ class EarlyStopping(Callback):
 
     runs_last = True
 
+    @refuses_unknown
     def __init__(
         self,
         monitor: str,

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import CyclicLR, LRScheduler, OneCycleLR, ReduceLROnPlateau
 from torch.optim.swa_utils import SWALR
 
+from trainwright.arguments import refuses_unknown
 from trainwright.callbacks.base import Callback
 from trainwright.callers import warn
 
@@ -301,6 +302,7 @@ class BackboneFinetuning(BaseFinetuning):
     [0.1, 0.001]
     """
 
+    @refuses_unknown
     def __init__(
         self,
         unfreeze_backbone_at_epoch: int = 10,

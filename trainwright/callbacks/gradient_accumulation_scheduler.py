@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from trainwright.arguments import refuses_unknown
 from trainwright.callbacks.base import Callback
 
 if TYPE_CHECKING:
@@ -29,6 +30,7 @@ class GradientAccumulationScheduler(Callback):
     12
     """
 
+    @refuses_unknown
     def __init__(self, scheduling: dict[int, int]) -> None:
         if not isinstance(scheduling, dict) or not scheduling:
             raise TypeError(

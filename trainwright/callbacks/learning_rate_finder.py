@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from trainwright.arguments import refuses_unknown
 from trainwright.callbacks.base import Callback
 from trainwright.callbacks.learning_rate_search import LearningRateSearch, MakeTrial
 from trainwright.callbacks.tuned_setting import TunedSetting, refuse_within_run
@@ -48,6 +49,7 @@ class LearningRateFinder(Callback):
     True
     """
 
+    @refuses_unknown
     def __init__(
         self,
         min_lr: float = 1e-8,

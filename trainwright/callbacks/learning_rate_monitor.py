@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.optim import Optimizer
 
+from trainwright.arguments import refuses_unknown
 from trainwright.callbacks.base import Callback
 
 if TYPE_CHECKING:
@@ -45,6 +46,7 @@ class LearningRateMonitor(Callback):
     reads_outputs = False
     counts_rounds = True
 
+    @refuses_unknown
     def __init__(
         self,
         logging_interval: str | None = None,

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from trainwright.arguments import refuses_unknown
 from trainwright.callbacks.base import Checkpoint
 from trainwright.callbacks.checkpoint_files import (
     PendingSave,
@@ -114,9 +115,9 @@ class ModelCheckpoint(Checkpoint):
     CHECKPOINT_EQUALS_CHAR = "="
     FILE_EXTENSION = ".ckpt"
 
-    reads_outputs = False
-    counts_rounds = True
+    reads_outputs, counts_rounds = False, True
 
+    @refuses_unknown
     def __init__(
         self,
         dirpath: str | os.PathLike[str] | None = None,
@@ -162,10 +163,9 @@ class ModelCheckpoint(Checkpoint):
         self._generators: dict[str, Any] = {}
         """Their states before the current validation, for save_on_exception."""
         self._sync_point: Any = None
-        self._moments = SaveMoments()
         self._pending: PendingSave | None = None
         """The save that may not have committed yet, or has not been concluded."""
-        self._saved_at = time.monotonic()
+        self._moments, self._saved_at = SaveMoments(), time.monotonic()
 
     def _keep(self, kept: Kept) -> None:
         """Keep these checkpoints, and show them in the public attributes."""

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from trainwright.arguments import refuses_unknown
 from trainwright.callbacks.base import Callback
 from trainwright.data.seeding import isolate_rng
 from trainwright.data.transfer import to_device
@@ -44,6 +45,7 @@ class ModelSummary(Callback):
     67 parameters, 67 of them trained, 0.000 MiB
     """
 
+    @refuses_unknown
     def __init__(self, max_depth: int = 1) -> None:
         if isinstance(max_depth, bool) or not isinstance(max_depth, int) or max_depth < -1:
             raise ValueError(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any
 
+from trainwright.arguments import refuses_unknown
 from trainwright.callbacks.base import Checkpoint
 from trainwright.callbacks.checkpoint_files import save_failed
 from trainwright.data.seeding import rng_state
@@ -43,6 +44,7 @@ class OnExceptionCheckpoint(Checkpoint):
     FILE_EXTENSION = ".ckpt"
     reads_outputs = False
 
+    @refuses_unknown
     def __init__(self, dirpath: str | os.PathLike[str], filename: str = "on_exception") -> None:
         if not filename:
             raise ValueError("filename='' is empty; pass a name, such as 'on_exception'.")

@@ -18,6 +18,7 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
+from trainwright.arguments import refuses_unknown
 from trainwright.callbacks.base import Callback
 from trainwright.checkpoint.codec import decode, encode
 from trainwright.checkpoint.filesystem import resolve
@@ -62,6 +63,7 @@ class BasePredictionWriter(Callback):
     torch.Size([4, 3])
     """
 
+    @refuses_unknown
     def __init__(self, write_interval: str = "batch") -> None:
         if write_interval not in INTERVALS:
             raise ValueError(f"write_interval={write_interval!r} is unknown; choose from {', '.join(INTERVALS)}.")
@@ -154,6 +156,7 @@ class TensorPredictionWriter(BasePredictionWriter):
     torch.Size([32, 3])
     """
 
+    @refuses_unknown
     def __init__(self, dirpath: str | os.PathLike[str], file_megabytes: float = 64.0) -> None:
         super().__init__("batch")
         if not file_megabytes > 0:

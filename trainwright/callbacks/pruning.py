@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import prune
 
+from trainwright.arguments import refuses_unknown
 from trainwright.callbacks.averaging import Averaging
 from trainwright.callbacks.base import Callback
 from trainwright.callbacks.pruning_checks import check_amount, checked_pairs, joined, refuse_lazy, refuse_shared
@@ -79,6 +80,7 @@ class ModelPruning(Callback):
     reads_outputs = False
     PARAMETER_NAMES = ("weight", "bias")
 
+    @refuses_unknown
     def __init__(
         self,
         pruning_fn: Callable[..., Any] | type[prune.BasePruningMethod] | str,

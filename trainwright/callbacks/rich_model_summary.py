@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from trainwright.arguments import refuses_unknown
 from trainwright.callbacks.model_summary import ALIGNED, ModelSummary, Summary
 from trainwright.callbacks.rich_progress_bar import require_rich
 
@@ -26,6 +27,7 @@ class RichModelSummary(ModelSummary):
     >>> trainer = tw.Trainer(callbacks=tw.RichModelSummary(max_depth=2), max_epochs=1)
     """
 
+    @refuses_unknown
     def __init__(self, max_depth: int = 1) -> None:
         require_rich("RichModelSummary")
         super().__init__(max_depth)

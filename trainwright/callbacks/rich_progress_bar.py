@@ -6,6 +6,7 @@ import sys
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
+from trainwright.arguments import refuses_unknown
 from trainwright.callbacks.live_progress_bar import LiveProgressBar
 from trainwright.callbacks.progress_bar import plain, rounded
 from trainwright.callbacks.trainer_protocol import TrainerProtocol
@@ -65,6 +66,7 @@ class RichProgressBar(LiveProgressBar):
     >>> tw.Trainer(callbacks=bar, max_epochs=1, enable_model_summary=False).fit(module, loader)
     """
 
+    @refuses_unknown
     def __init__(
         self,
         refresh_rate: int = 1,

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from trainwright.arguments import refuses_unknown
 from trainwright.callbacks.base import Callback
 from trainwright.checkpoint.filesystem import resolve, temporary_path
 from trainwright.errors import TrainwrightError, a_type_of
@@ -58,6 +59,7 @@ class SpikeDetection(Callback):
     ...     print(f"look at batch {spike.batch_idx}")
     """
 
+    @refuses_unknown
     def __init__(
         self,
         mode: str = "min",

@@ -12,6 +12,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 from torch.optim.swa_utils import SWALR
 
+from trainwright.arguments import refuses_unknown
 from trainwright.callbacks.averaging import LOW, AverageFunction, Averaging, Fold, fold_of
 from trainwright.compiled_names import clean_name
 from trainwright.rank_zero import rank_zero_warn
@@ -59,6 +60,7 @@ class StochasticWeightAveraging(Averaging):
 
     _is_model = False
 
+    @refuses_unknown
     def __init__(
         self,
         swa_lrs: float | list[float],

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from trainwright.arguments import refuses_unknown
 from trainwright.callbacks.base import Callback
 
 if TYPE_CHECKING:
@@ -61,6 +62,7 @@ class ThroughputMonitor(Callback):
 
     reads_outputs = False
 
+    @refuses_unknown
     def __init__(
         self,
         batch_size_fn: Callable[[Any], int],

@@ -7,6 +7,7 @@ import time
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
+from trainwright.arguments import refuses_unknown
 from trainwright.callbacks.base import Callback
 from trainwright.duration import to_seconds
 from trainwright.import_paths import refusing
@@ -43,6 +44,7 @@ class Timer(Callback):
     reads_outputs = False
     counts_rounds = True
 
+    @refuses_unknown
     def __init__(
         self,
         duration: str | timedelta | dict[str, float] | None = None,

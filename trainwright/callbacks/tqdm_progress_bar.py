@@ -10,6 +10,7 @@ from typing import Any
 from tqdm import std
 from tqdm.auto import tqdm
 
+from trainwright.arguments import refuses_unknown
 from trainwright.callbacks.live_progress_bar import LiveProgressBar, LoopDisplay, refuse_negative
 from trainwright.callbacks.progress_bar import rounded
 
@@ -44,6 +45,7 @@ class TQDMProgressBar(LiveProgressBar):
     BAR_FORMAT: str | None = None
     """The format of the bars, as tqdm takes it; None for tqdm's own, which leaves a long line's bar its width."""
 
+    @refuses_unknown
     def __init__(
         self,
         refresh_rate: int = 1,

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
+from trainwright.arguments import refuses_unknown
 from trainwright.callbacks.averaging import AverageFunction, Averaging, Fold, fold_of
 
 if TYPE_CHECKING:
@@ -49,6 +50,7 @@ class WeightAveraging(Averaging):
     >>> tw.Trainer(callbacks=FromSecondEpoch(), max_epochs=3, enable_model_summary=False).fit(module, loader, val_loader)
     """
 
+    @refuses_unknown
     def __init__(
         self,
         device: torch.device | str | int | None = None,
@@ -163,6 +165,7 @@ class EMAWeightAveraging(WeightAveraging):
     >>> trainer.fit(module, loader, val_loader)  # val_loss and the checkpoint are of the averaged weights
     """
 
+    @refuses_unknown
     def __init__(
         self,
         device: torch.device | str | int | None = None,

@@ -41,7 +41,7 @@ class ReplacedParameters:
                     if new is not old and optimizer.state.get(old):
                         raise ValueError(
                             f"the {type(optimizer).__name__} has state for a parameter that the strategy has replaced; prepare "
-                            "it before its first step, and load its state afterwards."
+                            "it before its first step (a new one in each configure_optimizers), and load its state afterwards."
                         )
                     if new.is_meta:
                         raise ValueError(

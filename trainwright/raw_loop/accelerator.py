@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from torch.profiler import profile
 from torch.utils.hooks import RemovableHandle
 
-from trainwright.arguments import check_flags, refuse_unknown
+from trainwright.arguments import check_flags, refuse_by_position, refuse_unknown, refuses_unknown
 from trainwright.checkpoint.reader import Verify
 from trainwright.engine.command_line import fill_accumulation
 from trainwright.engine.engine import Engine
@@ -24,7 +24,6 @@ from trainwright.engine.prepared_loader import PreparedLoader
 from trainwright.engine.window import in_float32
 from trainwright.precision import Precision
 from trainwright.raw_loop.collectives import Collectives
-from trainwright.raw_loop.known_arguments import refuse_by_position, refuses_unknown
 from trainwright.raw_loop.loaders import DataLoaderConfiguration, check_loader, loader_options
 from trainwright.raw_loop.loss_graph import LossCheck
 from trainwright.raw_loop.memory import release_memory

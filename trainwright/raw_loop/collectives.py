@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from trainwright.arguments import refuses_unknown
 from trainwright.distributed.collectives import count_issued
 from trainwright.engine import gathering
 from trainwright.engine.engine import Engine
-from trainwright.raw_loop.known_arguments import refuses_unknown
 from trainwright.raw_loop.loaders import SkippedBatches, skip_first_batches
 from trainwright.raw_loop.processes import Processes
 

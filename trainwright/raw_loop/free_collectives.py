@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 
+from trainwright.arguments import refuses_unknown
 from trainwright.devices import accelerator
 from trainwright.distributed import collectives
 from trainwright.distributed.connection import open_connection
 from trainwright.distributed.environment import Environment
 from trainwright.distributed.ranks import Ranks
 from trainwright.engine import gathering
-from trainwright.raw_loop.known_arguments import refuses_unknown
 from trainwright.raw_loop.loaders import synchronize
 from trainwright.raw_loop.processes import PartialState
 

@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 
+from trainwright.arguments import refuses_unknown
 from trainwright.distributed.environment import Environment
 from trainwright.engine import gathering
 from trainwright.engine.engine import Engine
 from trainwright.errors import a_type_of
-from trainwright.raw_loop.known_arguments import refuses_unknown
 
 
 class DistributedType(StrEnum):

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
+from trainwright.arguments import refuses_unknown
 from trainwright.data.seeding import seed_rank
 from trainwright.devices import cuda
 from trainwright.distributed.environment import Environment, prepare_deterministic
-from trainwright.raw_loop.known_arguments import refuses_unknown
 
 
 @refuses_unknown

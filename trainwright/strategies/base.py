@@ -23,6 +23,7 @@ from trainwright.compiled_names import clean_name as clean_name
 from trainwright.distributed.collectives import Exchange, gather_object
 from trainwright.precision.base import Closure, Precision, Sender
 from trainwright.strategies.job_view import JobView
+from trainwright.strategies.left_shards import refuse_left
 from trainwright.strategies.optimizer_proxy import unwrap_optimizer
 from trainwright.strategies.placement import materialize, move
 from trainwright.strategies.state_entries import state_tensors
@@ -179,7 +180,12 @@ class Strategy(JobView):
         move(module, self.device)
 
     def make_whole(self, optimizers: Sequence[Optimizer]) -> None:
-        """Give optimizers of which an earlier run has left each rank its shard all their parameters again."""
+        """Give optimizers of which an earlier run has left each rank its shard all their parameters again.
+
+        Raises:
+            ValueError: another strategy has divided the state of one among the ranks.
+        """
+        refuse_left(optimizers, self.name)
 
     def setup_optimizers(
         self, modules: Sequence[nn.Module], optimizers: Sequence[Optimizer], optimization: Optimization

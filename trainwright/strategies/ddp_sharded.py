@@ -34,6 +34,7 @@ from trainwright.strategies.base import (
     with_gradients,
 )
 from trainwright.strategies.deferred_all_reduce import DeferredAllReduce
+from trainwright.strategies.left_shards import LEFT, Left
 from trainwright.strategies.optimizer_proxy import REPLACED, OptimizerProxy, UsedParameters
 from trainwright.strategies.replaced_options import OF_DDP, refuse_options
 from trainwright.strategies.sharded_wrapper import make_wrapper
@@ -50,6 +51,7 @@ class ShardedOptimizer(OptimizerProxy):
     def __init__(self, own: Optimizer) -> None:
         everyones = _WHOLE[own] = [list(group["params"]) for group in own.param_groups]
         self.oss = _make_oss(own)
+        LEFT[own] = Left(ShardedDDPStrategy.name, {})
         super().__init__(own, everyones)
         self.used = UsedParameters()
         self.used.track(parameters_of(self))
@@ -227,6 +229,7 @@ class ShardedDDPStrategy(Strategy):
             refuse_sparse_weights(module, self.name, True)  # an embedding may have been unfrozen
 
     def make_whole(self, optimizers: Sequence[Optimizer]) -> None:
+        super().make_whole(optimizers)
         for optimizer in optimizers:
             for group, whole in zip(optimizer.param_groups, _WHOLE.get(optimizer, ()), strict=False):
                 group["params"] = list(whole)

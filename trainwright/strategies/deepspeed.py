@@ -420,6 +420,8 @@ class DeepSpeedStrategy(Strategy):
 
     def close(self) -> None:
         self._detach()
+        for facade in self._engines:
+            facade.master.release(self.name)
         super().close()
         for each in (self._engines, self._left, self._trained):
             each.clear()

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from trainwright.compiled_names import clean_name, is_compiled
 from trainwright.devices import cuda
 from trainwright.distributed.environment import Environment, announce_local_rank, announced
 from trainwright.precision.base import Precision
@@ -311,6 +312,13 @@ def refuse_what_cannot_be_sharded(part: nn.Module, stage: int) -> None:
         for name, parameter in member.named_parameters(recurse=False)
         if parameter.requires_grad or stage == 3
     ]
+    for path, member in part.named_modules() if stage == 3 else ():
+        if is_compiled(member):
+            attribute = clean_name(path.partition(".")[2].partition(".")[2])
+            raise ValueError(
+                f"{attribute or 'the module'!r} is compiled by torch.compile, and the compiler does not follow the hooks with "
+                "which ZeRO stage 3 gathers parameters. Compile it under other strategies alone, or choose stage 2 or 'fsdp'."
+            )
     dtypes: dict[torch.dtype, str] = {}
     for name, parameter in named:
         dtype = str(parameter.dtype).removeprefix("torch.")

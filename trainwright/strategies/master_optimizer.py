@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, MutableMapping
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from trainwright.strategies.base import state_location
+from trainwright.strategies.left_shards import LEFT, Left, divided
 from trainwright.strategies.optimizer_proxy import GroupView, UsedParameters
 
 
@@ -75,6 +77,8 @@ class MasterOptimizer(Optimizer):
         """The factor for gradients in the next step."""
         self.largest: float | None = None
         self._of: dict[Tensor, list[MasterView]] = {}
+        self._ranges: dict[Tensor, tuple[int, int]] = {}
+        self._is_divided = False
         self._used = UsedParameters()
 
     def attach(self, shards: Iterable[Shard]) -> None:
@@ -85,6 +89,11 @@ class MasterOptimizer(Optimizer):
                 part = shard.flat.detach().narrow(0, shard.offset, shard.numel).requires_grad_()
                 self.views[shard.parameter] = MasterView(shard, part)
                 self._of.setdefault(shard.flat, []).append(self.views[shard.parameter])
+            self._ranges[shard.parameter] = (shard.start, shard.numel)
+            self._is_divided |= shard.numel != math.prod(shard.shape)
+        left = LEFT.get(self.own)
+        if left is not None and left.ranges != self._ranges:
+            raise divided(self.own, left.strategy, "other parameters are trained now, so the parts differ")
         for group, given in zip(self.own.param_groups, self.given, strict=True):
             before = {p: self.own.state.pop(p) for p in given if p in self.own.state}
             mine = [self.views[p] for p in given if p in self.views]
@@ -92,6 +101,21 @@ class MasterOptimizer(Optimizer):
             for view in mine:
                 if view.shard.parameter in before:
                     self.own.state[view.tensor] = self._cut(view, before[view.shard.parameter], group)
+
+    def release(self, strategy: str) -> None:
+        """Give the user's optimizer its parameters back, with the state that this rank has of them."""
+        for group, given in zip(self.own.param_groups, self.given, strict=True):
+            group["params"] = list(given)
+        for parameter, view in self.views.items():
+            if view.tensor in self.own.state:
+                state = self.own.state.pop(view.tensor)
+                is_whole = view.shard.numel == math.prod(view.shard.shape)
+                self.own.state[parameter] = {
+                    key: value.reshape(view.shard.shape) if is_whole and view.is_part(key, value) else value
+                    for key, value in state.items()
+                }
+        if self._is_divided:
+            LEFT[self.own] = Left(strategy, self._ranges)
 
     def _cut(self, view: MasterView, state: dict[str, Any], group: dict[str, Any]) -> dict[str, Any]:
         """Return this rank's shard of a whole parameter's state."""

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from trainwright.arguments import refuse_unknown
+from trainwright.arguments import refuse_unknown, refuses_unknown
 from trainwright.callbacks.base import Callback, tune
 from trainwright.checkpoint.reader import Verify
 from trainwright.data.datamodule import DataModule
@@ -194,6 +194,7 @@ class Trainer(Status):
         self.run = Run(self._parts(root), "fit", None, None, Choice(), None)
         """The present or the latest call; before the first one it has no module."""
 
+    @refuses_unknown
     def fit(
         self,
         model: Module,
@@ -226,12 +227,8 @@ class Trainer(Status):
         self._refuse_nested("fit")
         path = self._ckpt_path if ckpt_path is None else ckpt_path
         if path is None and not self.fast_dev_run and not self.engine.num_workers:
-            data = {
-                "train_dataloaders": train_dataloaders,
-                "val_dataloaders": val_dataloaders,
-                "datamodule": datamodule,
-            }
-            tune(self.callbacks, self.trial, model, data)
+            loaders = {"train_dataloaders": train_dataloaders, "val_dataloaders": val_dataloaders}
+            tune(self.callbacks, self.trial, model, {**loaders, "datamodule": datamodule})
         request = read_fit(model, train_dataloaders, val_dataloaders, datamodule, path, verify)
         parts, choice = self._begin(request)
         if self.engine.num_workers:
@@ -269,6 +266,7 @@ class Trainer(Status):
         with aside():
             return Trainer(**{**settings, **changes})
 
+    @refuses_unknown
     def validate(
         self,
         model: Module | None = None,
@@ -283,6 +281,7 @@ class Trainer(Status):
         given = (model, dataloaders, ckpt_path, datamodule, verify)
         return self._measure("validate", "validation", given, verbose)
 
+    @refuses_unknown
     def test(
         self,
         model: Module | None = None,
@@ -310,6 +309,7 @@ class Trainer(Status):
         """
         return self._measure("test", "test", (model, dataloaders, ckpt_path, datamodule, verify), verbose)
 
+    @refuses_unknown
     def predict(
         self,
         model: Module | None = None,
