@@ -11,6 +11,8 @@ from jobs import run_job
 from small import assert_close
 from written_job import CASES, REFUSED, alone, written_everywhere
 
+from trainwright.strategies.zero_write_back import note_empty_parameter
+
 pytestmark = pytest.mark.slow
 
 
@@ -54,3 +56,16 @@ def test_a_write_that_would_be_rounded_is_refused(ranks: Any) -> None:
     follows = ranks[0]["exact"]
     assert all(torch.isfinite(value).all() for value in follows.values())
     assert follows["alone"][0, 0].item() == pytest.approx(1 - 0.9**6)
+
+
+def test_an_error_of_swapped_parameters_says_what_stage_3_cannot_do() -> None:
+    found: list[AttributeError] = []
+    for stage in (2, 3):
+        with pytest.raises(AttributeError) as caught:
+            _ = torch.zeros(2).ds_status  # type: ignore[attr-defined]  # what the hooks that gather parameters read
+        note_empty_parameter(caught.value, stage)
+        found.append(caught.value)
+
+    assert not hasattr(found[0], "__notes__")
+    assert "torch.func.functional_call" in found[1].__notes__[0]
+    assert "choose another strategy" in found[1].__notes__[0]

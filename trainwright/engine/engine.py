@@ -43,7 +43,7 @@ from trainwright.engine.module_state import ModuleLoads
 from trainwright.engine.named_state import model_pieces, named_optimizers, optimizer_pieces, stray_pieces
 from trainwright.engine.optimizer_state import check_optimizers, describe_optimizers, load_optimizers
 from trainwright.engine.replaced import ReplacedParameters
-from trainwright.engine.replicas import refuse_unlike_models, refuse_unlike_optimizers
+from trainwright.engine.replicas import refuse_groups, refuse_unlike_models, refuse_unlike_optimizers
 from trainwright.engine.restored import Restored, restored
 from trainwright.engine.rung_settings import under_rung
 from trainwright.engine.worker_calls import start_job
@@ -178,9 +178,11 @@ class Engine:
         `optimization` says how it will be trained; None if it will only be evaluated.
 
         Raises:
+            TypeError: its parameters() does not return tensors.
             ValueError: on every rank, if the ranks have different models.
         """
         use(self.device)  # a setting of the thread, which another engine may have changed since
+        refuse_groups(module)
         refuse_unlike_models(module, self.ranks)  # before the strategy sends weights
         if optimization is not None:
             self.optimization = optimization

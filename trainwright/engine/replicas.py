@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from trainwright.compiled_names import clean_name
 from trainwright.distributed.ranks import Ranks
+from trainwright.errors import a_type_of
 from trainwright.rank_zero import rank_zero_warn
 
 Row = tuple[str, str]
@@ -59,6 +60,20 @@ def layout_of(module: nn.Module) -> list[Row]:
 
     rows = [(clean_name(name), described(each, "parameter")) for name, each in module.named_parameters()]
     return rows + [(clean_name(name), described(each, "buffer")) for name, each in module.named_buffers()]
+
+
+def refuse_groups(module: nn.Module) -> None:
+    """Raise TypeError for a module whose own `parameters()` returns an optimizer's groups, or anything but tensors."""
+    for path, each in module.named_modules():
+        if type(each).parameters is nn.Module.parameters:
+            continue
+        for given in each.parameters():
+            if not isinstance(given, Tensor):
+                where = f"{path!r} ({type(each).__name__})" if path else type(each).__name__
+                raise TypeError(
+                    f"parameters() of {where} returns {a_type_of(given)}; it has to return tensors, as torch's does. Give the "
+                    "method that returns an optimizer's groups another name, such as parameter_groups."
+                )
 
 
 def refuse_unlike_optimizers(optimizers: Sequence[Optimizer], ranks: Ranks) -> None:

@@ -119,7 +119,7 @@ class Preparation(Preparations):
 
     def add_module(self, module: nn.Module, *, is_trained: bool = True) -> nn.Module:
         """Prepare a model that is new, and return it. Collective."""
-        before = stepped_by(*self.optimizers).intersection(module.parameters())
+        before = stepped_by(*self.optimizers).intersection(p for _, p in module.named_parameters())
         if self._options.compiler is not None:
             module.compile(backend=self._options.compiler)
         self._engine.prepare_module(module, self._optimization if is_trained else None)

@@ -226,12 +226,17 @@ class KeptShard:
 
 
 def note_empty_parameter(error: BaseException, stage: int) -> None:
-    """Add a note to an error of a tensor without elements, as stage 3 leaves a parameter that is not gathered."""
+    """Add a note to an error of a parameter that stage 3 has not gathered, or of a tensor that it does not know."""
     if stage == 3 and isinstance(error, RuntimeError) and EMPTY.search(str(error)):
         error.add_note(
             "Under ZeRO stage 3 each rank holds a part of a parameter, and has an empty tensor instead where its module is not "
             "called. A step that uses parameters() itself, or a penalty on gradients (create_graph=True), may have met one: "
             "use parameters in their module's forward, or choose stage 1 or 2."
+        )
+    if stage == 3 and isinstance(error, AttributeError) and (error.name or "").startswith("ds_"):
+        error.add_note(
+            "ZeRO stage 3 gathers a module's own parameters, and met another tensor instead of one. A step that calls the "
+            "module with other values (torch.func.functional_call, as in MAML) needs whole parameters: choose another strategy."
         )
 
 
