@@ -15,7 +15,7 @@ from torch.optim import Adagrad, AdamW, NAdam, Optimizer
 from trainwright.checkpoint.tensors import TensorEntry
 from trainwright.strategies import zero_state
 from trainwright.strategies.base import Strategy
-from trainwright.strategies.deepspeed_engine import refuse_others_parameters, refuse_what_cannot_be_sharded
+from trainwright.strategies.deepspeed_engine import refuse_strangers, refuse_what_cannot_be_sharded
 from trainwright.strategies.master_optimizer import MasterOptimizer, Shard
 from trainwright.strategies.zero_optimizer import Part
 
@@ -131,9 +131,10 @@ def test_a_tensor_that_is_not_the_modules_is_named() -> None:
     module = nn.Linear(2, 2)
     optimizer = AdamW([*module.parameters(), torch.zeros(4, 5, requires_grad=True)], 0.1)
     with pytest.raises(
-        ValueError, match=r"AdamW steps a tensor of shape \[4, 5\] that is not a parameter of Linear, .*nn"
+        ValueError,
+        match=r"AdamW trains parameters of no prepared module, the first of shape \[4, 5\], .*an nn\.Parameter",
     ):
-        refuse_others_parameters(optimizer, [module], "deepspeed_stage_1")
+        refuse_strangers(optimizer, set(module.parameters()))
 
 
 def test_a_submodule_that_the_user_compiled_is_named_under_stage_3() -> None:
