@@ -399,7 +399,7 @@ PACKAGE_LINES = [
     ),
     (46, "parameters that a hook replaces are trained by ddp, and refused where they are divided"),
     (38, "a quantizer's buffers get a checkpoint's shape under every strategy"),
-    (97, "a loader worker that its fork leaves stuck is forked again"),
+    (86, "a loader worker that its fork leaves stuck is forked again"),
     (27, "DeepSpeed starts without inductor; the launcher does not look for garbage among torch's objects"),
     (
         95,

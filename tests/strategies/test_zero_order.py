@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,22 @@ class Sequences(tw.Module):
         return torch.optim.SGD([{"params": others, "lr": 0.2}, {"params": decayed}], lr=0.1)
 
 
+def trained(
+    make: Callable[[str], tw.Module], strategies: dict[str, Any], batches: Any, **settings: Any
+) -> dict[str, Any]:
+    """Return the weights of a module trained on two ranks under each strategy."""
+    found = {}
+    for name, strategy in strategies.items():
+        module = make(name)
+        tw.Trainer(strategy=strategy, devices=2, max_epochs=1, **QUIET, **settings).fit(
+            module, DataLoader(batches, batch_size=None)
+        )
+        found[name] = {
+            key: each.detach().clone() for key, each in tw.gather_module(module, all_ranks=True).named_parameters()
+        }
+    return found
+
+
 def orders(folder: Path) -> dict[str, Any]:
     quiet()
     torch.manual_seed(0)
@@ -54,24 +71,20 @@ def orders(folder: Path) -> dict[str, Any]:
     ddp = tw.DDPStrategy(find_unused_parameters=True)
     strategies: dict[str, Any] = {"ddp": ddp, "sharded": tw.ShardedDDPStrategy(reduce_buffer_size=0)}
     strategies |= {name: tw.DeepSpeedStrategy(**options) for name, options in STAGES.items()}
-    found = {}
-    for name, strategy in strategies.items():
-        module = Sequences()
-        trainer = tw.Trainer(strategy=strategy, devices=2, max_epochs=1, **QUIET)
-        trainer.fit(module, DataLoader(batches, batch_size=None))  # type: ignore[arg-type]
-        found[name] = {
-            key: each.detach().clone() for key, each in tw.gather_module(module, all_ranks=True).named_parameters()
-        }
-    return found
+    return trained(lambda _: Sequences(), strategies, batches)
 
 
-@pytest.mark.slow
-def test_the_order_of_arrival_does_not_matter(tmp_path: Path) -> None:
-    for rank in run_job(orders, 2, tmp_path):
+def check_alike(ranks: list[dict[str, Any]]) -> None:
+    for rank in ranks:
         expected = rank.pop("ddp")
         for name, weights in rank.items():
             for key in expected:
                 torch.testing.assert_close(weights[key], expected[key], msg=f"{name}: {key}")
+
+
+@pytest.mark.slow
+def test_the_order_of_arrival_does_not_matter(tmp_path: Path) -> None:
+    check_alike(run_job(orders, 2, tmp_path))
 
 
 class Checkpointed(tw.Module):
@@ -93,28 +106,21 @@ class Checkpointed(tw.Module):
         return torch.optim.SGD(self.parameters(), lr=0.5)
 
 
-def nested(folder: Path) -> dict[str, dict[str, Tensor]]:
+def nested(folder: Path) -> dict[str, Any]:
     quiet()
     torch.manual_seed(0)
-    batches = torch.randn(8, 4, 8)
     strategies: dict[str, Any] = {"ddp": tw.DDPStrategy(find_unused_parameters=True)}
     strategies |= {name: tw.DeepSpeedStrategy(**options) for name, options in STAGES.items() if options["stage"] < 3}
-    found = {}
-    for name, strategy in strategies.items():
-        module = Checkpointed(is_nested=name != "ddp")  # torch's ddp refuses it with unused parameters
-        trainer = tw.Trainer(strategy=strategy, devices=2, max_epochs=1, accumulate_grad_batches=2, **QUIET)
-        trainer.fit(module, DataLoader(batches, batch_size=None))  # type: ignore[arg-type]
-        found[name] = {key: each.detach().clone() for key, each in module.named_parameters()}
-    return found
+
+    def make(strategy: str) -> tw.Module:
+        return Checkpointed(is_nested=strategy != "ddp")  # torch's ddp refuses it with unused parameters
+
+    return trained(make, strategies, torch.randn(8, 4, 8), accumulate_grad_batches=2)
 
 
 @pytest.mark.slow
 def test_backwards_within_a_backward_count(tmp_path: Path) -> None:
-    for rank in run_job(nested, 2, tmp_path):
-        expected = rank.pop("ddp")
-        for name, weights in rank.items():
-            for key in expected:
-                torch.testing.assert_close(weights[key], expected[key], msg=f"{name}: {key}")
+    check_alike(run_job(nested, 2, tmp_path))
 
 
 def resumed(folder: Path) -> list[dict[str, Tensor]]:

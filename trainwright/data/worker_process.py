@@ -24,7 +24,7 @@ WAITS = (5, 10, 20, 40, 80)
 
 
 class WorkerProcess:
-    """A forked process that runs `target(*args)`, with the members of a `multiprocessing.Process` that torch's loader uses.
+    """A forked process that runs `target(*args)`, with what torch's loader and its errors need of a `multiprocessing.Process`.
 
     `start` raises RuntimeError if the process runs at none of its attempts.
     """
@@ -77,16 +77,8 @@ class WorkerProcess:
         return self._started.pid
 
     @property
-    def name(self) -> str:
-        return self._started.name
-
-    @property
     def exitcode(self) -> int | None:
         return self._started.exitcode
-
-    @property
-    def sentinel(self) -> int:
-        return self._started.sentinel
 
     def is_alive(self) -> bool:
         return self._started.is_alive()
@@ -96,9 +88,6 @@ class WorkerProcess:
 
     def terminate(self) -> None:
         self._started.terminate()
-
-    def kill(self) -> None:
-        self._started.kill()
 
 
 class WorkerContext(ForkContext):
