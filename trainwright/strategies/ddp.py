@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from trainwright.duration import seconds_of
 from trainwright.precision.base import Closure, Sender
 from trainwright.rank_zero import rank_zero_warn
+from trainwright.strategies.anchored_forward import AnchoredForward
 from trainwright.strategies.autograd_graph import graph_leaves
 from trainwright.strategies.base import (
     Clipping,
@@ -113,6 +114,10 @@ class DDPStrategy(Strategy):
         """Whether no step has shown yet that every parameter is used."""
         self._averaged: set[nn.Module] = set()
         """Modules whose last forward has had a backward that kept its graph, so another one may follow."""
+        self._watched: dict[nn.Module, tuple[Any, Any]] = {}
+        """The autograd node of each module's first parameter, which lives while it is held, and the hook's handle."""
+        self._due: set[nn.Module] = set()
+        """Modules whose training step has run, and whose first parameter no backward has reached since then."""
 
     def setup_module(self, module: nn.Module, optimization: Optimization | None) -> None:
         self.move_to_device(module)
@@ -140,13 +145,14 @@ class DDPStrategy(Strategy):
         if not self._trained[module]:
             broadcast_tensors(replicated(module, module.named_parameters()))
             return
-        forward: Any = StepForward(module)
+        is_searching = self.find_unused_parameters or not self._automatic
+        forward: Any = AnchoredForward(module) if is_searching and not self.static_graph else StepForward(module)
         # Buffers too: DDP would broadcast those that it found when it was made (see SyncedBuffers).
         not_ddps = (*left_out, *(name for name, _ in module.named_buffers()))
         forward._ddp_params_and_buffers_to_ignore = [f"module.{name}" for name in not_ddps]
         self.wrapped[module] = DistributedDataParallel(
             forward,
-            find_unused_parameters=self.find_unused_parameters or not self._automatic,
+            find_unused_parameters=is_searching,
             static_graph=self.static_graph,
             gradient_as_bucket_view=self.gradient_as_bucket_view,
             bucket_cap_mb=self.bucket_cap_mb,
@@ -156,7 +162,16 @@ class DDPStrategy(Strategy):
             # Wrapped, because torch refuses hooks with string annotations, and its own bf16 hook under gloo, where it works.
             self.wrapped[module].register_comm_hook(state, lambda state, bucket: hook(state, bucket))
         self._orders[module] = ReadyOrder(self.wrapped[module])
+        if not is_searching and not self.static_graph:
+            self._watch(module)
         self._to_check = not self.wrapped[module].find_unused_parameters and not self.static_graph
+
+    def _watch(self, module: nn.Module) -> None:
+        """Note each backward that reaches the module's first parameter: the backward of a step reaches all of them."""
+        first = next(iter(self._trained[module].values()))
+        node: Any = first.expand_as(first).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
+        # Not a hook of the tensor, which is not called where its gradient is undefined.
+        self._watched[module] = node, node.register_hook(lambda *_: self._due.discard(module))
 
     def refresh_trainable(self, modules: Sequence[nn.Module]) -> None:
         """Wrap a module again if parameters were frozen, unfrozen or replaced, because a reducer's parameters are fixed."""
@@ -168,9 +183,15 @@ class DDPStrategy(Strategy):
                 continue
             if module in self.wrapped:
                 self._orders.pop(module).close()
+                self._unwatch(module)
                 del self.wrapped[module]
                 gc.collect()  # a reducer's backward hooks live as long as it does
             self._wrap(module)
+
+    def _unwatch(self, module: nn.Module) -> None:
+        if module in self._watched:
+            self._watched.pop(module)[1].remove()
+        self._due.discard(module)
 
     def has_replaced(self, modules: Sequence[nn.Module]) -> bool:
         return any(each in self._trained and changed(self._trained[each], trained(each)) for each in modules)
@@ -186,6 +207,8 @@ class DDPStrategy(Strategy):
         if wrapped is None or not torch.is_grad_enabled() or not self._automatic:
             return super().run(module, name, args, kwargs)
         self._averaged.discard(module)
+        if name != "forward" and module in self._watched and wrapped.require_backward_grad_sync:
+            self._due.add(module)
         try:
             with self.precision.forward_context() or nullcontext():
                 return wrapped(name, *args, **kwargs)
@@ -199,6 +222,7 @@ class DDPStrategy(Strategy):
         if not self._automatic:
             for wrapped in self.wrapped.values():
                 if wrapped.require_backward_grad_sync:
+                    loss = wrapped.module.reach(loss)
                     _prepare(wrapped, loss)
         elif self.wrapped and (self._averaged or options.get("retain_graph")):
             reached = [each for each in self._reached_by(loss) if self.wrapped[each].require_backward_grad_sync]
@@ -207,6 +231,10 @@ class DDPStrategy(Strategy):
                 _prepare(self.wrapped[module], loss)
             self._averaged.update(reached)
         super().backward(loss, send, **options)
+        for module in self._due:
+            # The other ranks' gradients would be averaged with those of this rank's next step.
+            left_out = [at for at, each in enumerate(self._trained[module].values()) if each.grad is None]
+            raise self._unused(module, left_out or [0])
 
     def _reached_by(self, loss: Tensor) -> list[nn.Module]:
         """Return the wrapped modules whose parameters get gradients from a loss's backward."""
@@ -276,6 +304,8 @@ class DDPStrategy(Strategy):
         super().close()
         for order in self._orders.values():
             order.close()
+        for module in list(self._watched):
+            self._unwatch(module)
         self._orders.clear()
         self._trained.clear()
         self._known.clear()

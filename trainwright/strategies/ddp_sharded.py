@@ -204,6 +204,8 @@ class ShardedDDPStrategy(Strategy):
         self.reduce_fp16 = reduce_fp16
         self._optimizers: dict[int, ShardedOptimizer] = {}
         self._deferred = DeferredAllReduce()
+        self._stepped: Any = None
+        """The wrapper of a training step whose backward is due."""
         self._automatic = True
 
     def check(self, device_type: str, num_processes: int, precision: Precision) -> None:
@@ -290,6 +292,7 @@ class ShardedDDPStrategy(Strategy):
         wrapped = self.wrapped.get(module)
         if wrapped is None or not torch.is_grad_enabled():
             return super().run(module, name, args, kwargs)
+        self._stepped = wrapped if name != "forward" else None
         with self.precision.forward_context() or nullcontext():
             return wrapped(name, *args, **kwargs)
 
@@ -299,7 +302,10 @@ class ShardedDDPStrategy(Strategy):
         for wrapped in self.wrapped.values():
             if wrapped is not None:
                 wrapped.begin_backward()
+        stepped, self._stepped = self._stepped, None
         super().backward(loss, send, **options)
+        if stepped is not None:
+            stepped.end_backward()
 
     def sync_gradients(self, enabled: bool) -> None:
         super().sync_gradients(enabled)
@@ -353,6 +359,7 @@ class ShardedDDPStrategy(Strategy):
                 parameter.grad = None  # it may lie in a bucket
             optimizer.used.close()
         super().close()
+        self._stepped = None
         self._optimizers.clear()
         self._deferred.clear()
 

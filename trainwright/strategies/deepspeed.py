@@ -52,6 +52,7 @@ from trainwright.strategies.master_optimizer import MasterOptimizer, Shard
 from trainwright.strategies.replaced_options import EVERY, OF_DEEPSPEED, refuse_options
 from trainwright.strategies.sparse_gradients import refuse_sparse_weights
 from trainwright.strategies.state_entries import state_tensors
+from trainwright.strategies.used_parameters import DueBackward, are_all_stepped
 from trainwright.strategies.zero_optimizer import Part, ZeroOptimizer, ZeroPrecision, part_of
 from trainwright.strategies.zero_write_back import ZeroWriteBack, note_empty_parameter, paused, update_masters
 
@@ -136,7 +137,7 @@ class DeepSpeedStrategy(Strategy):
         self._parts: dict[nn.Module, list[Any]] = {}
         self._trained: dict[nn.Module, dict[str, nn.Parameter]] = {}
         self._added: list[zero_cleanup.AddedAttributes] = []
-        self._write_back, self._is_in_backward = ZeroWriteBack(), False
+        self._write_back, self._due = ZeroWriteBack(), DueBackward("deepspeed_stage_3")
         self._left: dict[Any, list[Shard]] = {}
         """The shards of engines that were taken off their modules; they can still be saved."""
 
@@ -196,6 +197,8 @@ class DeepSpeedStrategy(Strategy):
     def setup_optimizers(
         self, modules: Sequence[nn.Module], optimizers: Sequence[Optimizer], optimization: Optimization
     ) -> list[Optimizer]:
+        may_wait = self.stage == 3 and self.world_size > 1
+        self._due.watch(may_wait and optimization.automatic and are_all_stepped(modules, optimizers))
         for module in modules:
             self._trained.setdefault(module, trained(module))
         if not optimizers and not self._engines and self.makes_optimizer:
@@ -231,7 +234,7 @@ class DeepSpeedStrategy(Strategy):
 
     def _take(self, master: MasterOptimizer, engine: Any, owners: Sequence[nn.Module]) -> ZeroOptimizer:
         zero, strays = engine.optimizer, list(engine.module.strays)
-        refuse_plain_backward(zero, lambda: self._is_in_backward, self.name)
+        refuse_plain_backward(zero, lambda: self._due.is_running, self.name)
         order = zero_order.ReductionOrder(zero, engine.module.named_parameters(), self.stage)
         if strays:
             strays[0].all_gather(strays)  # small ones stay gathered, because no hook sees their first use
@@ -278,6 +281,7 @@ class DeepSpeedStrategy(Strategy):
         step: Callable[[], Any] = partial(call_step, module, name, args, kwargs)
         self.buffers.begin_step(module)
         self._write_back.check()
+        self._due.begin(name)
         for engine in self._parts.get(module, []):
             # Not engine(...), which hooks its prologue on the step's output: a manual backward runs before there is one.
             step = partial(engine.module, step)
@@ -291,11 +295,8 @@ class DeepSpeedStrategy(Strategy):
         self._begin_round()
         for facade in self._engines:
             loss = facade.begin_backward(loss)
-        self._is_in_backward = True
-        try:
+        with self._due.backward(lambda: any(facade.order.has_ended for facade in self._engines)):
             super().backward(loss, send, **options)
-        finally:
-            self._is_in_backward = False
         for facade in self._engines:
             facade.end_backward()
 
@@ -349,8 +350,7 @@ class DeepSpeedStrategy(Strategy):
         shards = {shard.parameter: shard for engine in self._engines.values() for shard in self._shards(engine)}
         pieces = []
         for name, value in state_tensors(module):
-            if value in shards:
-                shard = shards[value]
+            if (shard := shards.get(value)) is not None:
                 part = shard.flat.detach().narrow(0, shard.offset, shard.numel)
                 pieces.append(Piece(clean_name(name), shard.shape, shard.start, part, self.rank))
             elif hasattr(value, "ds_tensor"):  # not trained, so its partition counts, not a float32 master
@@ -414,9 +414,8 @@ class DeepSpeedStrategy(Strategy):
             facade.master.close()
         for added in reversed(self._added):
             added.remove()
-        self._parts.clear()
-        self._added.clear()
-        self._write_back.clear()
+        for each in (self._parts, self._added, self._write_back):
+            each.clear()
 
     def close(self) -> None:
         self._detach()

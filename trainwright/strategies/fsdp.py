@@ -73,7 +73,7 @@ from trainwright.strategies.sharded_access import (
 from trainwright.strategies.sparse_gradients import refuse_sparse_weights
 from trainwright.strategies.split_groups import by_kind, split_groups
 from trainwright.strategies.step_probe import no_shards, refuse_sharded_steps
-from trainwright.strategies.used_parameters import RanksUse
+from trainwright.strategies.used_parameters import DueBackward, RanksUse
 from trainwright.strategies.wrap_policy import MIN_PARAMETERS, WrapPolicy, check_policy, choose_groups, recomputed
 
 UNSHARDED = (torch.optim.Adafactor, torch.optim.Rprop)
@@ -154,11 +154,10 @@ class FSDPStrategy(Strategy):
         self.cpu_offload = self.communicates_on_host = bool(getattr(cpu_offload, "offload_params", cpu_offload))
         self.activation_checkpointing_policy = activation_checkpointing_policy
         self.mixed_precision, self.sync_every_batch = mixed_precision, sync_every_batch
-        self._float32 = Float32()
-        self._deferred = DeferredAllReduce()
+        self._float32, self._deferred = Float32(), DeferredAllReduce()
         self._automatic = True
         self._tried: list[Optimizer] = []
-        self._use = RanksUse(self.name)
+        self._use, self._due = RanksUse(self.name), DueBackward(self.name)
 
     def setup_module(self, module: nn.Module, optimization: Optimization | None) -> None:
         refuse_unreplicable(module, self.name, optimization if self.world_size > 1 else None)
@@ -312,6 +311,7 @@ class FSDPStrategy(Strategy):
     def run(self, module: nn.Module, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         root: Any = self.wrapped[module]
         self.buffers.begin_step(module)
+        self._due.watch(self._automatic and self.ends_window and self.world_size > 1).begin(name)
         try:
             with self.precision.forward_context() or nullcontext():
                 outputs = root(name, *args, **kwargs)
@@ -336,7 +336,8 @@ class FSDPStrategy(Strategy):
         # the root's group would never be reduced.
         for root in () if self._automatic else self.wrapped.values():
             root._get_fsdp_state()._register_pre_backward_hook(loss)
-        super().backward(loss, send, **options)
+        with self._due.backward(self._use.has_come):
+            super().backward(loss, send, **options)
         if self.world_size > 1:
             self._use.note_gradients()
         if not self._automatic:

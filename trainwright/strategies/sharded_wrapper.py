@@ -42,6 +42,8 @@ class _Following(_SHARDED_DDP):  # type: ignore[misc]
         self._order: list[Any] = []
         """The buckets, and parameters without one, in the order in which they are sent: the last of the module first."""
         self._next = 0
+        self._has_flushed = False
+        """Whether the latest backward has sent its gradients."""
         self._turns: list[_Following] = [self]
         self._sends: dict[Tensor, tuple[int, Callable[[], None]]] = {}
         """FairScale's own function that sends each parameter, and the parameter's index there."""
@@ -72,8 +74,17 @@ class _Following(_SHARDED_DDP):  # type: ignore[misc]
 
     def begin_backward(self) -> None:
         """Drop what a backward that failed has left."""
+        self._has_flushed = False
         if self._bucket_flush_callback_set:
             self._clear_counters()
+
+    def end_backward(self) -> None:
+        """Send zeros if this rank's backward has reached none of the parameters: those of other ranks may have."""
+        if not self._should_accumulate_grads and not self._has_flushed:
+            self._bucket_flush_callback_set = (
+                True  # or sending would ask for a flush at the backward's end, which is over
+            )
+            self._flush()
 
     def _clear_counters(self) -> None:
         super()._clear_counters()
@@ -191,6 +202,7 @@ class _Following(_SHARDED_DDP):  # type: ignore[misc]
                 wrapper._flush()
 
     def _flush(self) -> None:
+        self._has_flushed = True
         self._send_rest()
         super()._flush_reduce_calls()
         for each in self._filled:

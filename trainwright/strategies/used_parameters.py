@@ -1,11 +1,14 @@
-"""Used parameters: which ones each backward of a rank gives gradients, compared over the ranks."""
+"""Used parameters: which ones each backward of a rank gives gradients, compared over the ranks; a step that uses none."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from trainwright.distributed.collectives import Exchange, gather_object
@@ -30,6 +33,7 @@ class RanksUse:
         self._tracked: dict[Tensor, str] = {}
         self._hooks: dict[Tensor, RemovableHandle] = {}
         self._came: set[Tensor] = set()
+        self._has_untracked = False
 
     def track(self, module: nn.Module) -> None:
         """Register a module's shards for `note_gradients`; again once some are unfrozen: a frozen one has no hook.
@@ -38,11 +42,16 @@ class RanksUse:
         """
         for name, shard in module.named_parameters():
             if not isinstance(shard, DTensor):
+                self._has_untracked |= shard.requires_grad
                 continue
             self._tracked[shard] = name
             is_offloaded = shard.device.type != shard.device_mesh.device_type
             if shard.requires_grad and shard not in self._hooks and not is_offloaded:
                 self._hooks[shard] = shard.register_post_accumulate_grad_hook(self._came.add)  # type: ignore[no-untyped-call]
+
+    def has_come(self) -> bool:
+        """Return whether a backward has given a parameter a gradient, as far as that is tracked."""
+        return bool(self._came) or self._has_untracked or any(each.grad is not None for each in self._tracked)
 
     def note_gradients(self) -> None:
         """Note a backward by the tracked parameters that it gave a gradient; one without a hook, if it has one now.
@@ -110,6 +119,52 @@ class RanksUse:
             "every step (add 0 * output.sum() of the unused branch to the loss), or train with "
             "strategy='ddp_find_unused_parameters_true'."
         )
+
+
+class DueBackward:
+    """Refuses a training step whose backward gives no parameter a gradient, where the other ranks wait for it."""
+
+    def __init__(self, strategy: str) -> None:
+        self._strategy = strategy
+        self._is_watched = self._is_due = False
+        self.is_running = False
+        """Whether the strategy runs a backward now."""
+
+    def watch(self, is_watched: bool) -> DueBackward:
+        """Set whether steps are watched; return itself."""
+        self._is_watched = is_watched
+        return self
+
+    def begin(self, name: str) -> None:
+        """Note a step by its name; a raw loop's is "forward", which need not have a backward."""
+        self._is_due = self._is_watched and name != "forward" and torch.is_grad_enabled()
+
+    @contextmanager
+    def backward(self, has_come: Callable[[], bool]) -> Iterator[None]:
+        """Return the context of a backward; `has_come` tells after it whether a gradient has come.
+
+        Raises:
+            RuntimeError: none has come, and the backward is that of a watched step.
+        """
+        self.is_running = True
+        try:
+            yield
+        finally:
+            self.is_running = False
+            is_due, self._is_due = self._is_due, False
+        if is_due and not has_come():
+            raise RuntimeError(
+                "the loss of training_step does not depend on any parameter of the module, and "
+                f"{self._strategy} waits for gradients from every rank. Return a loss of the module's output "
+                "(0.0 * output.sum(), to let a batch count for nothing), or train with "
+                "strategy='ddp_find_unused_parameters_true'."
+            )
+
+
+def are_all_stepped(modules: Iterable[nn.Module], optimizers: Sequence[Optimizer]) -> bool:
+    """Return whether the optimizers step all that the modules train, as an engine's own optimizer does."""
+    stepped = {each for optimizer in optimizers for group in optimizer.param_groups for each in group["params"]}
+    return not optimizers or all(p in stepped for module in modules for p in module.parameters() if p.requires_grad)
 
 
 def _ranks(numbers: Sequence[int]) -> str:

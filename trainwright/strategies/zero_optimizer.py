@@ -68,7 +68,8 @@ class ZeroOptimizer(OptimizerProxy):
         self._is_in_backward, self._is_due = True, False
         zero.clear_backward_seen_flag()
         self.engine._backward_prologue()
-        scaled: Tensor = self.engine.scale(loss)
+        # The engine refuses a leaf, such as a plain zero.
+        scaled: Tensor = self.engine.scale(loss if loss.grad_fn is not None else loss.view_as(loss))
         return scaled
 
     def _end_or_note(self) -> None:

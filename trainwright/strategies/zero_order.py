@@ -48,7 +48,8 @@ class ReductionOrder:
         self._on_any: Callable[[bool], bool] = (lambda is_here: True) if stage == 1 else bool
         self._is_reached: bool | None = None
         """Whether this backward reaches the engine on any rank; None until that is known."""
-        self._has_ended = False
+        self.has_ended = False
+        """Whether DeepSpeed has ended the latest backward, as it does where one has reached the engine."""
         self._next = 0
         self._arrived: list[Tensor] = []
         self._waiting: set[Tensor] = set()
@@ -67,13 +68,13 @@ class ReductionOrder:
     def begin(self) -> None:
         """Drop what a backward that failed has left, here and in DeepSpeed's buckets."""
         self._clear()
-        if self.stage == 2 and not self._has_ended:
+        if self.stage == 2 and not self.has_ended:
             for bucket in self._zero.ipg_buckets.values():
                 bucket.clear()
             self._zero.extra_large_param_to_reduce.clear()
             self._zero.grads_in_partition = None
             self._zero.params_already_reduced = [False] * len(self._zero.params_already_reduced)
-        self._has_ended = False
+        self.has_ended = False
         self._begin()
 
     def reduce(self, parameter: Any, *group: int) -> None:
@@ -145,10 +146,10 @@ class ReductionOrder:
             came = self._waiting.union(self._order[: self._next])
             self._use.note(self._names, (each in came for each in self._parameters))
         for order in self._turns[: self._turns.index(self) + 1]:
-            if order is self or not order._has_ended:
+            if order is self or not order.has_ended:
                 order._complete()
         self._clear()
-        self._has_ended = True
+        self.has_ended = True
         self._finish()
 
     def awaits_end(self) -> bool:
@@ -156,10 +157,10 @@ class ReductionOrder:
 
         Collective: ask it on every rank after each backward, engine by engine.
         """
-        if self._has_ended or self.stage != 2:
+        if self.has_ended or self.stage != 2:
             return False
         for order in self._turns[: self._turns.index(self) + 1]:
-            if not order._has_ended:
+            if not order.has_ended:
                 order._complete()
         return self._agree()
 
