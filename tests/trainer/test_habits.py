@@ -510,6 +510,13 @@ def test_an_export_leaves_the_mode_of_each_child(monkeypatch: pytest.MonkeyPatch
         ),
         (lambda: tw.ModelCheckpoint(monitr="loss"), r"ModelCheckpoint has no argument monitr= .*monitor="),
         (lambda: tw.EarlyStopping("loss", patiense=2), r"EarlyStopping has no argument patiense= .*patience="),
+        (
+            lambda: tw.Trainer().fit(Classifier(), dataloaders=[]),
+            r"fit has no .* Did you mean train_dataloaders= or val_dataloaders=\?",
+        ),
+        (lambda: tw.CSVLogger(savedir="runs"), r"CSVLogger has no argument savedir= .*save_dir="),
+        (lambda: tw.TensorBoardLogger(savedir="runs"), r"TensorBoardLogger has no argument savedir= .*save_dir="),
+        (lambda: tw.SimpleProfiler(dir_path="runs"), r"SimpleProfiler has no argument dir_path= .*dirpath="),
     ],
 )
 def test_misspelt_arguments_name_the_nearest(call: Any, meant: str) -> None:

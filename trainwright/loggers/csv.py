@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 
 import fsspec
 
+from trainwright.arguments import refuses_unknown
 from trainwright.distributed.environment import Environment
 from trainwright.loggers.base import SilentExperiment
 from trainwright.loggers.files import is_local, write_file
@@ -46,6 +47,7 @@ class CSVLogger(FolderLogger):
 
     kind = "csv"
 
+    @refuses_unknown
     def __init__(
         self,
         save_dir: str | os.PathLike[str] | None = None,

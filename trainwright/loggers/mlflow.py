@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Self
 
+from trainwright.arguments import refuses_unknown
 from trainwright.loggers.base import RunResult
 from trainwright.loggers.remote import RemoteLogger, Row, channels_last
 
@@ -49,6 +50,7 @@ class MLFlowLogger(RemoteLogger):
 
     shown_in = "the pages of MLflow (`mlflow ui --backend-store-uri STORE` shows a local store)"
 
+    @refuses_unknown
     def __init__(
         self,
         experiment_name: str = "trainwright_logs",

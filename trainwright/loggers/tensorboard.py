@@ -12,12 +12,14 @@ import time
 import warnings
 from collections.abc import Iterator, Mapping
 from functools import partial
+from inspect import signature
 from typing import TYPE_CHECKING, Any
 
 import torch
 from fsspec.core import url_to_fs
 from torch import nn
 
+from trainwright.arguments import refuse_unknown
 from trainwright.devices.generators import forked_generators
 from trainwright.errors import a_type_of
 from trainwright.loggers.base import SilentExperiment, to_dict, to_numbers
@@ -32,6 +34,8 @@ ROWS_AT_ONCE = 100
 FILE_SUFFIX = ".trainwright"
 """The suffix of our event files; those of other writers in the folder are never touched."""
 _WALL_TIME = "\0time"
+WRITER_ARGUMENTS = {"comment", "purge_step", "max_queue", "flush_secs", "filename_suffix"}
+"""Arguments of every SummaryWriter."""
 
 
 class TensorBoardLogger(FolderLogger):
@@ -49,6 +53,7 @@ class TensorBoardLogger(FolderLogger):
 
     Raises:
         ImportError: tensorboard is not installed.
+        TypeError: neither the logger nor SummaryWriter takes an argument.
 
     >>> logger = tw.TensorBoardLogger("runs", name="digits")
     >>> tw.Trainer(logger=logger, max_epochs=1, enable_model_summary=False).fit(module, loader)
@@ -71,6 +76,8 @@ class TensorBoardLogger(FolderLogger):
     ) -> None:
         if importlib.util.find_spec("tensorboard") is None:
             raise ImportError("TensorBoardLogger needs tensorboard: pip install tensorboard, or use CSVLogger.")
+        if not kwargs.keys() <= WRITER_ARGUMENTS:
+            _refuse_unknown(kwargs)
         super().__init__(save_dir, name, version, prefix, ROWS_AT_ONCE)
         kwargs["filename_suffix"] = f"{kwargs.get('filename_suffix', '')}{FILE_SUFFIX}"
         self.sub_dir = os.fspath(sub_dir) if sub_dir is not None else None
@@ -334,6 +341,15 @@ class _StandIn(nn.Module):
 
     def forward(self, *inputs: Any) -> Any:
         return self._hidden[0](*inputs)
+
+
+def _refuse_unknown(given: Mapping[str, Any]) -> None:
+    """Raise TypeError for what neither the logger nor the SummaryWriter that is installed takes."""
+    from torch.utils.tensorboard import SummaryWriter
+
+    known = [*signature(TensorBoardLogger).parameters, *signature(SummaryWriter).parameters]
+    known = [each for each in known if each not in ("kwargs", "log_dir")]
+    refuse_unknown("TensorBoardLogger", {name: value for name, value in given.items() if name not in known}, known)
 
 
 def _flattened(params: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

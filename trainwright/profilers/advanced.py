@@ -8,6 +8,7 @@ import os
 import pstats
 import re
 
+from trainwright.arguments import refuses_unknown
 from trainwright.errors import a_type_of
 from trainwright.profilers.base import Profiler
 
@@ -33,6 +34,7 @@ class AdvancedProfiler(Profiler):
     >>> trainer.fit(module, loader)  # writes fit-calls.txt into the run's log folder
     """
 
+    @refuses_unknown
     def __init__(
         self,
         dirpath: str | os.PathLike[str] | None = None,

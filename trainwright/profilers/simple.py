@@ -7,6 +7,7 @@ import time
 from array import array
 from dataclasses import dataclass, field
 
+from trainwright.arguments import refuses_unknown
 from trainwright.profilers.base import Profiler
 
 
@@ -51,6 +52,7 @@ class SimpleProfiler(Profiler):
     8
     """
 
+    @refuses_unknown
     def __init__(
         self,
         dirpath: str | os.PathLike[str] | None = None,
