@@ -412,6 +412,7 @@ PACKAGE_LINES = [
     ),
     (22, "parameters() that returns groups is named; stage 3 says so where parameters are swapped"),
     (131, "a rank whose loss uses no parameter counts as zero, or is refused where the ranks would wait for it"),
+    (8, "ddp_sharded leaves a parameter's state on its rank when other ones are frozen for the next fit"),
     (27, "loggers and profilers name the argument that a misspelt one is nearest to"),
 ]
 """Lines of the package: what is added to it, or taken off, with the reason. The sum is the limit."""

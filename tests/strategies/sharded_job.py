@@ -131,7 +131,10 @@ class Keeps(Regresses):
 
 def two_fits(strategy: Any, ranks: int, path: Path) -> None:
     module = Keeps()
-    for _ in range(2):
+    layers = module.body[0], module.head
+    for frozen in (None, *layers):  # by which FairScale would divide the parameters in other ways
+        for each in layers:
+            each.requires_grad_(each is not frozen)
         used = trainer(strategy, max_epochs=2)
         used.fit(module, loader(16, ranks))
     used.save_checkpoint(str(path))

@@ -45,6 +45,10 @@ _WHOLE: WeakKeyDictionary[Optimizer, list[list[Tensor]]] = WeakKeyDictionary()
 """The parameters of each group before the ranks divided them, by the user's optimizer."""
 
 
+_OWNERS: WeakKeyDictionary[Optimizer, dict[nn.Parameter, int]] = WeakKeyDictionary()
+"""The rank of each parameter: that of the fit before, if an optimizer is used again, because its state is there."""
+
+
 class ShardedOptimizer(OptimizerProxy):
     """Shows all parameters; the user's optimizer keeps and steps this rank's, which are then broadcast."""
 
@@ -129,11 +133,12 @@ def _make_oss(own: Optimizer) -> Any:
 
         def partition_parameters(self) -> list[list[dict[str, Any]]]:
             if not self._partition_parameters:  # FairScale empties it to have it rebuilt
-                ordered = sorted(parameters_of(self), key=lambda p: (not p.requires_grad, -p.numel()))
-                sizes, ranks = [0] * self.world_size, {}
-                for parameter in ordered:
-                    ranks[parameter] = sizes.index(min(sizes))
-                    sizes[ranks[parameter]] += parameter.numel() if parameter.requires_grad else 1
+                before, ranks = _OWNERS.get(own, {}), {}
+                sizes = [0] * self.world_size
+                for p in sorted(parameters_of(self), key=lambda p: (p not in before, not p.requires_grad, -p.numel())):
+                    ranks[p] = before[p] if p in before else sizes.index(min(sizes))
+                    sizes[ranks[p]] += p.numel() if p.requires_grad else 1
+                _OWNERS[own] = ranks
                 self._partition_parameters = [
                     [
                         {**group, "params": [p for p in group["params"] if ranks[p] == rank]}
