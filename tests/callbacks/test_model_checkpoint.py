@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from jobs import run_job
-from small import QUIET, Classifier, assert_equal, make_loader, weights
+from small import QUIET, Classifier, assert_equal, loss_of, make_loader, weights
 from torch import Tensor
 from torch.utils.data import default_collate
 
@@ -253,6 +253,31 @@ def test_every_n_train_steps_of_windows(tmp_path: Path) -> None:
     callback = tw.ModelCheckpoint(str(tmp_path), save_top_k=-1, every_n_train_steps=2)
     train(callback, accumulate_grad_batches=4)
     assert names(tmp_path) == [f"epoch={epoch}-step={step}.ckpt" for epoch, step in ((0, 2), (1, 4), (1, 6), (2, 8))]
+
+
+def test_every_n_train_steps_of_two_optimizers(tmp_path: Path) -> None:
+    """One step in the first batch and two in each other: the number of steps is odd after every batch."""
+
+    class Two(Classifier):
+        automatic_optimization = False
+
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            first, second = self.optimizers()
+            self.zero_grad()
+            self.manual_backward(loss_of(self.net, batch))
+            first.step()
+            if self.trainer.global_step > 1:
+                second.step()
+
+        def configure_optimizers(self) -> Any:
+            return [torch.optim.SGD(self.net[each].parameters(), 0.1) for each in (0, -1)]
+
+    callback = tw.ModelCheckpoint(str(tmp_path), "{step}", save_top_k=-1, every_n_train_steps=6)
+    whole = end(train(callback, module=Two, max_epochs=1))
+    assert names(tmp_path) == ["step=13.ckpt", "step=19.ckpt", "step=7.ckpt"]
+    again = tw.ModelCheckpoint(str(tmp_path / "again"), "{step}", save_top_k=-1, every_n_train_steps=6)
+    assert_equal(end(train(again, module=Two, max_epochs=1, ckpt_path=str(tmp_path / "step=7.ckpt"))), whole)
+    assert names(tmp_path / "again") == ["step=13.ckpt", "step=19.ckpt"]
 
 
 def test_a_step_save_before_the_metric_is_there(tmp_path: Path) -> None:

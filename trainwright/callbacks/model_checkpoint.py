@@ -77,7 +77,7 @@ class ModelCheckpoint(Checkpoint):
             one after the checkpoint it is resumed from, it is kept in addition to those of the resumed run.
         mode: "min" or "max": which value of the metric is better; by default "min", with a warning for names such as "acc".
         auto_insert_metric_name: write {epoch} as "epoch=3" rather than "3".
-        every_n_train_steps: optimizer steps between two saves; 0 turns them off.
+        every_n_train_steps: optimizer steps between two saves, which follow a batch; 0 turns them off.
         train_time_interval: time between two saves: a timedelta, "DD:HH:MM:SS" or a dict of timedelta's arguments.
         every_n_epochs: save every n-th epoch; 0 turns it off. Give at most one of the three intervals.
         save_on_train_epoch_end: True saves at an epoch's end only; False after validations only; None after each validation
@@ -283,7 +283,7 @@ class ModelCheckpoint(Checkpoint):
     def _is_due(self, trainer: Trainer) -> bool:
         """Return whether to save after this optimizer step, the same on every rank."""
         if self._sync_point is None:
-            return trainer.global_step % self.every_n_train_steps == 0
+            return self._moments.has_passed(self.every_n_train_steps)
         if trainer.is_global_zero and time.monotonic() - self._saved_at >= (self.train_time_interval or 0.0):
             self._saved_at = time.monotonic()
             self._sync_point.request()
