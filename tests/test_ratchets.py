@@ -412,6 +412,7 @@ PACKAGE_LINES = [
     ),
     (22, "parameters() that returns groups is named; stage 3 says so where parameters are swapped"),
     (6, "every_n_train_steps where a batch makes several steps"),
+    (11, "a training metric of an earlier epoch is no score"),
 ]
 """Lines of the package: what is added to it, or taken off, with the reason. The sum is the limit."""
 
@@ -426,7 +427,7 @@ def test_lines_of_the_package() -> None:
 
 # -- the walk of a checkpoint (that of a batch is test_call_budget.py's) ----------------------------------------------------
 
-MOST_CALLS_OF_A_SAVE = 880
+MOST_CALLS_OF_A_SAVE = 884
 MOST_FILES_OF_A_SAVE = 20
 """Files that a blocking save passes through, apart from those below."""
 HOLD_STATE = {

@@ -71,6 +71,23 @@ def test_a_score_that_is_not_finite_is_never_the_best(tmp_path: Path) -> None:
     assert callback.best_model_score == 2.0
 
 
+def test_a_training_metric_scores_the_epoch_that_logs_it(tmp_path: Path) -> None:
+    """It is logged every second epoch; the epochs between do not take its value for theirs, also in a resumed run."""
+
+    class Sometimes(Classifier):
+        def on_train_epoch_end(self) -> None:
+            if self.current_epoch % 2 == 0:
+                self.log("score", [3.0, 2.0, 1.0][self.current_epoch // 2])
+
+    for epochs in (4, 6):
+        callback = tw.ModelCheckpoint(tmp_path, "{epoch}", monitor="score", mode="min", save_top_k=3, save_last=True)
+        trainer = tw.Trainer(max_epochs=epochs, callbacks=[callback], **{**QUIET, "enable_checkpointing": True})
+        trainer.fit(Sometimes(), make_loader(), ckpt_path="auto")
+    kept = {Path(path).name: float(score) for path, score in callback.best_k_models.items()}
+    assert kept == {"epoch=0.ckpt": 3.0, "epoch=2.ckpt": 2.0, "epoch=4.ckpt": 1.0}
+    assert Path(callback.last_model_path).name == "epoch=5.ckpt"
+
+
 def test_a_resumed_run_keeps_judging_where_it_was(tmp_path: Path) -> None:
     run(tmp_path, [1.0, 2.0], save_top_k=2)
     callback = run(tmp_path, [1.0, 2.0, 3.0, 0.5], ckpt_path="last", save_top_k=2)
