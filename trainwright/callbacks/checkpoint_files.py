@@ -155,13 +155,15 @@ def loaded(state: Mapping[str, Any], folder: str) -> Kept:
         return same_path(path.rpartition("/")[0], folder) and is_checkpoint(path)
 
     last = state["last_model_path"]
+    home, _, name = state.get("link", "").rpartition("/")
     return {
         "scores": {path: float(score) for path, score in state["best_k_models"].items() if is_ours(path)},
         "last": last if is_ours(last) else "",
         "written_to": state.get("place", ""),
         "replaced": [path for path in state.get("replaced", []) if is_ours(path)],
         "current_score": state.get("current_score"),
-        "link": state.get("link", ""),
+        # That of another folder belongs to the run there. In this one's spelling, since a new link replaces another.
+        "link": f"{folder}/{name}" if same_path(home, folder) else "",
     }
 
 
