@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -95,6 +96,39 @@ def test_a_resumed_run_keeps_judging_where_it_was(tmp_path: Path) -> None:
     assert kept == {"epoch=0-step=11.ckpt": 1.0, "epoch=3-step=44.ckpt": 0.5}
     # The checkpoint that the run was resumed from is left, though it is no longer among the best.
     assert set(names(tmp_path)) == {*kept, "epoch=1-step=22.ckpt"}
+
+
+@pytest.mark.parametrize("move", [shutil.copytree, shutil.move])
+@pytest.mark.parametrize("weights_only", [False, True])
+def test_a_moved_folder_keeps_what_it_kept(tmp_path: Path, move: Any, weights_only: bool) -> None:
+    """The best and the scores are those of a run in one place; the best of the first folder stays there."""
+
+    def fit(folder: Path, scores: list[float], **kwargs: Any) -> dict[str, float]:
+        best = tw.ModelCheckpoint(folder, "best-{epoch}", "val/score", save_top_k=2, save_weights_only=weights_only)
+        callbacks = [best, tw.ModelCheckpoint(folder)]
+        trainer = tw.Trainer(max_epochs=len(scores), callbacks=callbacks, **{**QUIET, "enable_checkpointing": True})
+        trainer.fit(Scored(scores), make_loader(), make_loader(4), **kwargs)
+        assert all(Path(path).parent == folder for path in [*best.best_k_models, best.best_model_path])
+        return {Path(path).name: float(score) for path, score in best.best_k_models.items()}
+
+    fit(tmp_path / "first", [1.0, 3.0])
+    move(tmp_path / "first", tmp_path / "second")
+    assert fit(tmp_path / "second", [1.0, 3.0, 2.0], ckpt_path="auto") == {
+        "best-epoch=0.ckpt": 1.0,
+        "best-epoch=2.ckpt": 2.0,
+    }
+    assert "best-epoch=1.ckpt" not in names(tmp_path / "second")  # no longer among the best
+    assert (tmp_path / "first" / "best-epoch=1.ckpt").exists() == (move is shutil.copytree)
+
+
+def test_a_folder_of_another_run_is_no_moved_one(tmp_path: Path) -> None:
+    run(tmp_path / "first", [1.0, 3.0], save_top_k=2)
+    run(tmp_path / "second", [9.0], save_top_k=2)
+    shutil.move(tmp_path / "first" / "epoch=1-step=22.ckpt", tmp_path / "second")
+    source = str(tmp_path / "second" / "epoch=1-step=22.ckpt")
+    callback = run(tmp_path / "second", [1.0, 3.0, 2.0], ckpt_path=source, save_top_k=2)
+    kept = {Path(path).name: score for path, score in callback.best_k_models.items()}
+    assert kept == {"epoch=1-step=22.ckpt": 3.0, "epoch=2-step=33.ckpt": 2.0}
 
 
 def test_names_and_versions(tmp_path: Path) -> None:
