@@ -73,6 +73,16 @@ def test_a_link_of_another_name_goes(tmp_path: Path) -> None:
     assert fit(Named(tmp_path, save_last=True), 4, ckpt_path="last").global_step == 4 * BATCHES
 
 
+def test_a_link_stays_in_its_folder(tmp_path: Path) -> None:
+    """A run that goes on elsewhere leaves the link there; one that goes on through a symbolic link has one."""
+    source = fit(tw.ModelCheckpoint(tmp_path / "first", save_last=True)).checkpoint_callback.last_model_path
+    fit(tw.ModelCheckpoint(tmp_path / "second", save_last=True), 3, ckpt_path=source)
+    assert pointed(f"{tmp_path}/first/last.ckpt") == source
+    (tmp_path / "alias").symlink_to(tmp_path / "first")
+    fit(tw.ModelCheckpoint(tmp_path / "alias", save_last=True), 3, ckpt_path="auto")
+    assert pointed(f"{tmp_path}/first/last.ckpt") == f"{tmp_path}/first/epoch=2-step={3 * BATCHES}.ckpt"
+
+
 def test_what_is_no_link_stays(tmp_path: Path) -> None:
     (tmp_path / "last.ckpt").mkdir()
     (tmp_path / "last.ckpt" / "notes").write_text("mine")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from jobs import run_job
-from small import QUIET, Classifier, assert_equal, make_loader, weights
+from small import QUIET, Classifier, assert_equal, loss_of, make_loader, weights
 from torch import Tensor
 from torch.utils.data import default_collate
 
@@ -71,6 +72,23 @@ def test_a_score_that_is_not_finite_is_never_the_best(tmp_path: Path) -> None:
     assert callback.best_model_score == 2.0
 
 
+def test_a_training_metric_scores_the_epoch_that_logs_it(tmp_path: Path) -> None:
+    """It is logged every second epoch; the epochs between do not take its value for theirs, also in a resumed run."""
+
+    class Sometimes(Classifier):
+        def on_train_epoch_end(self) -> None:
+            if self.current_epoch % 2 == 0:
+                self.log("score", [3.0, 2.0, 1.0][self.current_epoch // 2])
+
+    for epochs in (4, 6):
+        callback = tw.ModelCheckpoint(tmp_path, "{epoch}", monitor="score", mode="min", save_top_k=3, save_last=True)
+        trainer = tw.Trainer(max_epochs=epochs, callbacks=[callback], **{**QUIET, "enable_checkpointing": True})
+        trainer.fit(Sometimes(), make_loader(), ckpt_path="auto")
+    kept = {Path(path).name: float(score) for path, score in callback.best_k_models.items()}
+    assert kept == {"epoch=0.ckpt": 3.0, "epoch=2.ckpt": 2.0, "epoch=4.ckpt": 1.0}
+    assert Path(callback.last_model_path).name == "epoch=5.ckpt"
+
+
 def test_a_resumed_run_keeps_judging_where_it_was(tmp_path: Path) -> None:
     run(tmp_path, [1.0, 2.0], save_top_k=2)
     callback = run(tmp_path, [1.0, 2.0, 3.0, 0.5], ckpt_path="last", save_top_k=2)
@@ -78,6 +96,39 @@ def test_a_resumed_run_keeps_judging_where_it_was(tmp_path: Path) -> None:
     assert kept == {"epoch=0-step=11.ckpt": 1.0, "epoch=3-step=44.ckpt": 0.5}
     # The checkpoint that the run was resumed from is left, though it is no longer among the best.
     assert set(names(tmp_path)) == {*kept, "epoch=1-step=22.ckpt"}
+
+
+@pytest.mark.parametrize("move", [shutil.copytree, shutil.move])
+@pytest.mark.parametrize("weights_only", [False, True])
+def test_a_moved_folder_keeps_what_it_kept(tmp_path: Path, move: Any, weights_only: bool) -> None:
+    """The best and the scores are those of a run in one place; the best of the first folder stays there."""
+
+    def fit(folder: Path, scores: list[float], **kwargs: Any) -> dict[str, float]:
+        best = tw.ModelCheckpoint(folder, "best-{epoch}", "val/score", save_top_k=2, save_weights_only=weights_only)
+        callbacks = [best, tw.ModelCheckpoint(folder)]
+        trainer = tw.Trainer(max_epochs=len(scores), callbacks=callbacks, **{**QUIET, "enable_checkpointing": True})
+        trainer.fit(Scored(scores), make_loader(), make_loader(4), **kwargs)
+        assert all(Path(path).parent == folder for path in [*best.best_k_models, best.best_model_path])
+        return {Path(path).name: float(score) for path, score in best.best_k_models.items()}
+
+    fit(tmp_path / "first", [1.0, 3.0])
+    move(tmp_path / "first", tmp_path / "second")
+    assert fit(tmp_path / "second", [1.0, 3.0, 2.0], ckpt_path="auto") == {
+        "best-epoch=0.ckpt": 1.0,
+        "best-epoch=2.ckpt": 2.0,
+    }
+    assert "best-epoch=1.ckpt" not in names(tmp_path / "second")  # no longer among the best
+    assert (tmp_path / "first" / "best-epoch=1.ckpt").exists() == (move is shutil.copytree)
+
+
+def test_a_folder_of_another_run_is_no_moved_one(tmp_path: Path) -> None:
+    run(tmp_path / "first", [1.0, 3.0], save_top_k=2)
+    run(tmp_path / "second", [9.0], save_top_k=2)
+    shutil.move(tmp_path / "first" / "epoch=1-step=22.ckpt", tmp_path / "second")
+    source = str(tmp_path / "second" / "epoch=1-step=22.ckpt")
+    callback = run(tmp_path / "second", [1.0, 3.0, 2.0], ckpt_path=source, save_top_k=2)
+    kept = {Path(path).name: score for path, score in callback.best_k_models.items()}
+    assert kept == {"epoch=1-step=22.ckpt": 3.0, "epoch=2-step=33.ckpt": 2.0}
 
 
 def test_names_and_versions(tmp_path: Path) -> None:
@@ -253,6 +304,31 @@ def test_every_n_train_steps_of_windows(tmp_path: Path) -> None:
     callback = tw.ModelCheckpoint(str(tmp_path), save_top_k=-1, every_n_train_steps=2)
     train(callback, accumulate_grad_batches=4)
     assert names(tmp_path) == [f"epoch={epoch}-step={step}.ckpt" for epoch, step in ((0, 2), (1, 4), (1, 6), (2, 8))]
+
+
+def test_every_n_train_steps_of_two_optimizers(tmp_path: Path) -> None:
+    """One step in the first batch and two in each other: the number of steps is odd after every batch."""
+
+    class Two(Classifier):
+        automatic_optimization = False
+
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            first, second = self.optimizers()
+            self.zero_grad()
+            self.manual_backward(loss_of(self.net, batch))
+            first.step()
+            if self.trainer.global_step > 1:
+                second.step()
+
+        def configure_optimizers(self) -> Any:
+            return [torch.optim.SGD(self.net[each].parameters(), 0.1) for each in (0, -1)]
+
+    callback = tw.ModelCheckpoint(str(tmp_path), "{step}", save_top_k=-1, every_n_train_steps=6)
+    whole = end(train(callback, module=Two, max_epochs=1))
+    assert names(tmp_path) == ["step=13.ckpt", "step=19.ckpt", "step=7.ckpt"]
+    again = tw.ModelCheckpoint(str(tmp_path / "again"), "{step}", save_top_k=-1, every_n_train_steps=6)
+    assert_equal(end(train(again, module=Two, max_epochs=1, ckpt_path=str(tmp_path / "step=7.ckpt"))), whole)
+    assert names(tmp_path / "again") == ["step=13.ckpt", "step=19.ckpt"]
 
 
 def test_a_step_save_before_the_metric_is_there(tmp_path: Path) -> None:

@@ -50,6 +50,22 @@ def refused(capsys: pytest.CaptureFixture[str], parse: Callable[[list[str]], Any
     return said.partition("error: ")[2].strip()
 
 
+@pytest.mark.parametrize(
+    ("argument", "said"),
+    [
+        ("--trainer.precision=half", "precision='half' is unknown; choose from "),
+        (
+            "--trainer.max_epochs=-5",
+            "Trainer was given wrong settings: max_epochs=-5: expected an integer of at least -1",
+        ),
+    ],
+)
+def test_what_the_trainer_refuses_is_a_wrong_argument(
+    capsys: pytest.CaptureFixture[str], argument: str, said: str
+) -> None:
+    assert refused(capsys, lambda args: made(*args), "--model.width=3", argument).startswith(said)
+
+
 def test_arguments_become_objects() -> None:
     cli = made(
         *("--model.width=5", "--model.act=torch.nn.ReLU", "--data.batch_size=2", "--seed_everything=7"),

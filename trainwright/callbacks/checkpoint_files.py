@@ -155,14 +155,79 @@ def loaded(state: Mapping[str, Any], folder: str) -> Kept:
         return same_path(path.rpartition("/")[0], folder) and is_checkpoint(path)
 
     last = state["last_model_path"]
+    home, _, name = state.get("link", "").rpartition("/")
     return {
         "scores": {path: float(score) for path, score in state["best_k_models"].items() if is_ours(path)},
         "last": last if is_ours(last) else "",
         "written_to": state.get("place", ""),
         "replaced": [path for path in state.get("replaced", []) if is_ours(path)],
         "current_score": state.get("current_score"),
-        "link": state.get("link", ""),
+        # That of another folder belongs to the run there. In this one's spelling, since a new link replaces another.
+        "link": f"{folder}/{name}" if same_path(home, folder) else "",
     }
+
+
+def follow_move(
+    state: Mapping[str, Any] | None,
+    key: str,
+    folder: str,
+    load: Callable[[dict[str, Any]], None],
+    trainer: TrainerProtocol,
+) -> None:
+    """Load a saved state again if its folder was moved or copied to this one with the resume source. Collective."""
+    if state is not None and trainer.resume_source is not None:
+        find = partial(_moved, state, key, folder, trainer.resume_source)
+        moved = trainer.engine.ranks.decide(find, "the start of ModelCheckpoint")
+        if moved is not None:
+            load(moved)
+
+
+def _moved(state: Mapping[str, Any], key: str, folder: str, source: str) -> dict[str, Any] | None:
+    """Return a saved state with the paths that its checkpoints have in the folder of `source`; None if they are elsewhere.
+
+    A path is changed if the checkpoint of that name there says, in its own state under `key`, that it had this path.
+    """
+    home = state["last_model_path"].rpartition("/")[0]
+    if not home or same_path(home, folder) or not same_path(source.rpartition("/")[0], folder):
+        return None
+    moments = state.get("moments", {})
+    steps = moments.get("steps", {})
+
+    def here(path: str) -> str:
+        parent, _, name = path.rpartition("/")
+        is_moved = parent == home and _was_saved_as(f"{folder}/{name}", path, key, steps.get(path))
+        return f"{folder}/{name}" if is_moved else path
+
+    return {
+        **{name: here(value) if isinstance(value, str) else value for name, value in state.items()},
+        "best_k_models": {here(path): score for path, score in state["best_k_models"].items()},
+        "replaced": [here(path) for path in state.get("replaced", [])],
+        **({"moments": {**moments, "steps": {here(path): step for path, step in steps.items()}}} if moments else {}),
+    }
+
+
+def _was_saved_as(path: str, before: str, key: str, step: int | None) -> bool:
+    try:
+        checkpoint = open_checkpoint(path, "off")
+        states = checkpoint.run_state().get("callbacks")
+    except CheckpointError:
+        return False
+    if not states:  # it holds weights only
+        return checkpoint.step == step
+    return step in (None, checkpoint.step) and before in states.get(key, {}).values()
+
+
+def kept_again(
+    kept: Kept, unrenamed: tuple[str, str, float | None], steps: Mapping[str, int], trainer: TrainerProtocol
+) -> Kept:
+    """Return what a resumed run keeps, as rank 0 finds it, without what its newest checkpoint replaces. Collective."""
+    source = trainer.resume_source
+    if source is None:
+        return kept
+    find = partial(found_again, kept, unrenamed, steps, source)
+    scores, last, replaced = trainer.engine.ranks.decide(find, "the start of ModelCheckpoint")
+    # A killed run may not have removed it.
+    return {**kept, "scores": scores, "last": last, "replaced": remove_replaced(replaced, source, trainer)}
 
 
 def found_again(

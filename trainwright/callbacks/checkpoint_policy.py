@@ -190,8 +190,9 @@ class MonitoredScore:
             return
         self._has_warned_of_value = True
         problem = (
-            "but the latest validation was of earlier weights; such a checkpoint does not count among the best, and only the "
-            "newest of them is kept. Save after validations (leave save_on_train_epoch_end out), or validate where it saves."
+            "but its latest value is that of earlier weights; such a checkpoint does not count among the best, and only the "
+            "newest of them is kept. Save where it is logged: after validations (leave save_on_train_epoch_end out), or in the "
+            "same epochs."
             if trainer.metrics.is_outdated(self.monitor)
             else f"which is {score}, not finite; until it is finite, only the newest checkpoint is kept, to resume from, and "
             "none counts as the best."
@@ -207,7 +208,7 @@ class SaveMoments:
     """
 
     def __init__(self) -> None:
-        self._step = self._step_before = self._validations = self._ended_at = -1
+        self._step = self._step_before = self._previous = self._validations = self._ended_at = -1
         self._saved_at = (-1, -1)
         """The optimizer steps and the batches of the run at the latest save."""
         self._is_validated = False
@@ -225,8 +226,12 @@ class SaveMoments:
 
     def note_step(self, trainer: TrainerProtocol) -> bool:
         """Note the current optimizer step; return whether it is a new one."""
-        before, self._step = self._step, trainer.global_step
-        return self._step != before
+        self._previous, self._step = self._step, trainer.global_step
+        return self._step != self._previous
+
+    def has_passed(self, every: int) -> bool:
+        """Return whether one of each `every` steps is among those of the latest batch, which may make several."""
+        return self._step // every > self._previous // every
 
     def note_save(self, trainer: TrainerProtocol, paths: Collection[str], kept: Collection[str]) -> None:
         """Note that the run is saved here, at these paths, with these checkpoints kept."""
@@ -272,7 +277,8 @@ class SaveMoments:
 
     def misses_step(self, trainer: TrainerProtocol, every: int) -> bool:
         """Return whether the run resumes after an optimizer step, one of each `every`, that was not noted."""
-        return 0 <= self._step_before < trainer.global_step and every > 0 and trainer.global_step % every == 0
+        step, before = trainer.global_step, self._step_before
+        return 0 <= before < step and every > 0 and step // every > before // every
 
     def misses_end(self, trainer: TrainerProtocol) -> bool:
         """Return whether the run resumes at an epoch end that was not noted."""

@@ -23,9 +23,10 @@ from trainwright.callbacks.base import Checkpoint
 from trainwright.callbacks.checkpoint_files import (
     PendingSave,
     choose_paths,
-    found_again,
+    follow_move,
     free_link,
     is_taken,
+    kept_again,
     link_newest,
     loaded,
     path_of_stop,
@@ -77,7 +78,7 @@ class ModelCheckpoint(Checkpoint):
             one after the checkpoint it is resumed from, it is kept in addition to those of the resumed run.
         mode: "min" or "max": which value of the metric is better; by default "min", with a warning for names such as "acc".
         auto_insert_metric_name: write {epoch} as "epoch=3" rather than "3".
-        every_n_train_steps: optimizer steps between two saves; 0 turns them off.
+        every_n_train_steps: optimizer steps between two saves, which follow a batch; 0 turns them off.
         train_time_interval: time between two saves: a timedelta, "DD:HH:MM:SS" or a dict of timedelta's arguments.
         every_n_epochs: save every n-th epoch; 0 turns it off. Give at most one of the three intervals.
         save_on_train_epoch_end: True saves at an epoch's end only; False after validations only; None after each validation
@@ -159,6 +160,7 @@ class ModelCheckpoint(Checkpoint):
         self._keep({"scores": {}, "last": "", "written_to": "", "replaced": [], "current_score": None, "link": ""})
         self._unrenamed: tuple[str, str, float | None] = ("", "", None)
         """Where the resume source was written, its final path and its score, if it was saved before it was renamed."""
+        self._loaded: dict[str, Any] | None = None
         self._has_begun = self._has_validated = self._is_deferred = self._awaits_score = False
         self._generators: dict[str, Any] = {}
         """Their states before the current validation, for save_on_exception."""
@@ -211,6 +213,7 @@ class ModelCheckpoint(Checkpoint):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load the kept checkpoints, as far as they still exist in this run's own folder."""
+        self._loaded = state
         kept = loaded(state, self.dirpath or "")
         self._keep(kept)
         self._is_deferred, self._awaits_score = bool(state.get("is_put_off")), bool(state.get("awaits_score"))
@@ -244,15 +247,12 @@ class ModelCheckpoint(Checkpoint):
 
     def on_train_start(self, trainer: Trainer, module: Module) -> None:
         self._saved_at, self._has_begun = time.monotonic(), True
+        load = partial(ModelCheckpoint.load_state_dict, self)
+        follow_move(self._loaded, self.state_key, self.dirpath or "", load, trainer)
         self._moments.begin(trainer)
         if self._watches_batches:
             self._moments.note_step(trainer)
-        if trainer.resume_source is not None:
-            find = partial(found_again, self._kept, self._unrenamed, self._moments.steps, trainer.resume_source)
-            scores, last, replaced = trainer.engine.ranks.decide(find, "the start of ModelCheckpoint")
-            # A killed run may not have removed what its newest checkpoint replaces.
-            replaced = remove_replaced(replaced, trainer.resume_source, trainer)
-            self._keep({**self._kept, "scores": scores, "last": last, "replaced": replaced})
+        self._keep(kept_again(self._kept, self._unrenamed, self._moments.steps, trainer))
         if self.train_time_interval is not None and self._is_fitting:
             self._sync_point = trainer.engine.connection.sync_point(self.state_key)
 
@@ -283,7 +283,7 @@ class ModelCheckpoint(Checkpoint):
     def _is_due(self, trainer: Trainer) -> bool:
         """Return whether to save after this optimizer step, the same on every rank."""
         if self._sync_point is None:
-            return trainer.global_step % self.every_n_train_steps == 0
+            return self._moments.has_passed(self.every_n_train_steps)
         if trainer.is_global_zero and time.monotonic() - self._saved_at >= (self.train_time_interval or 0.0):
             self._saved_at = time.monotonic()
             self._sync_point.request()

@@ -93,7 +93,7 @@ class Metrics(Protocol):
         """Add values to callback_metrics; they must be the same on every rank."""
 
     def is_outdated(self, name: str) -> bool:
-        """Return whether a metric is a validation's of earlier weights."""
+        """Return whether a metric is a validation's of earlier weights, or at an epoch's end that of an earlier epoch."""
 
 
 class SavingEngine(Protocol):

@@ -180,7 +180,12 @@ class TrainwrightCLI:
             )
         if callbacks:
             arguments["callbacks"] = callbacks
-        return self.trainer_class(**arguments)
+        try:
+            return self.trainer_class(**arguments)
+        except (TypeError, ValueError) as error:
+            if self.trainer_class is not Trainer:  # the code of a subclass may be what is wrong
+                raise
+            self._called_parser.error(str(error), error)
 
     # The parsers.
 

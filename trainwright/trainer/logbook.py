@@ -56,6 +56,8 @@ class Logbook:
         self._latest = {"callback": self._callback, "logged": self._logged, "shown": self._shown}
         self._scored_at: dict[str, int] = {}
         """By metric of the latest validation, the optimizer step of the weights that it scored."""
+        self._epoch_of: dict[str, int] = {}
+        """By metric of the training, the epoch whose value it has."""
         self._held_rows: list[tuple[dict[str, float], int]] = []
         """Rows of a validation within fit, held until it ends: a run that leaves it writes them when it is resumed."""
         self._outer: MetricCollector | None = None
@@ -196,6 +198,7 @@ class Logbook:
             **{name: to_numbers(values) for name, values in self._latest.items()},
             "evaluation_batches": dict(self._earlier_batches),
             "scored_at": dict(self._scored_at),
+            "epoch_of": dict(self._epoch_of),
         }
 
     def latest(self) -> dict[str, Any]:
@@ -208,6 +211,7 @@ class Logbook:
             values.update(state.get(name, {}))
         self._earlier_batches.update(state.get("evaluation_batches", {}))
         self._scored_at.update(state.get("scored_at", {}))
+        self._epoch_of.update(state.get("epoch_of", {}))
 
     def logger_states(self) -> list[dict[str, Any]]:
         """Return the loggers' positions for a checkpoint, after writing what they hold back; empty on ranks other than 0."""
@@ -235,6 +239,7 @@ class Logbook:
         for values in self._latest.values():
             values.clear()
         self._scored_at.clear()
+        self._epoch_of.clear()
         self.load_state_dict(latest)
         self._batches.clear()
         self._held_rows.clear()
@@ -255,7 +260,9 @@ class Logbook:
         self.unfinished = state
 
     def is_outdated(self, name: str) -> bool:
-        return self._scored_at.get(name, self._state.step) != self._state.step
+        state = self._state
+        is_earlier = state.epoch_ended and self._epoch_of.get(name, state.epoch) != state.epoch
+        return is_earlier or self._scored_at.get(name, state.step) != state.step
 
     def resume_epoch(self) -> None:
         """Resume the epoch's values from the checkpoint; they replace what the hooks of the epoch's start logged again."""
@@ -298,8 +305,9 @@ class Logbook:
                 continue
             if collector is not None and collector.stage == "train" and not each.rank_zero_only:
                 self._callback[each.base_name] = self._callback[each.step_name] = value
-                self._scored_at.pop(each.base_name, None)  # no longer a validation's
-                self._scored_at.pop(each.step_name, None)
+                for known in (self._scored_at, self._epoch_of):  # no longer an epoch's
+                    known.pop(each.base_name, None)
+                    known.pop(each.step_name, None)
             if each.logger:
                 self._logged[each.step_name] = value
                 self._logs_steps = True
@@ -311,9 +319,12 @@ class Logbook:
             for name in (key.base_name, key.epoch_name):
                 self._callback[name] = number
                 self._scored_at.pop(name, None)
+                self._epoch_of.pop(name, None)
                 # What an evaluation scored are the weights of this step; after the next one the value is outdated.
                 if self.collector is not self.training_collector:
                     self._scored_at[name] = self._state.step
+                else:
+                    self._epoch_of[name] = self._state.epoch
         if key.logger:
             self._logged[key.epoch_name] = number
         if key.prog_bar:
