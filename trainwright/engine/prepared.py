@@ -18,7 +18,7 @@ from trainwright.data.transfer import map_tensors
 from trainwright.engine.engine import Engine
 from trainwright.engine.gradients import clear_gradients
 from trainwright.engine.prepared_loader import PreparedLoader
-from trainwright.engine.window import AccumulationWindows
+from trainwright.engine.window import AccumulationWindows, ModelWindow
 from trainwright.precision.base import Closure
 from trainwright.strategies.base import Clipping, StepResult
 
@@ -67,6 +67,8 @@ class PreparedOptimizer(Optimizer):
         """How many losses had been sent backward when the gradients were last cleared."""
         self._cleared_at: int | None = None
         """The same count at a deferred `zero_grad`; None without one."""
+        self._stepped_in: tuple[ModelWindow, int] | None = None
+        """The window of the latest step, and how many batches it had had; None once a later one has begun."""
 
     def __getattr__(self, name: str) -> Any:  # param_groups, state, and what else an optimizer has
         if name == "optimizer":  # a copy that has no attributes yet
@@ -103,7 +105,7 @@ class PreparedOptimizer(Optimizer):
         self.steps_called += 1
         if windows is not None:
             if not windows.current.is_at_end:
-                self._is_done = False  # a zero_grad that follows has to keep this window's gradients
+                self._is_done, self._stepped_in = False, None  # a zero_grad that follows keeps this window's gradients
                 return None
             if self._cleared_at == windows.backwards:
                 self._drop_waiting()  # cleared after its last backward, it has nothing to step with
@@ -119,6 +121,7 @@ class PreparedOptimizer(Optimizer):
         self._is_done = True
         if windows is not None:
             windows.clear()
+            self._stepped_in = windows.current, windows.current.batches
         if self._after_step is not None:
             self._after_step(result)
         return result
@@ -176,11 +179,24 @@ class PreparedOptimizer(Optimizer):
         )
         is_clipped = self.optimizer in self._engine.strategy.finalized
         # Loops call this in every batch, before the backward or after the step; only a window's gradients may be lost by it.
-        if windows is None or is_plain or is_clipped or self._is_done or windows.backwards == self._began:
+        if (
+            windows is None
+            or is_plain
+            or is_clipped
+            or self._is_done
+            or windows.backwards == self._began
+            or self._is_between(windows)
+        ):
             self.drop_gradients(set_to_none)
         elif windows.current.is_at_end:  # before the last backward, or instead of a step
             self._cleared_at = windows.backwards
             windows.current.put_off(self._drop_waiting)
+
+    def _is_between(self, windows: AccumulationWindows) -> bool:
+        """Return whether its own window has ended with a step, and the current one is that of other models."""
+        if self._stepped_in is None or windows.current is self._stepped_in[0]:
+            return False
+        return windows.is_over(*self._stepped_in) and windows.current.has_none_of(stepped_by(self))
 
     def drop_gradients(self, set_to_none: bool = True) -> None:
         """Clear the gradients, also those that wait for the end of a window."""

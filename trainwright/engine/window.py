@@ -106,6 +106,8 @@ class ModelWindow(AccumulationWindow, AbstractContextManager[None]):
         self._windows, self._models = windows, models
         self._iteration: Iteration | None = None
         """The pass over a loader that it began in."""
+        self.batches = 0
+        """How many batches it has had so far, those of earlier windows too."""
         self._corrected: set[int] = set()
         self._put_off: list[Callable[[], None]] = []
         """What clears gradients once the next window begins, as `zero_grad` came at this one's end, before the step."""
@@ -113,6 +115,7 @@ class ModelWindow(AccumulationWindow, AbstractContextManager[None]):
     def __enter__(self) -> None:
         windows = self._windows
         windows.current = self
+        self.batches += 1
         if self._put_off and self._position == 0:
             waiting, self._put_off = self._put_off, []
             for clear in waiting:
@@ -150,6 +153,12 @@ class ModelWindow(AccumulationWindow, AbstractContextManager[None]):
         if self._windows.drop_gradients(self._models) and warns:
             self._windows.warn_of_drop(batches, self.length)
         return True
+
+    def has_none_of(self, parameters: set[Tensor]) -> bool:
+        """Return whether it is that of other models than these parameters'."""
+        return bool(self._models) and not any(
+            each in parameters for model in self._models for each in model.parameters()
+        )
 
     def put_off(self, clear: Callable[[], None]) -> None:
         """Call this when the next window of these models begins."""
@@ -215,6 +224,10 @@ class AccumulationWindows:
     def is_counting(self) -> bool:
         """Return whether the loop uses `accumulate`, and does not count its batches by itself."""
         return bool(self._windows)
+
+    def is_over(self, window: ModelWindow, batches: int) -> bool:
+        """Return whether one of these windows has had no batch since it had had that many."""
+        return window.batches == batches and window in self._windows.values()
 
     def drop_left(self) -> bool:
         """Drop the open windows that the loop has left by leaving its loader; return whether there were any."""
