@@ -411,6 +411,7 @@ PACKAGE_LINES = [
         "DeepSpeed trains twice with one optimizer and names foreign tensors; calls and callbacks name the nearest argument",
     ),
     (22, "parameters() that returns groups is named; stage 3 says so where parameters are swapped"),
+    (5, "stage 3 trains on after a backward that failed within the model"),
 ]
 """Lines of the package: what is added to it, or taken off, with the reason. The sum is the limit."""
 
