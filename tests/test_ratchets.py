@@ -412,6 +412,7 @@ PACKAGE_LINES = [
     ),
     (22, "parameters() that returns groups is named; stage 3 says so where parameters are swapped"),
     (5, "stage 3 trains on after a backward that failed within the model"),
+    (35, "fsdp trains on after a forward or backward that failed"),
 ]
 """Lines of the package: what is added to it, or taken off, with the reason. The sum is the limit."""
 
