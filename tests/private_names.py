@@ -164,6 +164,16 @@ TORCH = (
         "gather for the backward of a loss that was made outside of a forward (strategies/fsdp.py)",
     ),
     Use(
+        "torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState",
+        "_root_post_backward_final_callback _state_ctx",
+        "train on after a forward or backward that failed (strategies/shard_write_back.py)",
+    ),
+    Use(
+        "torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup",
+        "_training_state",
+        "train on after a forward or backward that failed (strategies/shard_write_back.py)",
+    ),
+    Use(
         "torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup",
         "_reshard_after_forward_event",
         "let what a step wrote be in the shards before they are gathered (strategies/shard_write_back.py)",

@@ -420,6 +420,8 @@ PACKAGE_LINES = [
     (60, "ModelCheckpoint knows its best checkpoints after their folder was moved or copied"),
     (5, "what the Trainer refuses of a command line is a wrong argument"),
     (29, "a loop clears what another model's loss has left on a model between its windows"),
+    (5, "stage 3 trains on after a backward that failed within the model"),
+    (35, "fsdp trains on after a forward or backward that failed"),
 ]
 """Lines of the package: what is added to it, or taken off, with the reason. The sum is the limit."""
 

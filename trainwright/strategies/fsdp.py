@@ -61,10 +61,10 @@ from trainwright.strategies.shard_write_back import (
 from trainwright.strategies.sharded_access import (
     ROOT,
     Root,
-    explain,
     guard,
     note_use_in_hook,
     open_methods,
+    recovering,
     refuse_copy,
     refuse_sharded_loss,
     reshard_after_call,
@@ -312,13 +312,8 @@ class FSDPStrategy(Strategy):
         root: Any = self.wrapped[module]
         self.buffers.begin_step(module)
         self._due.watch(self._automatic and self.ends_window and self.world_size > 1).begin(name)
-        try:
-            with self.precision.forward_context() or nullcontext():
-                outputs = root(name, *args, **kwargs)
-        except RuntimeError as error:
-            if (explained := explain(error, module)) is not None:
-                raise explained from error
-            raise
+        with self.precision.forward_context() or nullcontext(), recovering([root], module):
+            outputs = root(name, *args, **kwargs)
         if not (self._automatic and torch.is_grad_enabled()):
             root.reshard()  # no backward will do it, and hooks must freeze the shards, not the gathered parameters
             if self.cpu_offload and self.device.type != "cpu":
@@ -336,7 +331,7 @@ class FSDPStrategy(Strategy):
         # the root's group would never be reduced.
         for root in () if self._automatic else self.wrapped.values():
             root._get_fsdp_state()._register_pre_backward_hook(loss)
-        with self._due.backward(self._use.has_come):
+        with self._due.backward(self._use.has_come), recovering(self.wrapped.values()):
             super().backward(loss, send, **options)
         if self.world_size > 1:
             self._use.note_gradients()

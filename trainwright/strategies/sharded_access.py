@@ -10,6 +10,7 @@ import inspect
 import linecache
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial, wraps
 from types import TracebackType
 from typing import Any
@@ -21,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from trainwright.strategies.base import StepForward
-from trainwright.strategies.shard_write_back import record_versions, write_back
+from trainwright.strategies.shard_write_back import end_backward, record_versions, write_back
 
 ROOT = "_fsdp_root"
 """The attribute of a sharded module that keeps FSDP's root for its next run."""
@@ -108,6 +109,32 @@ class Root(StepForward):
         write_back(self)
         self.reshard()  # type: ignore[operator]
 
+    def abandon(self) -> None:
+        """End a forward or backward that failed, and drop what it has not reduced. Sends nothing.
+
+        FSDP would take the next backward for a part of that one, and reduce nothing any more. Within a step the root stays
+        gathered.
+        """
+        end_backward(self)
+        kept: Any = self if self.depth > 0 else None
+        for group in self.modules():
+            if isinstance(group, FSDPModule) and group is not kept:
+                group.reshard()
+
+
+@contextmanager
+def recovering(roots: Iterable[Any], module: nn.Module | None = None) -> Iterator[None]:
+    """Let roots train on if a forward, of this module, or a backward fails in the block: the user may catch the error."""
+    try:
+        yield
+    except BaseException as error:
+        explained = None if module is None else explain(error, module)
+        for root in roots:
+            root.abandon()
+        if explained is not None:
+            raise explained from error
+        raise
+
 
 def unshard_for_call(module: nn.Module, args: Any) -> None:
     """Gather parameters for a call outside a step, such as after a fit; a forward pre-hook. Collective."""
@@ -181,7 +208,7 @@ def _opening(
     return call
 
 
-def explain(error: Exception, module: nn.Module) -> RuntimeError | None:
+def explain(error: BaseException, module: nn.Module) -> RuntimeError | None:
     """Return an error that names the sharded parameter that a step used outside its module; None for other errors."""
     if MIXED not in str(error):
         return None

@@ -92,6 +92,8 @@ class ZeroOptimizer(OptimizerProxy):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Discard the gradients in DeepSpeed's buckets, where it keeps them instead of in `.grad`."""
         zero = self.engine.optimizer
+        for parameter in parameters_of(self):
+            parameter.grad = None  # a backward that failed has left it, and on the CPU DeepSpeed's call fails for it
         zero.zero_grad()
         self.master.clear()
         if hasattr(zero, "all_grad_tensors"):  # stages 1 and 2

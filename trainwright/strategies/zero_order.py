@@ -74,6 +74,9 @@ class ReductionOrder:
             self._zero.extra_large_param_to_reduce.clear()
             self._zero.grads_in_partition = None
             self._zero.params_already_reduced = [False] * len(self._zero.params_already_reduced)
+        elif self.stage == 3 and not self.has_ended:
+            for bucket in self._zero.ipg_buckets.values():
+                bucket.clear_params()
         self.has_ended = False
         self._begin()
 
