@@ -105,6 +105,11 @@ TORCH = (
     ),
     Use(
         "torch._C._distributed_c10d.Reducer",
+        "_reset_state",
+        "train on after a backward that failed and whose error the user has caught (strategies/ddp.py)",
+    ),
+    Use(
+        "torch._C._distributed_c10d.Reducer",
         "_rebuild_buckets",
         "prepare DDP's reducer for a manual backward (strategies/ddp.py)",
     ),

@@ -161,7 +161,7 @@ def public_names() -> list[str]:
 FLOORS = [
     "states",
     "checkpoint_choice clock inputs locks log_rules missing_names phase settings stage steps",
-    "logged_value oversights parts state",
+    "logged_value oversights parts plain_backwards state",
     "loops metric_objects stop",
     "metrics",
     "reduction uneven_round",
@@ -420,6 +420,7 @@ PACKAGE_LINES = [
     (60, "ModelCheckpoint knows its best checkpoints after their folder was moved or copied"),
     (5, "what the Trainer refuses of a command line is a wrong argument"),
     (29, "a loop clears what another model's loss has left on a model between its windows"),
+    (99, "plain backwards of manual optimization are refused; ddp trains on after a backward that failed"),
     (5, "stage 3 trains on after a backward that failed within the model"),
     (35, "fsdp trains on after a forward or backward that failed"),
 ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -349,3 +350,53 @@ def caught(folder: Path) -> dict[str, float]:
 def test_the_backward_after_one_that_failed_counts(tmp_path: Path) -> None:
     (found,) = run_job(caught, 1, tmp_path)
     assert {name: each for name, each in found.items() if each > 1e-6} == {}
+
+
+def caught_under_ddp(folder: Path) -> dict[str, float]:
+    """Return how far ddp on two ranks is from plain torch after backwards whose errors the user has caught, by the loop."""
+    quiet()
+    paths = [(0, 0), (1, 1), (0, 0), (1, 1), (0, 0)]
+    module, plain = Catches(), Branches()
+    tw.Trainer(strategy="ddp", devices=WORLD, max_epochs=1, **QUIET).fit(module, loader(paths))
+    rank = torch.distributed.get_rank()
+    optimizer, batches = plain.configure_optimizers(), list(loader(paths))
+    for number in (0, 3, 4):
+        (sum(plain(*batch) for batch in batches[WORLD * number :][:WORLD]) / WORLD).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    found = {"manual": (module, plain)}
+
+    for failing in ({0, 1}, {1}):
+        torch.manual_seed(1)
+        model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
+        alone = copy.deepcopy(model)
+        accelerator = tw.Accelerator(cpu=True, strategy="ddp")
+        prepared, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        by_hand = torch.optim.SGD(alone.parameters(), lr=0.1)
+        for number in range(4):
+            halves = torch.randn(WORLD, 4, 8, generator=torch.Generator().manual_seed(number))
+            if number in failing:
+                hook = model[1].register_forward_hook(lambda _, __, out: out.register_hook(module.fail) and None)
+                with pytest.raises(ValueError, match="the user's error"):
+                    accelerator.backward(prepared(halves[rank]).pow(2).mean())
+                hook.remove()
+            else:
+                accelerator.backward(prepared(halves[rank]).pow(2).mean())
+                alone(halves.flatten(0, 1)).pow(2).mean().backward()
+                optimizer.step()
+                by_hand.step()
+            optimizer.zero_grad()
+            by_hand.zero_grad()
+        accelerator.free_memory()
+        found[f"a loop that fails at {failing}"] = (model, alone)
+    return {
+        name: max((x - y).abs().max().item() for x, y in zip(one.parameters(), other.parameters(), strict=True))
+        for name, (one, other) in found.items()
+    }
+
+
+@pytest.mark.slow
+def test_ddp_trains_on_after_a_backward_that_failed(tmp_path: Path) -> None:
+    for found in run_job(caught_under_ddp, WORLD, tmp_path):
+        assert len(found) == 3
+        assert {name: each for name, each in found.items() if each > 1e-6} == {}

@@ -230,7 +230,13 @@ class DDPStrategy(Strategy):
                 # A forward prepares the reducer for one backward. Averaging what was averaged before changes nothing.
                 _prepare(self.wrapped[module], loss)
             self._averaged.update(reached)
-        super().backward(loss, send, **options)
+        try:
+            super().backward(loss, send, **options)
+        except BaseException:
+            for each, wrapped in self.wrapped.items():  # the user may catch it, and train on the next batch
+                wrapped.reducer._reset_state()
+                self._orders[each].restart()
+            raise
         for module in self._due:
             # The other ranks' gradients would be averaged with those of this rank's next step.
             left_out = [at for at, each in enumerate(self._trained[module].values()) if each.grad is None]
@@ -377,6 +383,12 @@ class ReadyOrder:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+
+    def restart(self) -> None:
+        """Drop what an incomplete backward has recorded."""
+        if self.missing:
+            self.indices.clear()
+            self._seen.clear()
 
     def replay(self, indices: Sequence[int]) -> None:
         """Run a backward of zeros in a recorded order, after which the next forward rebuilds the buckets."""

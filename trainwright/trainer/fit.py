@@ -114,6 +114,7 @@ def begin_epoch(run: TrainingRun) -> None:
     run.begin_windows()
     # After the hooks of the epoch's start, which may freeze or unfreeze layers.
     run.engine.refresh_trainable()
+    run.watch_backwards()
     run.engine.sync_gradients(True)
     if run.settings.fused_optimizers:
         for optimizer in run.trained.optimizers:

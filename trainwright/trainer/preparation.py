@@ -90,11 +90,14 @@ def prepare_optimizers(run: TrainingRun) -> None:
             run.step_results.append(result)  # counted when optimizer_step has returned
 
     def announce(optimizer: Optimizer) -> None:
+        run.plain_backwards.refuse()
+        if not run.before_step:
+            return
         with engine.precision.step_context():  # where a step of automatic optimization calls it too
             engine.strategy.finalize(optimizer)
             run.hooks.call("on_before_optimizer_step", optimizer)
 
-    before = announce if run.is_manual and run.before_step else None
+    before = announce if run.is_manual else None
     prepared = [
         PreparedOptimizer(engine, each, before_step=before, after_step=count, has_loss=not run.is_manual)
         for each in wrapped

@@ -27,6 +27,7 @@ from trainwright.trainer.clock import IntervalClock
 from trainwright.trainer.evaluate import Evaluation
 from trainwright.trainer.oversights import LONG_EPOCH, watching
 from trainwright.trainer.phase import ENDING, Phase
+from trainwright.trainer.plain_backwards import PlainBackwards
 from trainwright.trainer.run import Parts, Run
 from trainwright.trainer.sources import LoaderSource, PulledBatches, find_transfer
 from trainwright.trainer.steps import StepArguments, read_step
@@ -81,8 +82,10 @@ class TrainingRun(Run):
         self.waiting_saves: list[tuple[str, bool, bool, bool]] = []
         """Checkpoints requested within a batch, a window or an epoch's end, to be written after it: path, weights_only,
         blocking and overwrite."""
+        self.plain_backwards = PlainBackwards()
         self.progress.follow(self.window)
         self.close_at_end(self._drop_batches)
+        self.close_at_end(self.plain_backwards.close)
 
     def _drop_batches(self) -> None:
         """Free what holds a batch: the Trainer keeps this run until its next one."""
@@ -186,7 +189,14 @@ class TrainingRun(Run):
             self.window.hold_gradients()  # until an optimizer steps
             if self.data.uneven and (weight := self.weight) != 1.0:
                 loss = loss * weight
-        super().backward(loss, send, options)
+        with self.plain_backwards.own():
+            super().backward(loss, send, options)
+
+    def watch_backwards(self) -> None:
+        """Refuse plain backwards of manual optimization, if the strategy or the precision does a part of a backward."""
+        strategy, is_scaled = self.engine.strategy, self.engine.precision.has_scaler
+        if self.is_manual and (is_scaled or self.engine.world_size > 1) and strategy.gradients_are_parameters:
+            self.plain_backwards.watch(self.module)
 
     def wait_with(self, generators: dict[str, Any]) -> None:
         """Set these generators once the hooks of the epoch's start have run."""
