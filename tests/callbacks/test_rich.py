@@ -349,11 +349,11 @@ def test_bars_in_a_notebook() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the clients' own
         import nbformat
-        from nbclient import NotebookClient
+        from notebook_client import run_notebook
 
         source = NOTEBOOK.format(tests=str(Path(__file__).parents[1]))
         notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source)])
-        NotebookClient(notebook, timeout=int(deadline(300)), kernel_name="python3").execute()
+        run_notebook(notebook)
     widgets = notebook.metadata["widgets"]["application/vnd.jupyter.widget-state+json"]["state"]
     shown = [output["data"]["text/plain"] for each in widgets.values() for output in each["state"].get("outputs", ())]
     assert any(re.search(r"Epoch 0 .* 11/11 .*shown=0.123", COLORS.sub("", text)) for text in shown), shown

@@ -17,7 +17,6 @@ from typing import Any
 from unittest import mock
 
 import pytest
-from deadlines import deadline
 from forked import run_python
 from jobs import run_job
 
@@ -68,18 +67,15 @@ def test_on_one_process_twice(tmp_path: Path) -> None:
 
 def execute(folder: Path) -> Any:
     """Return the notebook with the outputs that it has here."""
-    nbformat, nbclient = pytest.importorskip("nbformat"), pytest.importorskip("nbclient")
+    nbformat = pytest.importorskip("nbformat")
+    pytest.importorskip("nbclient")
     pytest.importorskip("ipykernel")
+    from notebook_client import run_notebook
+
     notebook = nbformat.read(NOTEBOOK, as_version=4)
     variables = {"PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}", "OMP_NUM_THREADS": "1"}
     with mock.patch.dict(os.environ, variables):  # which the kernel inherits
-        nbclient.NotebookClient(
-            notebook,
-            timeout=int(deadline(300)),
-            kernel_name="python3",
-            record_timing=False,
-            resources={"metadata": {"path": str(folder)}},
-        ).execute()
+        run_notebook(notebook, folder, record_timing=False)
     return notebook
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from deadlines import deadline
 from started import ROOT
 
 nbformat = pytest.importorskip("nbformat")
@@ -72,11 +71,10 @@ except TypeError as error:
 
 def test_cells(tmp_path: Path) -> None:
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(each.strip()) for each in CELLS])
-    client = nbclient.NotebookClient(
-        notebook, timeout=int(deadline(300)), kernel_name="python3", resources={"metadata": {"path": str(tmp_path)}}
-    )
+    from notebook_client import run_notebook
+
     with pytest.raises(nbclient.exceptions.CellExecutionError) as caught:
-        client.execute()
+        run_notebook(notebook, tmp_path)
     assert "WorkerFailed" in str(caught.value)
     assert "labels are out of range" in str(caught.value)
     assert 'raise ValueError("labels are out of range")' in str(caught.value)  # the line of the cell

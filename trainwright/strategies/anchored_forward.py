@@ -18,9 +18,9 @@ class AnchoredForward(StepForward):
     used none would take no part: the other ranks would wait for it, or be averaged with its next step.
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, like: nn.Parameter) -> None:
+        """Give the anchor the dtype and the device of a parameter that is trained."""
         super().__init__(module)
-        like = next(each for each in module.parameters() if each.requires_grad)
         dtype = like.dtype if like.is_floating_point() else torch.float32
         self.anchor = nn.Parameter(torch.zeros((), dtype=dtype, device=like.device))
 

@@ -146,7 +146,9 @@ class DDPStrategy(Strategy):
             broadcast_tensors(replicated(module, module.named_parameters()))
             return
         is_searching = self.find_unused_parameters or not self._automatic
-        forward: Any = AnchoredForward(module) if is_searching and not self.static_graph else StepForward(module)
+        forward: Any = StepForward(module)
+        if is_searching and not self.static_graph:
+            forward = AnchoredForward(module, next(iter(self._trained[module].values())))
         # Buffers too: DDP would broadcast those that it found when it was made (see SyncedBuffers).
         not_ddps = (*left_out, *(name for name, _ in module.named_buffers()))
         forward._ddp_params_and_buffers_to_ignore = [f"module.{name}" for name in not_ddps]

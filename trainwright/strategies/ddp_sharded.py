@@ -43,8 +43,6 @@ from trainwright.strategies.step_probe import refuse_uneven_steps
 
 _WHOLE: WeakKeyDictionary[Optimizer, list[list[Tensor]]] = WeakKeyDictionary()
 """The parameters of each group before the ranks divided them, by the user's optimizer."""
-
-
 _OWNERS: WeakKeyDictionary[Optimizer, dict[nn.Parameter, int]] = WeakKeyDictionary()
 """The rank of each parameter: that of the fit before, if an optimizer is used again, because its state is there."""
 

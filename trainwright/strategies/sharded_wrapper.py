@@ -81,9 +81,7 @@ class _Following(_SHARDED_DDP):  # type: ignore[misc]
     def end_backward(self) -> None:
         """Send zeros if this rank's backward has reached none of the parameters: those of other ranks may have."""
         if not self._should_accumulate_grads and not self._has_flushed:
-            self._bucket_flush_callback_set = (
-                True  # or sending would ask for a flush at the backward's end, which is over
-            )
+            self._bucket_flush_callback_set = True  # or sending would ask for a flush at the backward's end, now over
             self._flush()
 
     def _clear_counters(self) -> None:

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from trainwright.distributed.collectives import Exchange, gather_object
+from trainwright.strategies.base import trained
 
 MOST_CHANGES = 1000
 """Of which parameters are used, that are kept to name the first backward at which the ranks differ."""
@@ -164,7 +165,7 @@ class DueBackward:
 def are_all_stepped(modules: Iterable[nn.Module], optimizers: Sequence[Optimizer]) -> bool:
     """Return whether the optimizers step all that the modules train, as an engine's own optimizer does."""
     stepped = {each for optimizer in optimizers for group in optimizer.param_groups for each in group["params"]}
-    return not optimizers or all(p in stepped for module in modules for p in module.parameters() if p.requires_grad)
+    return not optimizers or all(p in stepped for module in modules for p in trained(module).values())
 
 
 def _ranks(numbers: Sequence[int]) -> str:
