@@ -239,7 +239,8 @@ class DDPStrategy(Strategy):
                 wrapped.reducer._reset_state()
                 self._orders[each].restart()
             raise
-        for module in self._due:
+        if self._due:
+            module = self._due.pop()
             # The other ranks' gradients would be averaged with those of this rank's next step.
             left_out = [at for at, each in enumerate(self._trained[module].values()) if each.grad is None]
             raise self._unused(module, left_out or [0])

@@ -17,7 +17,7 @@ class PlainBackwards:
         self._names: dict[Tensor, str] = {}
         self._handles: list[RemovableHandle] = []
         self._came: set[Tensor] = set()
-        self._is_in_step = False
+        self._has_looked = False
 
     def watch(self, module: nn.Module) -> None:
         """Watch what a module trains, and nothing else."""
@@ -50,8 +50,8 @@ class PlainBackwards:
 
     def refuse(self) -> None:
         """Raise RuntimeError if a plain backward has given gradients that were not discarded."""
-        if self._module is not None and not self._is_in_step:
-            self._is_in_step = True  # within one, the module has what fsdp has gathered instead of its shards
+        if self._module is not None and not self._has_looked:
+            self._has_looked = True  # once, within a step: the module has what fsdp has gathered instead of its shards
             self._came.update(each for each in self._watch_new(self._module) if each.grad is not None)
         if not self._came:
             return
@@ -69,4 +69,4 @@ class PlainBackwards:
             each.remove()
         for kept in (self._names, self._handles, self._came):
             kept.clear()
-        self._module, self._is_in_step = None, False
+        self._module, self._has_looked = None, False
