@@ -325,7 +325,7 @@ def main() -> None:
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore")  # DeepSpeed's and FairScale's advice
     logging.disable(logging.WARNING)
-    for name in ("torch._dynamo", "deepspeed", "fairscale"):  # so that memory grows by tensors alone
+    for name in ("torch._dynamo.eval_frame", "deepspeed", "fairscale"):  # so that memory grows by tensors alone
         try:
             importlib.import_module(name)
         except ImportError:

@@ -131,7 +131,7 @@ class Job:
 
     def make_net(self) -> Net:
         """Make the model; the memory of the process is measured from here on."""
-        importlib.import_module("torch._dynamo")  # which some loops would import later, and some have by now
+        importlib.import_module("torch._dynamo.eval_frame")  # which some loops would import later, and some have by now
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
             self._memory = torch.cuda.memory_allocated()

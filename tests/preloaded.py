@@ -12,7 +12,7 @@ import trainwright as tw
 
 MODULES = (
     "pytest",  # which many jobs use
-    "torch._dynamo",
+    "torch._dynamo.eval_frame",
     "torch._inductor.compile_fx",
     "torch.distributed.fsdp",
     "torch.distributed.nn.functional",

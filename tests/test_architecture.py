@@ -165,7 +165,7 @@ of_a_script = set(sys.modules)
 [getattr(tw, name) for name in tw.__all__]
 print(sorted(forbidden))
 print("trainwright.trainer.trainer" in early, "torch.distributed.elastic.agent" in sys.modules, "deepspeed" in sys.modules)
-print("torch._dynamo" in of_a_script, "torch.distributed.tensor" in of_a_script)
+print("torch._dynamo.eval_frame" in of_a_script, "torch.distributed.tensor" in of_a_script)
 """
 
 

@@ -13,7 +13,7 @@ import importlib
 import sys
 from typing import TYPE_CHECKING, Any
 
-from trainwright import import_paths
+from trainwright import deferred_compiler, import_paths
 from trainwright.replaced_names import instead_of
 
 if TYPE_CHECKING:
@@ -282,3 +282,4 @@ def __dir__() -> list[str]:
 
 
 import_paths.install()
+deferred_compiler.defer()

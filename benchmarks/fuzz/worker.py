@@ -28,7 +28,7 @@ from fuzz.kind import Config, Kind, Refused
 Answer = dict[str, Any]
 """`differences`; `refused`, a text or None; `spent`, whether the process cannot be trusted with another case."""
 
-LATE = ("torch._dynamo", "trainwright.trainer.trainer", "trainwright.raw_loop.accelerator", "trainwright.loggers.csv")
+LATE = ("trainwright.trainer.trainer", "trainwright.raw_loop.accelerator", "trainwright.loggers.csv")
 """What a run imports where it first needs it: most of a small run's time, if each fork did."""
 
 

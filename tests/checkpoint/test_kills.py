@@ -12,7 +12,6 @@ JOB = """
 import json, os, random, signal, socket, sys, time
 import torch
 torch.set_num_threads(1)
-import torch._dynamo  # what each rank would import, imported once
 import trainwright as tw
 import trainwright.raw_loop.accelerator, trainwright.strategies.ddp
 from trainwright.checkpoint.discovery import find_checkpoints, remove_checkpoint

@@ -1,0 +1,188 @@
+"""torch's compiler is imported by those who use it, and then is as it would have been from the start."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from deadlines import deadline
+
+pytestmark = pytest.mark.launch
+
+RUN = """
+import sys
+import torch
+import trainwright as tw
+from torch.utils.checkpoint import checkpoint
+
+class Regression(tw.Module):
+    def __init__(self):
+        super().__init__()
+        self.net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 1))
+    def training_step(self, batch, batch_idx):
+        return checkpoint(self.net, batch, use_reentrant=False).square().mean()
+    def configure_optimizers(self):
+        return torch.optim.Adam(self.parameters(), fused=False)
+
+def train(folder, **settings):
+    trainer = tw.Trainer(max_epochs=2, logger=False, enable_progress_bar=False, enable_model_summary=False,
+                         accelerator="cpu", default_root_dir=folder, **settings)
+    trainer.fit(Regression(), torch.utils.data.DataLoader(torch.ones(16, 4), batch_size=2))
+
+def is_imported():
+    return "torch._dynamo.eval_frame" in sys.modules
+"""
+
+USES = """
+import inspect, json, os, threading
+train("run", enable_checkpointing=True)
+inspect.getmodule(lambda: 0)  # which looks through all modules
+import torch._dynamo
+import torch._dynamo.config
+config = sys.modules["torch._dynamo.config"]
+assert torch._dynamo.config is config
+assert not is_imported(), "the run imported it"
+
+def check():
+    real = sys.modules["torch._dynamo"]
+    assert is_imported() and torch._dynamo is real and real.__spec__.origin.endswith("__init__.py")
+    assert real.config is config and real.eval_frame.config is config
+    for name, module in sys.modules.items():
+        if name.startswith("torch._dynamo."):
+            parent, _, last = name.rpartition(".")
+            attribute = getattr(sys.modules[parent], last, module)
+            assert attribute is module or not inspect.ismodule(attribute), name
+            assert module.__spec__.loader.__class__.__name__ == "SourceFileLoader", name
+
+def by_submodule():
+    import torch._dynamo.utils
+    import torch._dynamo.utils as utils
+    assert torch._dynamo.utils is utils is sys.modules["torch._dynamo.utils"]
+
+def by_new_submodule():
+    import torch._dynamo.debug_utils  # which the compiler does not import itself
+    assert "torch._dynamo.debug_utils" in sys.modules
+
+def by_name():
+    from torch._dynamo import graph_break, list_backends
+    assert "inductor" in list_backends()
+
+def by_held_module():
+    held = torch._dynamo
+    assert held.trace_rules.lookup and held.utils.counters is sys.modules["torch._dynamo"].utils.counters
+    assert held.graph_break() is None
+
+def by_own_function():
+    disabled = torch._dynamo.disable(check)
+    assert is_imported() and disabled is not check
+    assert torch.compiler.disable(check) is not check
+
+def by_threads():
+    found, barrier = [], threading.Barrier(4)
+    def use(number):
+        barrier.wait()
+        if number % 2:
+            import torch._dynamo.symbolic_convert as module
+            found.append(module is sys.modules["torch._dynamo"].symbolic_convert)
+        else:
+            found.append(torch._dynamo.OptimizedModule is not None)
+    threads = [threading.Thread(target=use, args=(each,)) for each in range(4)]
+    [each.start() for each in threads]
+    [each.join() for each in threads]
+    assert found == [True] * 4, found
+
+def by_ddp_mode():
+    assert torch._dynamo.utils.get_optimize_ddp_mode() == "ddp_optimizer" and not is_imported()
+    config.optimize_ddp = "python_reducer"
+    assert torch._dynamo.utils.get_optimize_ddp_mode() == "python_reducer"
+
+for use in (by_submodule, by_new_submodule, by_name, by_held_module, by_own_function, by_threads, by_ddp_mode):
+    child = os.fork()
+    if not child:
+        try:
+            use()
+            check()
+        except BaseException:
+            sys.excepthook(*sys.exc_info())
+            os._exit(1)
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0, use
+"""
+
+COMPILED = """
+import json
+if "early" in sys.argv:
+    import torch._dynamo.eval_frame
+torch.manual_seed(0)
+net = torch.nn.Linear(4, 1)
+optimizer = torch.optim.Adam(net.parameters(), foreach=False)
+
+@torch._disable_dynamo  # as torch's optimizers have it
+def twice(batch):
+    return batch * 2
+
+def step(batch):
+    optimizer.zero_grad()
+    loss = net(twice(batch + 1)).square().mean()
+    torch._dynamo.graph_break()
+    loss = loss + 1
+    loss.backward()
+    optimizer.step()
+    return loss
+
+step(torch.ones(2, 4))
+assert is_imported() == ("early" in sys.argv)
+optimizer.state_dict()
+from torch._dynamo.testing import CompileCounter
+counter = CompileCounter()
+compiled = torch.compile(step, backend=counter)
+losses = [float(compiled(torch.full((2, 4), float(each)))) for each in range(3)]
+assert isinstance(torch.compile(net), torch._dynamo.OptimizedModule)
+print(json.dumps([counter.frame_count, counter.op_count, losses]))
+"""
+
+STRATEGIES = """
+for strategy in ("ddp", "ddp_sharded", "fsdp", "deepspeed"):
+    train(strategy, strategy=strategy, devices=2)
+    assert not is_imported(), strategy
+train("compiled", strategy="ddp", devices=2, compile={"backend": "eager"})
+assert is_imported()
+print("trained")
+"""
+
+
+def run(program: str, folder: Path, *arguments: str, warnings_are: str = "error") -> str:
+    command = [sys.executable, "-W", warnings_are, "-c", RUN + program, *arguments]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=deadline(120.0), check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_each_use_finds_the_whole_compiler(tmp_path: Path) -> None:
+    run(USES, tmp_path)
+
+
+def test_it_compiles_what_it_would_have(tmp_path: Path) -> None:
+    late, early = (
+        json.loads(run(COMPILED, tmp_path, each, warnings_are="ignore").splitlines()[-1]) for each in ("late", "early")
+    )
+    assert late == early
+    assert late[0] >= 2
+
+
+def test_no_strategy_imports_it(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(RUN + STRATEGIES)
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", script],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=deadline(180.0),
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "trained" in done.stdout
