@@ -13,8 +13,8 @@
 #                          and the fast ones of the trainer, the data, the precisions and checkpoints; ARGS="tests/engine -x" for others
 #   make check             formatting, lint, types; make format mends the first two
 #   make docs              the documentation as a site, in site/; a warning is an error
-#   make bench             benchmarks/overhead.py (ARGS), ddp_overhead.py (DDP_ARGS), strategies.py (STRATEGY_ARGS) and checkpoint.py
-#                          (CHECKPOINT_ARGS), beside other frameworks and beside their goals
+#   make bench             benchmarks/overhead.py (ARGS), start.py (START_ARGS), ddp_overhead.py (DDP_ARGS), strategies.py (STRATEGY_ARGS)
+#                          and checkpoint.py (CHECKPOINT_ARGS), beside other frameworks and beside their goals
 #   make bench-gpu         benchmarks/gpu.py: on a machine with a GPU, ARGS="--minutes 9"; on its own torch with PYTHON=python3, which makes no
 #                          .venv and installs nothing; anywhere, ARGS="--device cpu --small"
 #   make soak              kill training runs at random and compare their ends; KILLS=200 SEED=0, SOAK_ARGS="--strategies ddp"
@@ -26,6 +26,7 @@ PYTHON ?= python3
 DEVICES ?= 1
 ARGS ?=
 WORKERS ?= 2
+START_ARGS ?=
 DDP_ARGS ?=
 STRATEGY_ARGS ?=
 SOAK_ARGS ?=
@@ -114,6 +115,7 @@ docs: $(VENV)/docs.stamp
 
 bench: $(VENV)/bench.stamp
 	$(BIN)/python benchmarks/overhead.py $(ARGS)
+	$(BIN)/python benchmarks/start.py $(START_ARGS)
 	$(BIN)/python benchmarks/ddp_overhead.py $(DDP_ARGS)
 	$(BIN)/python benchmarks/strategies.py $(STRATEGY_ARGS)
 	$(BIN)/python benchmarks/checkpoint.py $(CHECKPOINT_ARGS)

@@ -54,15 +54,16 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5, help="interleaved rounds; the median counts")
     parser.add_argument("--only", default=",".join(LOOPS), help="names of loops of overhead.py, comma-separated")
     options = parser.parse_args()
+    wanted = options.only.split(",")
+    if not {LOOPS[0]} <= set(wanted) <= set(LOOPS):
+        parser.error(f"--only takes {LOOPS[0]}, for the ratios, and others of {', '.join(LOOPS[1:])}")
     figures: dict[str, list[tuple[float, float, float]]] = {}
-    for loop in options.only.split(","):
+    for loop in wanted:
         try:
             measure(loop)  # Python compiles what it imports first
         except ChildProcessError:
             continue
         figures[loop] = []
-    if LOOPS[0] not in figures:
-        raise SystemExit(f"the ratios need {LOOPS[0]} among --only")
     for _ in range(options.rounds):
         for loop, rows in figures.items():
             rows.append(measure(loop))

@@ -17,8 +17,9 @@ LAYERS = [
     {
         "arguments",
         "callers",
-        "duration",
         "compiled_names",
+        "deferred_compiler",
+        "duration",
         "gradient_norms",
         "import_paths",
         "metric_direction",

@@ -57,6 +57,19 @@ def test_steps_beside_hand_written_ones_and_their_goals() -> None:
 
 
 @pytest.mark.slow
+def test_starts_beside_a_hand_written_one() -> None:
+    names = ["hand_written", "trainwright_trainer"]
+    done = run("--rounds", "1", "--only", ",".join(names), script="start.py")
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = [line.split() for line in done.stdout.splitlines() if line.startswith(("hand", "train"))]
+    assert [row[0] for row in rows] == names
+    assert all(float(figure) > 0 for row in rows for figure in row[1:])
+    refused = run("--only", "trainwright_trainer", script="start.py")
+    assert refused.returncode == 2
+    assert "--only takes hand_written, for the ratios" in refused.stderr
+
+
+@pytest.mark.slow
 def test_a_script_beside_itself_on_lightning() -> None:
     done = run("--rounds", "1", "--", "--reviews", "1800", "--epochs", "1", script="imdb.py")
     assert done.returncode == 0, done.stdout + done.stderr
