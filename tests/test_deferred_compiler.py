@@ -37,9 +37,10 @@ def is_imported():
 """
 
 USES = """
-import inspect, json, os, threading
+import importlib.util, inspect, json, os, threading
 train("run", enable_checkpointing=True)
 inspect.getmodule(lambda: 0)  # which looks through all modules
+assert importlib.util.find_spec("torch._dynamo")
 import torch._dynamo
 import torch._dynamo.config
 config = sys.modules["torch._dynamo.config"]

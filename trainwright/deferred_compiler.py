@@ -11,6 +11,7 @@ import importlib
 import importlib.abc
 import importlib.util
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
@@ -28,7 +29,8 @@ class _StandIn(ModuleType):
 
     def __init__(self, name: str, **functions: Any) -> None:
         super().__init__(name)
-        vars(self).update(functions, __path__=[])  # where only `_Submodules` finds anything
+        spec = ModuleSpec(name, None, is_package=True)  # `importlib.util.find_spec` returns it
+        vars(self).update(functions, __spec__=spec, __path__=[])  # where only `_Submodules` finds anything
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):  # of those who look through all modules, such as `inspect`
@@ -62,8 +64,8 @@ class _Submodules(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 def defer() -> None:
-    """Put the import of the compiler off, unless it is imported."""
-    if NAME not in sys.modules:
+    """Put the import of the compiler off, unless it is imported, or is part of a bundle, whose finder comes first."""
+    if NAME not in sys.modules and not getattr(sys, "frozen", False):
         sys.modules[NAME] = _STAND_IN
         sys.meta_path.append(_Submodules())
 
@@ -73,15 +75,16 @@ def _is_deferred() -> bool:
 
 
 def _load() -> Any:
-    if _is_deferred():
-        del sys.modules[NAME]
-        torch = vars(importlib.import_module("torch"))
-        if torch.get("_dynamo") is _STAND_IN:
-            del torch["_dynamo"]
-        for function in _KEPT:  # torch asks again for those
-            for name in [name for name, value in vars(function).items() if value is function]:
-                delattr(function, name)
-        _KEPT.clear()
+    torch = vars(importlib.import_module("torch"))
+    with _LOCK:
+        if _is_deferred():
+            del sys.modules[NAME]
+            if torch.get("_dynamo") is _STAND_IN:
+                del torch["_dynamo"]
+            for function in _KEPT:  # torch asks again for those
+                for name in [name for name, value in vars(function).items() if value is function]:
+                    delattr(function, name)
+            _KEPT.clear()
     return importlib.import_module(NAME)
 
 
@@ -113,6 +116,7 @@ def _clear_lru_cache() -> None:
         _load().trace_rules.clear_lru_cache()
 
 
+_LOCK = threading.Lock()
 _KEPT: list[Callable[..., Any]] = []
 """The functions of torch that hold themselves, as `_disable` returned them."""
 _STAND_IN = _StandIn(
