@@ -37,19 +37,26 @@ def is_imported():
 """
 
 USES = """
-import importlib.util, inspect, json, os, threading
+import copy, importlib.util, inspect, io, json, os, pkgutil, threading
+from pathlib import Path
+from unittest import mock
 train("run", enable_checkpointing=True)
 inspect.getmodule(lambda: 0)  # which looks through all modules
-assert importlib.util.find_spec("torch._dynamo")
+[name for name, module in sys.modules.items() if hasattr(module, "a_plugin_of_mine")]
 import torch._dynamo
 import torch._dynamo.config
 config = sys.modules["torch._dynamo.config"]
 assert torch._dynamo.config is config
+folder = Path(torch._dynamo.__file__).parent
+assert importlib.util.find_spec("torch._dynamo").origin == str(folder / "__init__.py")
+assert "guards" in [each.name for each in pkgutil.iter_modules(torch._dynamo.__path__)]
+assert type(torch._dynamo) is type(sys)  # which libraries pickle by name
 assert not is_imported(), "the run imported it"
+held = torch._dynamo
 
 def check():
     real = sys.modules["torch._dynamo"]
-    assert is_imported() and torch._dynamo is real and real.__spec__.origin.endswith("__init__.py")
+    assert is_imported() and held is torch._dynamo is real and real.__spec__.origin.endswith("__init__.py")
     assert real.config is config and real.eval_frame.config is config
     for name, module in sys.modules.items():
         if name.startswith("torch._dynamo."):
@@ -72,14 +79,49 @@ def by_name():
     assert "inductor" in list_backends()
 
 def by_held_module():
-    held = torch._dynamo
     assert held.trace_rules.lookup and held.utils.counters is sys.modules["torch._dynamo"].utils.counters
     assert held.graph_break() is None
+
+def by_star():
+    names = {}
+    exec("from torch._dynamo import *", names)
+    assert names["list_backends"] is held.list_backends
+
+def by_dir():
+    assert {"guards", "list_backends"} <= set(dir(held))
+
+def by_own_attribute():
+    held.allow_in_graph = check
+    assert held.list_backends and held.allow_in_graph is check
+    with mock.patch("torch._dynamo.list_backends", check):
+        assert held.list_backends is check
+    assert "inductor" in held.list_backends()
+
+def by_file():
+    assert torch.load(nested, weights_only=True).shape[0] == 2
+
+def by_failure():
+    found = []
+    for _ in range(2):
+        with mock.patch.dict(sys.modules, {"torch._dynamo.convert_frame": None}):
+            try:
+                held.list_backends
+            except ImportError as error:
+                found.append(str(error))
+    assert len(found) == 2 and len(set(found)) == 1, found
+    assert "inductor" in held.list_backends()
 
 def by_own_function():
     disabled = torch._dynamo.disable(check)
     assert is_imported() and disabled is not check
     assert torch.compiler.disable(check) is not check
+    assert torch.compiler.disable(checkpoint) is not checkpoint
+
+def by_torchs_function():
+    assert torch.compiler.disable(checkpoint) is not checkpoint
+
+def by_unwrapped_function():
+    assert torch._dynamo.disable(check, wrapping=False) is not check
 
 def by_threads():
     found, barrier = [], threading.Barrier(4)
@@ -96,11 +138,19 @@ def by_threads():
     assert found == [True] * 4, found
 
 def by_ddp_mode():
-    assert torch._dynamo.utils.get_optimize_ddp_mode() == "ddp_optimizer" and not is_imported()
+    def of_ddp():
+        return eval("torch._dynamo.utils.get_optimize_ddp_mode()", vars(torch.nn.parallel.distributed))
+    assert of_ddp() == "ddp_optimizer" and not is_imported()
     config.optimize_ddp = "python_reducer"
-    assert torch._dynamo.utils.get_optimize_ddp_mode() == "python_reducer"
+    assert of_ddp() == "python_reducer"
 
-for use in (by_submodule, by_new_submodule, by_name, by_held_module, by_own_function, by_threads, by_ddp_mode):
+nested = "nested.pt"
+if not os.fork():
+    torch.save(torch.nested.nested_tensor([torch.ones(2, 3), torch.ones(4, 3)], layout=torch.jagged), nested)
+    os._exit(0)
+os.wait()
+for use in (by_submodule, by_new_submodule, by_name, by_held_module, by_star, by_dir, by_own_attribute, by_file, by_failure,
+            by_own_function, by_torchs_function, by_unwrapped_function, by_threads, by_ddp_mode):
     child = os.fork()
     if not child:
         try:
@@ -128,7 +178,6 @@ def twice(batch):
 def step(batch):
     optimizer.zero_grad()
     loss = net(twice(batch + 1)).square().mean()
-    torch._dynamo.graph_break()
     loss = loss + 1
     loss.backward()
     optimizer.step()

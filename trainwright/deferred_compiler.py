@@ -1,8 +1,8 @@
 """torch's compiler, imported when something is compiled or asks for it, and not by the first optimizer.
 
 torch's optimizers, DDP and FSDP import `torch._dynamo` so that it does not compile them, even in runs that compile nothing:
-a second of each process and 85 MiB. Until something is compiled, a module stands in for it that answers these calls; every
-other use of it imports the compiler.
+a second of each process and 85 MiB. So the module is made without its contents, and answers the calls of those few. Every other
+use fills the same module.
 """
 
 from __future__ import annotations
@@ -14,115 +14,157 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from importlib.machinery import ModuleSpec, PathFinder
-from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 NAME = "torch._dynamo"
 _CONFIG = f"{NAME}.config"
-_USED_AT_ONCE = ("torch.distributed.fsdp.", "torch.utils.checkpoint")
-"""Modules of torch that disable a function before each call of it."""
 
 
-class _StandIn(ModuleType):
-    """A module of the compiler before it is imported: some functions, and the real module's attributes otherwise."""
+class _Compiler(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Makes the compiler's module, and executes it when it is used."""
 
-    def __init__(self, name: str, **functions: Any) -> None:
-        super().__init__(name)
-        spec = ModuleSpec(name, None, is_package=True)  # `importlib.util.find_spec` returns it
-        vars(self).update(functions, __spec__=spec, __path__=[])  # where only `_Submodules` finds anything
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):  # of those who look through all modules, such as `inspect`
-            raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
-        if f"{self.__name__}.{name}" == _CONFIG:
-            return importlib.import_module(_CONFIG)
-        _load()
-        return getattr(importlib.import_module(self.__name__), name)
-
-
-class _Submodules(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Imports the compiler before one of its modules; its configuration needs no other module."""
+    def __init__(self) -> None:
+        self.module = ModuleType(NAME)
+        self.empty: dict[str, Any] = {}
+        """The module's attributes before it is executed."""
+        self.is_empty = False
+        self.kept: list[Callable[..., Any]] = []
+        """The functions of torch that hold themselves, as `_keep` returned them."""
+        self._is_executed = False
+        self._lock = threading.RLock()
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
-        if not name.startswith(f"{NAME}.") or not _is_deferred():
-            return None
-        if name == _CONFIG:
-            return PathFinder.find_spec(name, [str(Path(each, "_dynamo")) for each in sys.modules["torch"].__path__])
-        _load()
-        if name not in sys.modules:
-            return importlib.util.find_spec(name)
-        # The compiler has imported it by now, and to import it again would make a second module.
-        return ModuleSpec(name, self, loader_state=sys.modules[name].__spec__)
+        if name == NAME:
+            if target is not None:  # to be reloaded
+                self.load()
+            elif not self._is_executed:
+                real = PathFinder.find_spec(name, path)
+                return real and ModuleSpec(name, self, origin=real.origin, loader_state=real, is_package=True)
+        elif name.startswith(f"{NAME}.") and self.is_empty and name != _CONFIG:  # which needs no other module
+            self.load()
+            if name in sys.modules:  # to import it again would make a second module
+                imported = sys.modules[name].__spec__
+                return imported and ModuleSpec(name, self, origin=imported.origin, loader_state=imported)
+        return None
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
-        return sys.modules[spec.name]
+        if spec.name != NAME:
+            return sys.modules[spec.name]
+        if not self.empty:
+            self.module = importlib.util.module_from_spec(spec.loader_state)
+        return self.module
 
     def exec_module(self, module: ModuleType) -> None:
         assert module.__spec__ is not None
-        module.__spec__ = module.__spec__.loader_state
+        real = module.__spec__.loader_state
+        if module.__name__ == NAME and self.empty:
+            attributes = vars(module)
+            given = {name: value for name, value in attributes.items() if name not in self.empty}  # by users
+            real.loader.exec_module(module)
+            attributes.update(given)
+            del attributes["__getattr__"], attributes["__dir__"]
+            self.is_empty, self._is_executed = False, True
+        elif module.__name__ == NAME:
+            vars(module).update(__getattr__=self._get, __dir__=self._names, __spec__=real, __loader__=real.loader)
+            sys.modules["torch"].serialization.add_safe_globals([(_DimRange, f"{NAME}.decorators._DimRange")])
+            self.empty, self.is_empty = dict(vars(module)), True
+        module.__spec__ = real
+        module.__loader__ = real.loader
+
+    def load(self) -> Any:
+        """Execute the module, unless it is, and return it."""
+        with self._lock:
+            is_first, self.is_empty, before = self.is_empty, False, dict(vars(self.module))
+            if is_first:
+                del sys.modules[NAME]
+                for function in self.kept:  # torch asks again for those
+                    for name in [name for name, value in vars(function).items() if value is function]:
+                        delattr(function, name)
+                self.kept.clear()
+        try:
+            return importlib.import_module(NAME)
+        except BaseException:
+            if is_first:  # so that the next use fails in the same way
+                vars(self.module).clear()
+                vars(self.module).update(before)
+                sys.modules[NAME], self.is_empty = self.module, True
+            raise
+
+    def _get(self, name: str) -> Any:
+        if self.is_empty:
+            caller = sys._getframe(1).f_globals.get("__name__")
+            if (caller, name) in _ANSWERS:
+                return _ANSWERS[caller, name]
+            if name == "config":
+                return importlib.import_module(_CONFIG)
+        if not self.is_empty or self._will_have(name):
+            self.load()
+            if name in vars(self.module):
+                return vars(self.module)[name]
+        raise AttributeError(f"module {NAME!r} has no attribute {name!r}", name=name, obj=self.module)
+
+    def _will_have(self, name: str) -> bool:
+        # Without executing it, since some look through all modules for a name.
+        if name.startswith("__"):
+            return name == "__all__"
+        spec = self.module.__spec__
+        code = spec.loader.get_code(NAME)  # type: ignore[union-attr]
+        return name in code.co_names or PathFinder.find_spec(f"{NAME}.{name}", self.module.__path__) is not None
+
+    def _names(self) -> list[str]:
+        return list(vars(self.load()))
+
+
+class _LikeReal(type):
+    def __eq__(cls, other: object) -> bool:  # `torch.load` looks for either among the classes that it allows
+        return (getattr(other, "__module__", ""), getattr(other, "__name__", "")) == (f"{NAME}.decorators", "_DimRange")
+
+    __hash__ = type.__hash__
+
+
+class _DimRange(metaclass=_LikeReal):
+    """The compiler's class in files of nested tensors: `torch.load` allows it once the compiler is imported."""
+
+    def __new__(cls, *args: Any) -> Any:
+        real = _COMPILER.load().decorators._DimRange
+        return real.__new__(real, *args)
 
 
 def defer() -> None:
     """Put the import of the compiler off, unless it is imported, or is part of a bundle, whose finder comes first."""
-    if NAME not in sys.modules and not getattr(sys, "frozen", False):
-        sys.modules[NAME] = _STAND_IN
-        sys.meta_path.append(_Submodules())
+    if NAME not in sys.modules and _COMPILER not in sys.meta_path and not getattr(sys, "frozen", False):
+        sys.meta_path.insert(0, _COMPILER)
 
 
-def _is_deferred() -> bool:
-    return sys.modules.get(NAME) is _STAND_IN
+def _keep(fn: Any, recursive: bool = True, **options: Any) -> Any:
+    with _COMPILER._lock:
+        if _COMPILER.is_empty:
+            _COMPILER.kept.append(fn)
+            return fn
+    return _COMPILER.load().disable(fn, recursive, **options)
 
 
-def _load() -> Any:
-    torch = vars(importlib.import_module("torch"))
-    with _LOCK:
-        if _is_deferred():
-            del sys.modules[NAME]
-            if torch.get("_dynamo") is _STAND_IN:
-                del torch["_dynamo"]
-            for function in _KEPT:  # torch asks again for those
-                for name in [name for name, value in vars(function).items() if value is function]:
-                    delattr(function, name)
-            _KEPT.clear()
-    return importlib.import_module(NAME)
-
-
-def _graph_break(msg: str = "") -> None:
-    if _is_deferred():
-        vars(sys.modules["torch"]).setdefault("_dynamo", _STAND_IN)  # or torch would import it by name each time
-    else:
-        _load().graph_break(msg)
-
-
-def _disable(fn: Any = None, recursive: bool = True, **options: Any) -> Any:
-    """Return the function itself if it is torch's; to disable another one, import the compiler."""
-    is_kept = options.get("wrapping") is False  # by torch, in an attribute of the function
-    is_used_at_once = getattr(fn, "__module__", "").startswith(_USED_AT_ONCE)
-    if not _is_deferred() or not (is_kept or is_used_at_once):
-        return _load().disable(fn, recursive, **options)
-    if is_kept:
-        _KEPT.append(fn)
-    return fn
+def _disable_once(fn: Any, recursive: bool = True, **options: Any) -> Any:
+    return fn if _COMPILER.is_empty else _COMPILER.load().disable(fn, recursive, **options)
 
 
 def _get_optimize_ddp_mode() -> str:
     is_default = importlib.import_module(_CONFIG).optimize_ddp is True
-    return "ddp_optimizer" if is_default else _load().utils.get_optimize_ddp_mode()
+    return "ddp_optimizer" if is_default else str(_COMPILER.load().utils.get_optimize_ddp_mode())
 
 
-def _clear_lru_cache() -> None:
-    if not _is_deferred():
-        _load().trace_rules.clear_lru_cache()
+def _nothing() -> None:
+    """What breaking a graph and clearing a cache are without the compiler."""
 
 
-_LOCK = threading.Lock()
-_KEPT: list[Callable[..., Any]] = []
-"""The functions of torch that hold themselves, as `_disable` returned them."""
-_STAND_IN = _StandIn(
-    NAME,
-    graph_break=_graph_break,
-    disable=_disable,
-    utils=_StandIn(f"{NAME}.utils", get_optimize_ddp_mode=_get_optimize_ddp_mode),
-    trace_rules=_StandIn(f"{NAME}.trace_rules", clear_lru_cache=_clear_lru_cache),
-)
+_COMPILER = _Compiler()
+_ANSWERS: dict[tuple[str | None, str], Any] = {
+    ("torch.optim.optimizer", "graph_break"): _nothing,
+    ("torch._compile", "disable"): _keep,
+    ("torch.utils.checkpoint", "disable"): _disable_once,
+    ("torch.distributed.fsdp._fully_shard._fsdp_common", "disable"): _disable_once,
+    ("torch.nn.parallel.distributed", "utils"): SimpleNamespace(get_optimize_ddp_mode=_get_optimize_ddp_mode),
+    ("torch.distributed.distributed_c10d", "trace_rules"): SimpleNamespace(clear_lru_cache=_nothing),
+}
+"""What modules of torch get of the compiler before it is executed."""
