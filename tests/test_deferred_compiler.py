@@ -37,7 +37,7 @@ def is_imported():
 """
 
 USES = """
-import copy, importlib.util, inspect, io, json, os, pkgutil, threading
+import copy, importlib.util, inspect, io, json, os, pkgutil
 from pathlib import Path
 from unittest import mock
 train("run", enable_checkpointing=True)
@@ -123,20 +123,6 @@ def by_torchs_function():
 def by_unwrapped_function():
     assert torch._dynamo.disable(check, wrapping=False) is not check
 
-def by_threads():
-    found, barrier = [], threading.Barrier(4)
-    def use(number):
-        barrier.wait()
-        if number % 2:
-            import torch._dynamo.symbolic_convert as module
-            found.append(module is sys.modules["torch._dynamo"].symbolic_convert)
-        else:
-            found.append(torch._dynamo.OptimizedModule is not None)
-    threads = [threading.Thread(target=use, args=(each,)) for each in range(4)]
-    [each.start() for each in threads]
-    [each.join() for each in threads]
-    assert found == [True] * 4, found
-
 def by_ddp_mode():
     def of_ddp():
         return eval("torch._dynamo.utils.get_optimize_ddp_mode()", vars(torch.nn.parallel.distributed))
@@ -150,7 +136,7 @@ if not os.fork():
     os._exit(0)
 os.wait()
 for use in (by_submodule, by_new_submodule, by_name, by_held_module, by_star, by_dir, by_own_attribute, by_file, by_failure,
-            by_own_function, by_torchs_function, by_unwrapped_function, by_threads, by_ddp_mode):
+            by_own_function, by_torchs_function, by_unwrapped_function, by_ddp_mode):
     child = os.fork()
     if not child:
         try:

@@ -1,7 +1,7 @@
 """torch's compiler, imported when something is compiled or asks for it, and not by the first optimizer.
 
 torch's optimizers, DDP and FSDP import `torch._dynamo` so that it does not compile them, even in runs that compile nothing:
-a second of each process and 85 MiB. So the module is made without its contents, and answers the calls of those few. Every other
+a second of each process and 60 MiB. So the module is made without its contents, and answers the calls of those few. Every other
 use fills the same module.
 """
 
