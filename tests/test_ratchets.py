@@ -425,6 +425,10 @@ PACKAGE_LINES = [
     (35, "fsdp trains on after a forward or backward that failed"),
     (130, "a run that compiles nothing does not import torch's compiler"),
     (17, "a logger's file loses what killed writers of it have left"),
+    (
+        70,
+        "what a class of this package refuses is a wrong argument of the command line; errors of files say where",
+    ),
 ]
 """Lines of the package: what is added to it, or taken off, with the reason. The sum is the limit."""
 

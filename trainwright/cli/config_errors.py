@@ -154,7 +154,7 @@ def explain(
 def constructor_error(error: Exception) -> Exception | None:
     """Return the error of the constructor that has failed as jsonargparse made objects; None if none has.
 
-    For an argument that takes several types jsonargparse raises an error of its own, and keeps those of each in a list.
+    For an argument that takes several types jsonargparse raises another error, and keeps the error of each type in a list.
     """
     left, seen = [error], set()
     while left:
