@@ -429,6 +429,7 @@ PACKAGE_LINES = [
         70,
         "what a class of this package refuses is a wrong argument of the command line; errors of files say where",
     ),
+    (22, "a resumed run sets the learning rate that a search has found"),
 ]
 """Lines of the package: what is added to it, or taken off, with the reason. The sum is the limit."""
 
