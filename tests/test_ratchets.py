@@ -426,6 +426,12 @@ PACKAGE_LINES = [
     (130, "a run that compiles nothing does not import torch's compiler"),
     (17, "a logger's file loses what killed writers of it have left"),
     (41, "torch's compiler is one module before and after it is executed"),
+    (
+        70,
+        "what a class of this package refuses is a wrong argument of the command line; errors of files say where",
+    ),
+    (22, "a resumed run sets the learning rate that a search has found"),
+    (14, "the name of an export and the mode of --sort are refused in words"),
 ]
 """Lines of the package: what is added to it, or taken off, with the reason. The sum is the limit."""
 

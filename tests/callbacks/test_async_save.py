@@ -98,6 +98,22 @@ def settle(trainer: tw.Trainer) -> None:
         assert trainer.engine.writer.in_flight.wait(deadline(20))
 
 
+class Settles(tw.Callback):
+    """Lets each save commit before the next batch."""
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        settle(trainer)
+
+
+def test_the_checkpoint_of_a_resume_goes_at_a_later_one(tmp_path: Path) -> None:
+    """A run of 11 steps, and two that go on to 22 and 33 steps; each saves every third step."""
+    for epochs, kept in ((1, [9]), (2, [9, 21]), (3, [21, 33])):
+        callback = tw.ModelCheckpoint(tmp_path, every_n_train_steps=3, async_save=True, filename="{step}")
+        trainer = trainer_of(Settles(), callback, epochs=epochs)
+        trainer.fit(Scored([1.0]), make_loader(), ckpt_path="last" if epochs > 1 else None)
+        assert sorted(found(tmp_path).values()) == kept
+
+
 class Watched(tw.Callback):
     """Shuts the gate after a step's save has begun, looks at the folder in the steps after it, and opens the gate."""
 

@@ -173,6 +173,9 @@ def test_an_export_is_read_by_the_safetensors_library(
     code, _, err = run(capsys, "export", saved, out)
     assert (code, out.read_bytes()) == (2, before)
     assert "model.safetensors exists already and is not overwritten. Choose another name." in err
+    with pytest.raises(SystemExit) as refused:
+        run(capsys, "export", saved, tmp_path / "model.bin")
+    assert refused.value.code == 2
 
 
 @pytest.mark.host
@@ -339,7 +342,7 @@ def test_bad_input_is_one_line_and_an_exit_code(saved: Path, tmp_path: Path) -> 
     calls = [
         (2, [], "the following arguments are required: COMMAND. See `trainwright checkpoint --help`."),
         (2, ["frob"], "invalid choice: 'frob' (choose from 'show', 'verify', 'export', 'import')"),
-        (2, ["export", str(saved), "x", "--dtype", "int8"], "invalid choice: 'int8'"),
+        (2, ["export", str(saved), "x.safetensors", "--dtype", "int8"], "invalid choice: 'int8'"),
         (77, ["show", "absent"], "absent is not a checkpoint: it does not exist. Give the directory of a checkpoint."),
         (
             77,
@@ -351,7 +354,7 @@ def test_bad_input_is_one_line_and_an_exit_code(saved: Path, tmp_path: Path) -> 
         (77, ["import", "pipe", "out.ckpt"], "pipe is a pipe or a device, not a file; expected a directory"),
         (77, ["import", "file", "out.ckpt"], "file is not a checkpoint: it begins with b'text'. Accepted is"),
         (77, ["import", "empty.pt", "out.ckpt"], "empty.pt holds no tensor; give a file with the weights of a model."),
-        (77, ["export", str(saved), "x.pt"], "give such a name"),
+        (2, ["export", str(saved), "x.pt"], "does not end in .safetensors"),
         (77, ["export", str(saved), "file/x.safetensors"], "the directory cannot be made (NotADirectoryError"),
     ]
     script = (

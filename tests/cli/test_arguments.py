@@ -58,12 +58,39 @@ def refused(capsys: pytest.CaptureFixture[str], parse: Callable[[list[str]], Any
             "--trainer.max_epochs=-5",
             "Trainer was given wrong settings: max_epochs=-5: expected an integer of at least -1",
         ),
+        (
+            "--trainer.callbacks=[{class_path: Timer, init_args: {interval: x}}]",
+            "Timer was given wrong arguments: interval='x'",
+        ),
+        (
+            "--trainer.logger={class_path: TensorBoardLogger, dict_kwargs: {nam: x}}",
+            "TensorBoardLogger has no argument nam=",
+        ),
+        (
+            "--trainer.profiler={class_path: SimpleProfiler, init_args: {filename: a/b}}",
+            "SimpleProfiler was given wrong",
+        ),
     ],
 )
-def test_what_the_trainer_refuses_is_a_wrong_argument(
+def test_what_a_constructor_refuses_is_a_wrong_argument(
     capsys: pytest.CaptureFixture[str], argument: str, said: str
 ) -> None:
-    assert refused(capsys, lambda args: made(*args), "--model.width=3", argument).startswith(said)
+    said_at_once = refused(capsys, lambda args: made(*args), "--model.width=3", argument)
+    assert said_at_once.startswith(said)
+    assert "\n" not in said_at_once
+
+
+class Fails(tw.Callback):
+    def __init__(self, number: int = 0) -> None:
+        tw.Timer(interval="epochs") if number == 1 else [][number]
+
+
+@pytest.mark.parametrize(("number", "kind"), [(0, IndexError), (1, ValueError)])
+def test_the_error_of_a_constructor_of_the_program_is_its_own(number: int, kind: type[Exception]) -> None:
+    argument = f"--trainer.callbacks=[{{class_path: {__name__}.Fails, init_args: {{number: {number}}}}}]"
+    with pytest.raises(kind) as raised:
+        made("--model.width=3", argument)
+    assert any(each.name == "__init__" and each.frame.f_globals["__name__"] == __name__ for each in raised.traceback)
 
 
 def test_arguments_become_objects() -> None:

@@ -32,13 +32,13 @@ class Scored(Classifier):
             raise ValueError("a bad epoch")
 
 
-def fit(folder: Path, *, fails: bool = False, **options: Any) -> tw.Trainer:
+def fit(folder: Path, *, fails: bool = False, ckpt_path: str | None = None, **options: Any) -> tw.Trainer:
     logger = tw.CSVLogger(folder, name="mine")
     saves = tw.ModelCheckpoint(**{"monitor": "val_acc", "mode": "max", "save_top_k": -1, **options})
     settings = {**QUIET, "logger": logger, "enable_checkpointing": True, "num_sanity_val_steps": 0}
     trainer = tw.Trainer(**settings, max_epochs=3, callbacks=saves)
     try:
-        trainer.fit(Scored(fails), make_loader(), make_loader(8))
+        trainer.fit(Scored(fails), make_loader(), make_loader(8), ckpt_path=ckpt_path)
     except ValueError:
         assert fails
     return trainer
@@ -79,6 +79,11 @@ def test_runs_and_their_curves(
     assert first["checkpoint"]["path"].startswith(f"{logs}/mine/version_0/checkpoints/epoch=2-step=33")
     assert (first["age_seconds"] < 3600, first["problems"]) == (True, [])
     assert (failed["state"], failed["epoch"], failed["best"]["val_loss"]["value"]) == ("failed", 0, 1.0)
+    fit(tmp_path / "ended", ckpt_path="auto", every_n_epochs=2)
+    capsys.readouterr()
+    (ended,) = listed(capsys, tmp_path / "ended")
+    assert ended["checkpoint"]["path"].endswith("end-step=33.ckpt")
+    assert ended["epoch"] == 2
     # Two runs have saved into one folder: each is shown its own.
     assert (failed["checkpoint"]["step"], other["checkpoint"]["step"]) == (11, 33)
     assert failed["checkpoint"]["path"].startswith(str(shared))
@@ -149,7 +154,8 @@ def test_sorting(tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str) 
     for run in "bc":
         (tmp_path / run / "metrics.csv").write_text(f"step,{name}\n1,1\n")
     assert order(f"{name}:max") == "abc"
-    assert "no run has this metric" in refused(runs_command, capsys, tmp_path, "--sort", f"{name}:up")
+    assert f"'up' is not a mode; write {name}:min" in refused(runs_command, capsys, tmp_path, "--sort", f"{name}:up")
+    assert "no run has this metric" in refused(runs_command, capsys, tmp_path, "--sort", f"{name}s:max")
 
 
 def test_runs_that_were_moved_and_damaged(

@@ -6,12 +6,14 @@ import importlib.util
 import json
 import os
 import pickle
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from small import QUIET, Classifier, make_loader
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.hparams import plugin_data_pb2
 from tensorboard.summary.writer import event_file_writer
@@ -134,6 +136,28 @@ def test_the_experiment_is_the_summary_writer_on_one_rank(tmp_path: Path) -> Non
     other.close()
     assert os.listdir(str(logger.log_dir)) == files
     assert pickle.loads(pickle.dumps(logger)).log_dir == logger.log_dir
+
+
+def test_a_full_disk_is_told_with_the_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fill(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    class Fills(tw.Callback):
+        def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
+            trainer.logger.log_metrics({"a": 1.0}, trainer.global_step)
+            trainer.logger.flush()
+            for name in ("flush", "close"):
+                monkeypatch.setattr(event_file_writer.EventFileWriter, name, fill)
+
+    trainer = tw.Trainer(max_epochs=2, callbacks=Fills(), **{**QUIET, "logger": TensorBoardLogger(tmp_path)})
+    says = r"TensorBoardLogger could not write to .*version_0: OSError: .*No space left.*Free space"
+    with pytest.raises(OSError, match=says):
+        trainer.fit(Classifier(), make_loader())
+    lines = [line for line in capsys.readouterr().err.splitlines() if " failed too: " in line]
+    assert re.fullmatch(f"trainwright: TensorBoardLogger.finalize failed too: OSError: {says}.*", lines[0])
+    assert re.fullmatch(f"trainwright: TensorBoardLogger.close failed too: OSError: {says}.*", lines[1])
 
 
 def test_loggers_of_one_run_share_a_folder(tmp_path: Path) -> None:

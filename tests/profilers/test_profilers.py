@@ -117,6 +117,14 @@ def test_a_file_is_written_where_oneis_asked_for(tmp_path: Path, capsys: pytest.
         SimpleProfiler(filename="a/b")
 
 
+def test_a_table_that_cannot_be_written_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").touch()
+    says = r"SimpleProfiler could not write .*/file/fit-profile\.txt: .*another dirpath"
+    with pytest.raises(OSError, match=says):
+        train(SimpleProfiler(dirpath=tmp_path / "file"), batches=1)
+    assert "training_step" in capsys.readouterr().out
+
+
 def test_a_file_is_not_written_through_a_link(tmp_path: Path) -> None:
     (tmp_path / "precious").write_text("precious")
     (tmp_path / "fit-times.txt").symlink_to(tmp_path / "precious")

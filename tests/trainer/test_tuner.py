@@ -344,6 +344,20 @@ def test_a_resumed_run_keeps_the_size(tmp_path: Path, holder: str) -> None:
             trainer.fit(Classifier(), make_loader(40, 16), ckpt_path=f"{tmp_path}/epoch=0.ckpt")
 
 
+def test_a_resumed_run_keeps_the_rate(tmp_path: Path) -> None:
+    def run(epochs: int, ckpt_path: str | None = None) -> float:
+        saving = tw.ModelCheckpoint(tmp_path, "{epoch}", save_top_k=-1)
+        settings: dict[str, Any] = {**QUIET, "enable_checkpointing": True, "max_epochs": epochs}
+        trainer = tw.Trainer(**settings, callbacks=[tw.LearningRateFinder(1e-4, 1.0, 30), saving])
+        trainer.fit(Rated(), make_loader(40), ckpt_path=ckpt_path)
+        return float(Rated.load_from_checkpoint(saving.last_model_path).hparams.lr)
+
+    torch.manual_seed(3)
+    rate = run(1)
+    assert rate != 0.05
+    assert run(2, f"{tmp_path}/epoch=0.ckpt") == rate
+
+
 def two_ranks(folder: Path) -> Any:
     found: dict[str, Any] = {}
     for strategy in ("ddp", "fsdp", "ddp_sharded", "deepspeed"):

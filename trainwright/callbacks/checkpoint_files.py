@@ -327,5 +327,6 @@ class PendingSave:
         # First, so that the link never leads to a checkpoint that is removed below.
         link_newest(self.links, self.written_to, trainer)
         self.is_linked = True
-        dropped, self.dropped = self.dropped, []
-        self.keep(remove_replaced(dropped, self.written_to, trainer))
+        if self.dropped:  # else a second call would drop what has to stay
+            dropped, self.dropped = self.dropped, []
+            self.keep(remove_replaced(dropped, self.written_to, trainer))

@@ -9,7 +9,7 @@ from trainwright.arguments import refuses_unknown
 from trainwright.callbacks.base import Callback
 from trainwright.callbacks.learning_rate_search import LearningRateSearch, MakeTrial
 from trainwright.callbacks.tuned_setting import TunedSetting, refuse_within_run
-from trainwright.rank_zero import rank_zero_info
+from trainwright.rank_zero import rank_zero_info, rank_zero_warn
 
 if TYPE_CHECKING:
     from trainwright.module import Module
@@ -22,7 +22,8 @@ class LearningRateFinder(Callback):
     """Before a fit, trains a copy of the module at growing learning rates, and sets the module's `lr` or `learning_rate`.
 
     The copy has a Trainer like this one, without loggers, checkpoints and other callbacks; the module's weights, its data order
-    and the generators are as if it had not run. A fit with ckpt_path= does not search.
+    and the generators are as if it had not run. A fit with ckpt_path= does not search: it sets the rate that the saved
+    run has found.
 
     Args:
         min_lr, max_lr: the first and the last rate to try.
@@ -64,6 +65,28 @@ class LearningRateFinder(Callback):
         self._arguments = (mode, min_lr, max_lr, num_training_steps)
         self.early_stop_threshold, self.update_attr, self.attr_name = early_stop_threshold, update_attr, attr_name
         self.optimal_lr: LearningRateSearch | None = None
+        self._rate: float | None = None
+        """What the search has set."""
+        self._is_restored = False
+
+    def state_dict(self) -> dict[str, Any]:
+        return {} if self._rate is None else {"rate": self._rate}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._rate, self._is_restored = float(state["rate"]), True
+
+    def on_fit_start(self, trainer: Trainer, module: Module) -> None:
+        """Set the rate that the search of the saved run has found, which its checkpoints hold."""
+        is_restored, self._is_restored = self._is_restored, False
+        if is_restored and self.update_attr:
+            try:
+                self._setting(module).set(self._rate)
+            except AttributeError as error:
+                rank_zero_warn(f"The saved run has found the rate {self._rate}, which this one does not use: {error}")
+
+    def _setting(self, module: Module) -> TunedSetting:
+        names = (self.attr_name,) if self.attr_name else NAMES
+        return TunedSetting(names, [module], "The search for a learning rate")
 
     def _tune(self, make_trial: MakeTrial, module: Module, data: Mapping[str, Any]) -> None:
         self.optimal_lr = self.search(make_trial, module, data)
@@ -74,11 +97,10 @@ class LearningRateFinder(Callback):
 
     def search(self, make_trial: MakeTrial, module: Module, data: Mapping[str, Any]) -> LearningRateSearch:
         """Search, and set the attribute. Collective."""
-        names = (self.attr_name,) if self.attr_name else NAMES
-        setting = TunedSetting(names, [module], "The search for a learning rate") if self.update_attr else None
+        setting = self._setting(module) if self.update_attr else None
         found = LearningRateSearch(*self._arguments)
         found.run(make_trial, module, data, self.early_stop_threshold)
-        rate = found.suggestion() if setting is not None else None
+        self._rate = rate = found.suggestion() if setting is not None else None
         if setting is not None and rate is not None:
             setting.set(rate)
             rank_zero_info(f"The learning rate {setting.name} is set to {rate}.")

@@ -80,7 +80,7 @@ def _parser() -> _Parser:
         "export", "Writes the weights as one safetensors file, for safetensors, transformers and others.", _export
     )
     export.add_argument("path", metavar="PATH")
-    export.add_argument("out", metavar="OUT.safetensors")
+    export.add_argument("out", metavar="OUT.safetensors", type=_export_name)
     export.add_argument(
         "--section",
         default="model",
@@ -167,6 +167,12 @@ def _verdict_text(verdict: Verdict) -> str:
     if verdict.problems:
         return "\n".join([f"{head}BAD", *(f"  {_shown(problem)}" for problem in verdict.problems), *extra])
     return "\n".join([f"{head}ok, step {verdict.step}, {verdict.num_files} files, {_bytes(verdict.num_bytes)}", *extra])
+
+
+def _export_name(text: str) -> str:
+    if not text.endswith(".safetensors"):
+        raise argparse.ArgumentTypeError(f"{text} does not end in .safetensors, which is what an export writes")
+    return text
 
 
 def _export(options: argparse.Namespace) -> int:

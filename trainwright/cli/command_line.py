@@ -25,6 +25,7 @@ from trainwright.cli.argument_parser import (
     instantiated,
     spec_of,
 )
+from trainwright.cli.config_errors import constructor_error, refusal
 from trainwright.cli.saved_config import SaveConfigCallback, newest_checkpoint, plain_config, stored_config
 from trainwright.data.datamodule import DataModule
 from trainwright.data.seeding import seed_everything
@@ -158,7 +159,7 @@ class TrainwrightCLI:
 
     def instantiate_classes(self) -> None:
         """Make the objects of the config: the model, the data, then the Trainer."""
-        self.config_init = instantiated(self.parser, self.config)
+        self.config_init = self._instantiated()
         self.datamodule = self._of(self.config_init, "data")
         self.model = self._of(self.config_init, "model")
         self._link_optimizers()
@@ -333,6 +334,16 @@ class TrainwrightCLI:
     def _chosen(self, linked: Mapping[str, Linked]) -> list[str]:
         """Return the keys of what the config has for configure_optimizers."""
         return [key for key, each in linked.items() if each.link_to == AUTOMATIC and self._of(self.config, key)]
+
+    def _instantiated(self) -> Namespace:
+        """Return the config with its objects; a class of this package that refuses its arguments ends the program."""
+        try:
+            return instantiated(self.parser, self.config)
+        except Exception as error:
+            cause = constructor_error(error) or error
+        if refused := refusal(cause):
+            self._called_parser.error(refused, cause)
+        raise cause
 
     def _link_optimizers(self) -> None:
         """Let the config's optimizer and scheduler replace the module's configure_optimizers."""

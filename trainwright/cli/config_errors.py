@@ -10,6 +10,8 @@ import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
+from traceback import walk_tb
+from types import FrameType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import yaml
@@ -147,6 +149,44 @@ def explain(
     if unknown := _unknown_option(arguments):
         return unknown
     return message
+
+
+def constructor_error(error: Exception) -> Exception | None:
+    """Return the error of the constructor that has failed as jsonargparse made objects; None if none has.
+
+    For an argument that takes several types jsonargparse raises another error, and keeps the error of each type in a list.
+    """
+    left, seen = [error], set()
+    while left:
+        one = left.pop()
+        seen.add(id(one))
+        frames = [frame for frame, _ in walk_tb(one.__traceback__)]
+        if not (inner := _called_by_jsonargparse(frames)):
+            kept = (each for frame in frames for each in frame.f_locals.values() if isinstance(each, list))
+            errors = (each for some in kept for each in some if isinstance(each, Exception))
+            left += [each for each in errors if id(each) not in seen]
+        elif inner[0].f_code.co_name == "__init__" or _package_of(inner[0]) == "trainwright":
+            return one
+    return None
+
+
+def refusal(error: Exception) -> str:
+    """Return in words that a class of this package has refused its arguments; "" if other code is involved."""
+    inner = _called_by_jsonargparse([frame for frame, _ in walk_tb(error.__traceback__)])
+    if not isinstance(error, (TypeError, ValueError, ImportError)) or {*map(_package_of, inner)} != {"trainwright"}:
+        return ""
+    made = next((type(frame.f_locals["self"]).__name__ for frame in inner if "self" in frame.f_locals), "")
+    return str(error) if not made or str(error).startswith(made) else f"{made} was given wrong arguments: {error}"
+
+
+def _called_by_jsonargparse(frames: Sequence[FrameType]) -> Sequence[FrameType]:
+    """Return the frames within the last of jsonargparse's; none without any."""
+    callers = [at for at, frame in enumerate(frames) if _package_of(frame) == "jsonargparse"]
+    return frames[callers[-1] + 1 :] if callers else ()
+
+
+def _package_of(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__", "")).partition(".")[0]
 
 
 def _has_values(node: yaml.Node | None) -> bool:

@@ -78,7 +78,9 @@ class ListedRun:
     def epoch(self) -> int | None:
         # A test after the training adds a row, which counts the epochs that are over; the record has the training's last.
         at_end = self.record.epoch if self.record is not None and self.record.ended is not None else None
-        known = [self.history.last_epoch if at_end is None else at_end]
+        if at_end is not None:
+            return at_end
+        known = [self.history.last_epoch]
         known += [self.checkpoint.epoch] if self.checkpoint is not None else []
         return max((each for each in known if each is not None), default=None)
 
@@ -273,6 +275,9 @@ def _sorting(runs: list[ListedRun], given: str) -> tuple[str, str]:
     metric, _, mode = given.rpartition(":")
     if given in known or mode not in ("min", "max"):
         metric, mode = given, ""
+    if metric not in known and given.rpartition(":")[0] in known:
+        name, _, mode = given.rpartition(":")
+        raise ValueError(f"--sort {given}: {mode!r} is not a mode; write {name}:min or {name}:max.")
     if metric not in known and runs:
         close = difflib.get_close_matches(metric, known, n=1)
         hint = f" Did you mean {close[0]!r}?" if close else ""

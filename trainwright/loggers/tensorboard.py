@@ -278,7 +278,8 @@ class TensorBoardLogger(FolderLogger):
         finally:
             experiment, self._experiment = self._experiment, None
             if experiment is not None:
-                experiment.close()
+                self._writer.submit(experiment.close)
+                self._wait()
 
     def _add_row(self, row: Row) -> None:
         self._rows.append({**row, _WALL_TIME: time.time()})

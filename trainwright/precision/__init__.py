@@ -42,7 +42,7 @@ def canonical_name(word: str) -> str:
 
 def _unknown(precision: str | int, accepted: str) -> ValueError:
     words = {**_SPELLED, **OTHER_WORDS}
-    close = difflib.get_close_matches(str(precision).lower(), words, n=1, cutoff=0.5)
+    close = difflib.get_close_matches(str(precision).lower(), words, n=1, cutoff=0.6)
     hint = f" Did you mean {words[close[0]]!r}?" if close else ""
     return ValueError(f"precision={precision!r} is unknown; choose from {accepted}{hint}")
 

@@ -83,10 +83,15 @@ class Profiler:
         """Print the summary, or write it to a file if dirpath or filename was given; on rank 0."""
         if self.rank != 0:
             return
-        if (text := self.summary()) and self.dirpath is None and self.filename is None:
-            print(text, flush=True)
+        text = self.summary()
+        if text and (self.dirpath is not None or self.filename is not None):
+            try:
+                self.write(".txt", lambda path: Path(path).write_text(text + "\n", encoding="utf-8"))
+            except OSError:
+                print(text, flush=True)  # it took a whole run to measure
+                raise
         elif text:
-            self.write(".txt", lambda path: Path(path).write_text(text + "\n", encoding="utf-8"))
+            print(text, flush=True)
 
     def teardown(self, stage: str) -> None:
         """Called at the end of a run after `describe`, also after a failure; on every rank."""
@@ -126,16 +131,22 @@ class Profiler:
         rank = str(self.rank) if names_rank or Environment.detect().world_size > 1 else ""
         name = "-".join(part for part in (self.stage, self.filename or "profile", rank) if part) + suffix
         filesystem, folder = fsspec.core.url_to_fs(self.dirpath or self.log_dir or os.getcwd())
-        filesystem.makedirs(folder, exist_ok=True)
         target = posixpath.join(folder, name)
         is_local = "file" in filesystem.protocol
-        with tempfile.TemporaryDirectory(dir=folder if is_local else None, prefix=".") as temporary:
-            written = os.path.join(temporary, name)
-            save(written)
-            if is_local:
-                os.replace(written, target)  # does not write through a symbolic link
-            else:
-                filesystem.put_file(written, target)
+        try:
+            filesystem.makedirs(folder, exist_ok=True)
+            with tempfile.TemporaryDirectory(dir=folder if is_local else None, prefix=".") as temporary:
+                written = os.path.join(temporary, name)
+                save(written)
+                if is_local:
+                    os.replace(written, target)  # does not write through a symbolic link
+                else:
+                    filesystem.put_file(written, target)
+        except OSError as error:
+            raise OSError(
+                f"{type(self).__name__} could not write {target}: {type(error).__name__}: {error}. Free space there, or give "
+                "the profiler another dirpath."
+            ) from error
         return target
 
 

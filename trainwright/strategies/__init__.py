@@ -41,7 +41,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 """Other names: a strategy with options, or another way to start its processes."""
 
 CHOICES = ("auto", *STRATEGIES)
-"""The names that a message lists; each of `VARIANTS` is accepted too."""
+"""The names that `trainwright config` offers; each of `VARIANTS` is accepted too."""
 SPAWNING = frozenset(name for name in VARIANTS if name.startswith(("ddp_spawn", "ddp_notebook")))
 """Names under which each call hands its work over to processes that it starts, in a plain script too."""
 
@@ -81,7 +81,9 @@ def named_strategy(strategy: str, num_processes: int, or_else: str = "") -> tupl
     if name not in STRATEGIES:
         close = difflib.get_close_matches(name, [*STRATEGIES, *VARIANTS], n=1)
         hint = f" Did you mean {close[0]!r}?" if close else ""
-        raise ValueError(f"strategy={strategy!r} is unknown; choose from {', '.join(CHOICES)}{or_else}.{hint}")
+        raise ValueError(
+            f"strategy={strategy!r} is unknown; choose from {', '.join([*CHOICES, *VARIANTS])}{or_else}.{hint}"
+        )
     return name, options
 
 

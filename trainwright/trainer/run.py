@@ -99,8 +99,15 @@ class Outcome:
             if self.error is None:
                 self.error = error
                 raise
-            name = getattr(getattr(call, "func", call), "__qualname__", repr(call))
-            print(f"trainwright: {name} failed too: {type(error).__name__}: {error}", file=sys.stderr)
+            print(f"trainwright: {_name_of(call)} failed too: {type(error).__name__}: {error}", file=sys.stderr)
+
+
+def _name_of(call: Callable[..., Any]) -> str:
+    """Return a function's name, or that of a method with the class of its object, which may not be where it is defined."""
+    function = getattr(call, "func", call)
+    owner = getattr(function, "__self__", None)
+    name = getattr(function, "__qualname__", repr(function))
+    return name if owner is None else f"{type(owner).__name__}.{function.__name__}"
 
 
 class Run:
