@@ -77,9 +77,8 @@ class ListedRun:
     @property
     def epoch(self) -> int | None:
         # A test after the training adds a row, which counts the epochs that are over; the record has the training's last.
-        at_end = self.record.epoch if self.record is not None and self.record.ended is not None else None
-        if at_end is not None:
-            return at_end
+        if self.record is not None and self.record.ended is not None and self.record.epoch is not None:
+            return self.record.epoch
         known = [self.history.last_epoch]
         known += [self.checkpoint.epoch] if self.checkpoint is not None else []
         return max((each for each in known if each is not None), default=None)
@@ -273,11 +272,10 @@ def _sorting(runs: list[ListedRun], given: str) -> tuple[str, str]:
     """Return the metric that --sort names, and the mode by which all runs are compared (ValueError if no run has it)."""
     known = dict.fromkeys(name for run in runs for name in (*run.monitors, *run.history.series))
     metric, _, mode = given.rpartition(":")
-    if given in known or mode not in ("min", "max"):
+    if given in known or (mode not in ("min", "max") and metric not in known):
         metric, mode = given, ""
-    if metric not in known and given.rpartition(":")[0] in known:
-        name, _, mode = given.rpartition(":")
-        raise ValueError(f"--sort {given}: {mode!r} is not a mode; write {name}:min or {name}:max.")
+    elif mode not in ("min", "max"):
+        raise ValueError(f"--sort {given}: {mode!r} is not a mode; write {metric}:min or {metric}:max.")
     if metric not in known and runs:
         close = difflib.get_close_matches(metric, known, n=1)
         hint = f" Did you mean {close[0]!r}?" if close else ""
