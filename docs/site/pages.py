@@ -30,7 +30,7 @@ ELSEWHERE = {
 ALONE = ("index.md", "migrating.md", "changelog.md")
 """Pages that are the only ones of their tab, and so need no list of pages."""
 LATER = ("migrating.md", "contributing.md", "changelog.md", "results.md")
-"""Pages that a search shows after the others."""
+"""Pages that a search shows after the guides, as it does the reference."""
 LINK = re.compile(r"(?<=\]\()(?!https?:|#)([^)#\s]+)(#[^)\s]*)?(?=\))")
 LANGUAGES = {".py": "python", ".toml": "toml", ".yaml": "yaml", ".yml": "yaml"}
 
@@ -54,7 +54,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     here = page.file.src_uri
     if here in ALONE:
         page.meta["hide"] = ["navigation"]
-    if here in LATER:
+    if here in LATER or here.startswith("reference/"):
         page.meta["search"] = {"boost": 0.3}
     if here.startswith("source/"):
         return markdown
