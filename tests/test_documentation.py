@@ -200,7 +200,8 @@ def test_each_script_takes_the_options_that_are_shown() -> None:
 def test_the_install_page_names_the_pinned_torch() -> None:
     """pip replaces a CPU build of any other version."""
     pinned = re.search(r"^torch==(.+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
-    assert pinned and f"torch {pinned[1]} on" in (ROOT / "docs/install.md").read_text()
+    assert pinned
+    assert f"torch {pinned[1]} on" in (ROOT / "docs/install.md").read_text()
 
 
 def test_the_extras_that_pip_is_given_exist() -> None:

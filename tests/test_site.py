@@ -167,7 +167,9 @@ def test_no_page_loads_anything_from_elsewhere(site: Path, pages: dict[Path, Pag
 def test_the_search_finds_pages_and_leaves_out_sources(site: Path) -> None:
     index = json.loads((site / "search/search_index.json").read_text())
     documents = index["docs"]
-    assert {"self", "net", "save_pretrained"} <= set(re.split(index["config"]["separator"], "self.net.save_pretrained("))
+    assert {"self", "net", "save_pretrained"} <= set(
+        re.split(index["config"]["separator"], "self.net.save_pretrained(")
+    )
     boosts = {each["location"]: each.get("boost", 1) for each in documents}
     assert boosts["reference/trainer.html"] < boosts["checkpoints.html"] == 1
     found = {each["location"].partition("#")[0] for each in documents if "resume" in each["text"].lower()}
