@@ -32,6 +32,7 @@ EXTRAS = (
     "comet",
     "plot",
     "examples",
+    "s3",
 )
 
 
