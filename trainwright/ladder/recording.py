@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import functools
 import json
+import math
 import multiprocessing
 import os
 import sys
@@ -63,8 +64,9 @@ class Recording:
         self._total = 0.0
         self._metrics: dict[str, dict[str, float]] = {}
         self._logged: dict[str, Any] = {}
-        self._resumed = ""
         self._is_cut = False
+        self._left_steps: float = 0
+        """The steps of the script's fits that the rung has cut off."""
 
     def note_made(self, owner: str) -> None:
         """Note that a Trainer or an Accelerator was made; the first one writes a record without steps."""
@@ -108,11 +110,6 @@ class Recording:
     def is_cut(self) -> bool:
         """Whether the rung has ended a loop."""
         return self._is_cut
-
-    def note_resumed(self, source: str) -> None:
-        """Note that the training does not begin at its first step; a load after a step, as of the best weights, is none."""
-        if not self._steps:
-            self._resumed = source
 
     def note_batch(self, samples: int | None) -> None:
         """Note a batch that is trained, with its samples if it shows them."""
@@ -158,6 +155,10 @@ class Recording:
             print(f"trainwright: the rung ends this loop after {self.rung.steps} steps.", file=sys.stderr, flush=True)
         raise SystemExit(0)
 
+    def note_cut(self, count: float) -> None:
+        """Note that the rung has cut this many steps off a fit; math.inf for an unknown number."""
+        self._left_steps += count
+
     def note_metrics(self, stage: str, values: Mapping[str, Any]) -> None:
         """Note the metrics of an evaluation: the latest of each stage."""
         self._metrics[stage] = {name: float(value) for name, value in values.items()}
@@ -193,8 +194,10 @@ class Recording:
             "logged": {name: number for name, value in self._logged.items() if (number := _number(value)) is not None},
             "replaced": self.active.replaced,
             "has_seeded": self.active.has_seeded,
-            "resumed": self._resumed,
             "is_cut": self._is_cut,
+            "planned_steps": None
+            if self._is_cut or self._left_steps == math.inf
+            else self._steps + int(self._left_steps),
             "facts": self._facts,
         }
         if not self._points:
