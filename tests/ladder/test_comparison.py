@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import math
 import traceback
 from dataclasses import replace
 from pathlib import Path
@@ -221,7 +222,7 @@ def test_the_lines_of_an_accelerator() -> None:
 
 
 def cut(name: str, rate: float, **changes: Any) -> Result:
-    return scored(name, rate, planned_steps=None, **changes)
+    return scored(name, rate, planned_steps=math.inf, **changes)
 
 
 def test_a_choice_that_pays_off_in_longer_runs() -> None:

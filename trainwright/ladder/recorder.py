@@ -73,13 +73,13 @@ class RungRecorder(Callback):
     def on_fit_end(self, trainer: Trainer, module: Module) -> None:
         if self._is_within:
             return
-        self._recording.end()
+        cut_steps = 0.0
         if trainer.global_step == trainer.max_steps != self._max_steps:
-            batches = trainer.num_training_batches / trainer.accumulate_grad_batches
-            epochs = math.inf if trainer.max_epochs in (None, -1) else trainer.max_epochs
-            most = math.inf if self._max_steps in (None, -1) else self._max_steps
-            whole = min(epochs * (batches if batches == math.inf else math.ceil(batches)), most)
-            self._recording.note_cut(max(0, whole - trainer.global_step))
+            batches, epochs = trainer.num_training_batches, trainer.max_epochs
+            is_endless = epochs == -1 or batches == math.inf
+            whole = math.inf if is_endless else math.ceil(batches / trainer.accumulate_grad_batches) * epochs
+            cut_steps = min(whole, math.inf if self._max_steps == -1 else self._max_steps) - trainer.global_step
+        self._recording.end(cut_steps=max(0.0, cut_steps))
 
     def teardown(self, trainer: Trainer, module: Module, stage: str) -> None:
         # What a callback of a fit calls does not end that fit.
@@ -105,5 +105,8 @@ def trainer_arguments(active: ActiveRung, given: Mapping[str, Any]) -> dict[str,
         changed["compile"] = active.replace("compile", options, (options or True) if rung.compile else False)
     own: Any = given.get("callbacks")
     several = isinstance(own, Iterable) and not isinstance(own, str)
-    changed["callbacks"] = [*(own if several else [] if own is None else [own]), RungRecorder(most)]
+    changed["callbacks"] = [
+        *(own if several else [] if own is None else [own]),
+        RungRecorder(-1 if most is None else most),
+    ]
     return changed

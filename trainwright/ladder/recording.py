@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from trainwright.callers import say
 from trainwright.distributed.environment import Environment
 from trainwright.ladder.steady_rate import steady_rate, steady_steps
 from trainwright.ladder.step_clock import StepClock
@@ -65,8 +66,8 @@ class Recording:
         self._metrics: dict[str, dict[str, float]] = {}
         self._logged: dict[str, Any] = {}
         self._is_cut = False
-        self._left_steps: float = 0
-        """The steps of the script's fits that the rung has cut off."""
+        self._cut_steps = 0.0
+        """The steps that --steps has left out, of loops and fits; math.inf if their number is unknown."""
 
     def note_made(self, owner: str) -> None:
         """Note that a Trainer or an Accelerator was made; the first one writes a record without steps."""
@@ -133,10 +134,11 @@ class Recording:
         """Note a further step of another optimizer, on the same batch."""
         self._steps += 1
 
-    def end(self, *, at_latest_step: bool = False) -> None:
+    def end(self, *, at_latest_step: bool = False, cut_steps: float = 0.0) -> None:
         """End the clock now, or with `at_latest_step` at the latest step. It waits for the device."""
         if self._clock is None:
             return
+        self._cut_steps += cut_steps
         if not at_latest_step:
             self._clock.wait()
             self._clock.mark()
@@ -148,16 +150,12 @@ class Recording:
 
     def cut(self) -> None:
         """End a loop: the rung has taken its steps, the same number on every rank."""
-        self._is_cut = True
+        self._is_cut, self._cut_steps = True, math.inf
         self.end(at_latest_step=True)
         self.write()
         if Environment.detect().rank == 0:
-            print(f"trainwright: the rung ends this loop after {self.rung.steps} steps.", file=sys.stderr, flush=True)
+            say(f"trainwright: the rung ends this loop after {self.rung.steps} steps.")
         raise SystemExit(0)
-
-    def note_cut(self, count: float) -> None:
-        """Note that the rung has cut this many steps off a fit; math.inf for an unknown number."""
-        self._left_steps += count
 
     def note_metrics(self, stage: str, values: Mapping[str, Any]) -> None:
         """Note the metrics of an evaluation: the latest of each stage."""
@@ -195,9 +193,7 @@ class Recording:
             "replaced": self.active.replaced,
             "has_seeded": self.active.has_seeded,
             "is_cut": self._is_cut,
-            "planned_steps": None
-            if self._is_cut or self._left_steps == math.inf
-            else self._steps + int(self._left_steps),
+            "planned_steps": self._steps + self._cut_steps,
             "facts": self._facts,
         }
         if not self._points:

@@ -222,7 +222,9 @@ class FolderLogger(Logger):
         self._rows.append(row)
 
     def log_hyperparams(
-        self, params: Mapping[str, Any] | argparse.Namespace, metrics: Mapping[str, Any] | float | None = None
+        self,
+        params: Mapping[str, Any] | argparse.Namespace | None = None,
+        metrics: Mapping[str, Any] | float | None = None,
     ) -> None:
         """Write the hyper-parameters to `hparams.json` and `hparams.yaml`, in addition to those of earlier calls."""
         if self._is_writer:

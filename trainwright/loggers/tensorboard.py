@@ -170,7 +170,7 @@ class TensorBoardLogger(FolderLogger):
 
     def log_hyperparams(
         self,
-        params: Mapping[str, Any] | argparse.Namespace,
+        params: Mapping[str, Any] | argparse.Namespace | None = None,
         metrics: Mapping[str, Any] | float | None = None,
         step: int | None = None,
     ) -> None:

@@ -53,6 +53,8 @@ class Logbook:
         self._callback: dict[str, Tensor | float] = {}
         self._logged: dict[str, Tensor | float] = {}
         self._shown: dict[str, Tensor | float] = {}
+        self._doubles: set[str] = set()
+        """The names of the epoch values that were logged as float64 tensors."""
         self._latest = {"callback": self._callback, "logged": self._logged, "shown": self._shown}
         self._scored_at: dict[str, int] = {}
         """By metric of the latest validation, the optimizer step of the weights that it scored."""
@@ -161,8 +163,11 @@ class Logbook:
         self.reductions += 1
         reduced = reduce_epoch(collector, module, self._engine.world_size, self._engine.device, collector.reduced)
         collector.reduced.update(reduced)
+        values = collector.values.values()
+        doubles = {each.key for each in values if getattr(each.last, "dtype", None) == torch.float64}
         for key, number in expanded(reduced).items():
             self._keep_epoch(key, number)
+            (self._doubles.update if key in doubles else self._doubles.difference_update)(key[1:3])
 
     def finish(self, module: Module, num_loaders: int = 1) -> list[dict[str, float]]:
         """Reduce the epoch's values over the ranks, write them as a row and return them by loader. Collective.
@@ -246,14 +251,14 @@ class Logbook:
 
     def monitored(self, name: str, asker: str) -> float:
         """Return a metric that `asker` follows; ValueError naming the logged ones if it was not logged."""
-        # NOTE: float() below waits for the device if the value is a step's.
-        metrics = self.callback_metrics
+        self._keep_steps()
+        metrics = self._callback  # of which epoch values are not rounded
         if name not in metrics:
             raise ValueError(
                 f"{asker} follows {name!r}, which was not logged; there are {', '.join(sorted(metrics)) or 'no metrics'}. "
                 "Log it with self.log, or change monitor."
             )
-        return float(metrics[name])
+        return float(metrics[name])  # NOTE: waits for the device if the value is a step's
 
     def keep_unfinished(self, state: dict[str, Any] | None) -> None:
         """Keep what a checkpoint within an epoch holds of that epoch, until the epoch is resumed."""
@@ -279,12 +284,12 @@ class Logbook:
     def callback_metrics(self) -> dict[str, Tensor]:
         """Every metric's latest value: an epoch's over all ranks, a training step's of this rank. None of rank 0's alone."""
         self._keep_steps()
-        return _as_tensors(self._callback)
+        return self._as_tensors(self._callback)
 
     @property
     def logged_metrics(self) -> dict[str, Tensor]:
         self._keep_steps()
-        return _as_tensors(self._logged)
+        return self._as_tensors(self._logged)
 
     @property
     def progress_bar_metrics(self) -> dict[str, float]:
@@ -330,6 +335,14 @@ class Logbook:
         if key.prog_bar:
             self._shown[key.epoch_name] = number
 
+    def _as_tensors(self, values: Mapping[str, Tensor | float]) -> dict[str, Tensor]:
+        """Return the values as tensors; a number is of torch's default dtype, unless it was logged as float64."""
+        kinds = {name: torch.float64 if name in self._doubles else torch.get_default_dtype() for name in values}
+        return {
+            name: value if isinstance(value, Tensor) else torch.tensor(value, dtype=kinds[name])
+            for name, value in values.items()
+        }
+
     def _write_held_rows(self) -> None:
         held, self._held_rows = self._held_rows, []
         for numbers, step in held:
@@ -343,14 +356,6 @@ class Logbook:
         step = int(numbers.pop("step", step))
         for logger in self._loggers:
             logger.log_metrics({"epoch": self._state.epoch, **numbers}, step)
-
-
-def _as_tensors(values: Mapping[str, Tensor | float]) -> dict[str, Tensor]:
-    return {
-        # float64, or a Python number would be rounded.
-        name: value if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64)
-        for name, value in values.items()
-    }
 
 
 def format_table(
