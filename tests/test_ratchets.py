@@ -1,4 +1,4 @@
-"""Limits on what may only fall: coupling between files, size, public names, calls of a save, and phrases.
+"""Upper limits of counts: coupling between files, size, public names, calls of a save, and phrases.
 
 Each number is an upper limit with its goal beside it. Lower the limit when a change brings the count down; raise it only with a
 reason beside it. `python tests/test_ratchets.py` prints today's counts, and with --coupling or --phrase every place.

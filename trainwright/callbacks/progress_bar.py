@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from trainwright.callbacks.base import Callback
+from trainwright.callers import above_bars
 
 if TYPE_CHECKING:
     from trainwright.callbacks.trainer_protocol import Batches
@@ -115,7 +116,8 @@ class ProgressBar(Callback):
 
     def print(self, *args: Any, sep: str = " ", **kwargs: Any) -> None:
         """Print, above the bars if there are any."""
-        builtins.print(*args, sep=sep, **kwargs)
+        with above_bars():
+            builtins.print(*args, sep=sep, **kwargs)
 
     def setup(self, trainer: Trainer, module: Module, stage: str) -> None:
         if not trainer.is_global_zero:

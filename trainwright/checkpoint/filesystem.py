@@ -289,10 +289,7 @@ def temporary_path(path: str) -> str:
 
 
 def note_new(path: str) -> None:
-    """List a local path that this process is about to create, for the ladder that runs the script, if there is one.
-
-    The ladder moves it away after the run, so that the next run neither fails at it nor reads it.
-    """
+    """List a local path that is about to be created, so that a ladder moves it away before it runs the script again."""
     rung = rung_file()
     if rung is not None and not os.path.lexists(path):
         with open(os.path.join(os.path.dirname(rung), NEW_PATHS), "a", encoding="utf-8") as lines:

@@ -31,9 +31,7 @@ LEAVE_SECONDS = 10
 SEED = "{seed}"
 """What is replaced by the rung's seed in the script's arguments."""
 OTHER_FRAMEWORK = re.compile(r"^\s*(?:import|from)\s+(lightning|pytorch_lightning|accelerate)\b", re.MULTILINE)
-VERSION = re.compile(r"-v\d+(?=\.[^./]*$|$)")
-"""What ModelCheckpoint adds to the name of a checkpoint if there is an older one of this name."""
-LOG_NAME, RUNG_NAME, SAVED_NAME = "output.log", "rung.json", "saved"
+LOG_NAME, RUNG_NAME = "output.log", "rung.json"
 SHOWN_SECONDS, LINE_SECONDS = 5.0, 60.0
 """How often a run shows its progress: in a terminal, and elsewhere."""
 
@@ -105,11 +103,11 @@ class Climb:
                 process.wait(min(left, SHOWN_SECONDS if is_terminal else LINE_SECONDS))
                 break
             except subprocess.TimeoutExpired:
-                lines = lines_of(log.read_bytes()[-2000:].decode(errors="replace").strip())
-                text = f"{time.monotonic() - start:.0f} s  {lines[-1]}"
+                line = lines_of(log.read_bytes()[-2000:].decode(errors="replace").strip())[-1]
+                text = f"{time.monotonic() - start:.0f} s  {line}"
                 # In a terminal the cursor goes back, to where the outcome is to be printed.
-                width = max(20, (terminal_width(sys.stderr) or 80) - 40)
-                shown = f"\0337{text[:width]}\033[K\0338" if is_terminal else f"{log.parent.name} runs: {text}\n"
+                text = text[: max(20, (terminal_width(sys.stderr) or 80) - 40)] if is_terminal else text
+                shown = f"\0337{text}\033[K\0338" if is_terminal else f"{log.parent.name} runs: {text}\n"
                 print(shown, end="", file=sys.stderr, flush=True)
         print("\033[K" if is_terminal else "", end="", file=sys.stderr, flush=True)
         return process.poll() is not None
@@ -120,16 +118,13 @@ class Climb:
 
 
 def _move_new(folder: Path) -> tuple[str, ...]:
-    """Move the checkpoints that a run has created into its folder, since the next run must neither read nor meet them.
-
-    Return the paths of older ones of the user that made the run choose names with a version.
-    """
+    """Move what a run has created into its folder; return the older checkpoints that made it choose names with a version."""
     listed, older = folder / NEW_PATHS, []
     for line in dict.fromkeys(listed.read_text(encoding="utf-8").splitlines()) if listed.exists() else ():
         if os.path.lexists(line):
-            relative, plain = os.path.relpath(line), VERSION.sub("", line)
+            relative, plain = os.path.relpath(line), re.sub(r"-v\d+(?=\.[^./]*$|$)", "", line)
             older += [os.path.relpath(plain)] if plain != line and os.path.lexists(plain) else []
-            target = folder / SAVED_NAME / (line.lstrip("/") if relative.startswith("..") else relative)
+            target = folder / "saved" / (line.lstrip("/") if relative.startswith("..") else relative)
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.move(line, target)
     return tuple(older)

@@ -15,7 +15,7 @@ from typing import Any
 from trainwright.commands.choices import choose
 from trainwright.commands.climb import LOG_NAME, SEED, Climb
 from trainwright.commands.ladder_files import write_files
-from trainwright.commands.ladder_table import choice_lines, notes, sentence, terminal_table, too_short
+from trainwright.commands.ladder_table import choice_lines, notes, sentence, terminal_table
 from trainwright.commands.machine import why_missing
 from trainwright.commands.rungs import UNCHANGED, choose_devices, known_rungs, settings_of, usual_rungs
 from trainwright.devices.accelerator import resolve_device_type
@@ -167,7 +167,7 @@ class Ladder:
                     except ValueError as error:
                         _say(f"trainwright ladder: {error}")
                         return 2
-                    if short := too_short(Comparison([first], None)):
+                    if short := Comparison([first], None).too_short:
                         _say(f"No rung will be chosen: {short}.")
         except KeyboardInterrupt:
             code = INTERRUPTED

@@ -12,7 +12,7 @@ from trainwright.commands.climb import SEED, with_seed
 from trainwright.engine.memory import size_text
 from trainwright.engine.rung_settings import COMPILER
 from trainwright.ladder.attempt import Attempt, Figure, Result
-from trainwright.ladder.comparison import DEVIATIONS, LEAST_SECONDS, NOISE, SPEED_NOISE, Comparison
+from trainwright.ladder.comparison import DEVIATIONS, NOISE, SPEED_NOISE, Comparison
 from trainwright.ladder.steady_rate import OUTLIER
 from trainwright.launch.columns import lay_out
 from trainwright.precision import MIXED
@@ -213,9 +213,8 @@ def choice_lines(comparison: Comparison, command: Sequence[str]) -> Iterator[str
     chosen, first = comparison.choice(), comparison.first
     if chosen is first:
         yield f"Keep the script unchanged: {_why_unchanged(comparison)}."
-        rates = {each.rung.name: comparison.speed_up(each) or 0.0 for each in comparison.finished}
-        late = max(comparison.finished, key=lambda each: rates[each.rung.name])
-        if not comparison.is_too_short and rates[late.rung.name] > 1 + SPEED_NOISE and not comparison.is_worse(late):
+        late = max(comparison.finished, key=lambda each: comparison.speed_up(each) or 0.0)
+        if not (comparison.too_short or comparison.is_worse(late)):
             yield from _late_gain(comparison, late)
         return
     took, before = comparison.seconds_to_end(chosen), comparison.seconds_to_end(first)
@@ -240,33 +239,24 @@ def choice_lines(comparison: Comparison, command: Sequence[str]) -> Iterator[str
 def _why_unchanged(comparison: Comparison) -> str:
     if comparison.finished == [comparison.first]:
         return "no other rung has finished"
-    if comparison.is_too_short:
-        return too_short(comparison)
-    faster = any(
-        comparison.is_worse(each) and comparison.is_faster(each, comparison.first) for each in comparison.finished
-    )
-    return "the faster rungs have a worse metric or none" if faster else f"no other rung is {SPEED_NOISE:.0%} faster"
-
-
-def too_short(comparison: Comparison) -> str:
-    """Return why the runs are too short to choose a rung; "" if they are not."""
-    if not comparison.is_too_short:
-        return ""
-    longer = "let it train for longer" if comparison.first.rung.steps is None else "pass a higher --steps"
-    return f"its steps took less than {LEAST_SECONDS:g} s, which is too short to compare rungs; {longer}"
+    if any(comparison.is_faster(each, comparison.first) and comparison.is_worse(each) for each in comparison.finished):
+        return "the faster rungs have a worse metric or none"
+    return comparison.too_short or f"no other rung is {SPEED_NOISE:.0%} faster"
 
 
 def _late_gain(comparison: Comparison, result: Result) -> Iterator[str]:
     """Yield when a rung that starts slowly pays off."""
-    own, before = comparison.seconds_to_common(result), comparison.seconds_to_common(comparison.first)
+    own, before = (comparison.seconds_to_common(each) for each in (result, comparison.first))
+    speed_up = comparison.speed_up(result) or 0.0
     # A step has a batch for each device.
-    if own is None or before is None or own.mean <= (result.rung.devices or 1) * before.mean:
+    is_late = own is not None and before is not None and own.mean > (result.rung.devices or 1) * before.mean
+    if not is_late or speed_up <= 1 + SPEED_NOISE:
         return
     steps = comparison.break_even(result)
     when = "in longer runs only" if steps is None else f"after {steps:,} steps"
     yield (
         f"The first {comparison.common_steps} steps of {result.rung.name} took {_seconds(own)}, unchanged {_seconds(before)}: "
-        f"its start, such as compiling, pays off {when}. Then it is {comparison.speed_up(result) or 0:.2f} times as fast."
+        f"its start, such as compiling, pays off {when}. Then it is {speed_up:.2f} times as fast."
     )
 
 

@@ -124,10 +124,13 @@ class Comparison:
         return 0.0 if own is None or than is None or not own.mean else than.mean / own.mean
 
     @property
-    def is_too_short(self) -> bool:
-        """Whether the steps of the unchanged script took too little time, at their steady rate, to choose a rung."""
+    def too_short(self) -> str:
+        """Why the unchanged script's steps, at their steady rate, take too little time to choose a rung; "" if they do not."""
         rate, made = (self.first.figure(lambda each: each.steps_per_second), self.first.figure(lambda each: each.steps))
-        return rate is None or made is None or made.mean < LEAST_SECONDS * rate.mean
+        if rate is not None and made is not None and made.mean >= LEAST_SECONDS * rate.mean:
+            return ""
+        longer = "let it train for longer" if self.first.rung.steps is None else "pass a higher --steps"
+        return f"its steps took less than {LEAST_SECONDS:g} s, which is too short to compare rungs; {longer}"
 
     def score(self, result: Result) -> Figure | None:
         """Return the metric."""
@@ -166,7 +169,7 @@ class Comparison:
 
     def is_faster(self, result: Result, other: Result) -> bool:
         """Return whether a rung has finished and is faster than another by more than noise; False if runs are too short."""
-        if self.is_too_short or result.state != "finished":
+        if self.too_short or result.state != "finished":
             return False
         return self.gain(result, other) > 1 + SPEED_NOISE
 

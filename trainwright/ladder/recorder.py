@@ -76,9 +76,9 @@ class RungRecorder(Callback):
         cut_steps = 0.0
         if trainer.global_step == trainer.max_steps != self._max_steps:
             batches, epochs = trainer.num_training_batches, trainer.max_epochs
-            is_endless = epochs == -1 or batches == math.inf
-            whole = math.inf if is_endless else math.ceil(batches / trainer.accumulate_grad_batches) * epochs
-            cut_steps = min(whole, math.inf if self._max_steps == -1 else self._max_steps) - trainer.global_step
+            is_known = epochs != -1 and batches < math.inf
+            whole = epochs * math.ceil(batches / trainer.accumulate_grad_batches) if is_known else math.inf
+            cut_steps = min(whole, math.inf if self._max_steps in (None, -1) else self._max_steps) - trainer.global_step
         self._recording.end(cut_steps=max(0.0, cut_steps))
 
     def teardown(self, trainer: Trainer, module: Module, stage: str) -> None:
@@ -105,8 +105,5 @@ def trainer_arguments(active: ActiveRung, given: Mapping[str, Any]) -> dict[str,
         changed["compile"] = active.replace("compile", options, (options or True) if rung.compile else False)
     own: Any = given.get("callbacks")
     several = isinstance(own, Iterable) and not isinstance(own, str)
-    changed["callbacks"] = [
-        *(own if several else [] if own is None else [own]),
-        RungRecorder(-1 if most is None else most),
-    ]
+    changed["callbacks"] = [*(own if several else [] if own is None else [own]), RungRecorder(most)]
     return changed

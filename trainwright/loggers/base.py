@@ -70,9 +70,7 @@ class Logger:
         """
 
     def log_hyperparams(
-        self,
-        params: Mapping[str, Any] | argparse.Namespace | None = None,
-        metrics: Mapping[str, Any] | float | None = None,
+        self, params: Mapping[str, Any] | argparse.Namespace, metrics: Mapping[str, Any] | float | None = None
     ) -> None:
         """Record the hyper-parameters of the run, with metrics where the logger has both; called once by the trainer."""
 
@@ -207,10 +205,8 @@ def _number(name: str, value: Any) -> float:
     )
 
 
-def to_dict(params: Mapping[str, Any] | argparse.Namespace | None) -> dict[str, Any]:
-    """Return hyper-parameters as a dict, an empty one for None; raise TypeError for other types."""
-    if params is None:
-        return {}
+def to_dict(params: Mapping[str, Any] | argparse.Namespace) -> dict[str, Any]:
+    """Return hyper-parameters as a dict; raise TypeError unless they are a Mapping or a Namespace."""
     if isinstance(params, argparse.Namespace):
         return dict(vars(params))
     if not isinstance(params, Mapping):

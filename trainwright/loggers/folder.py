@@ -228,7 +228,7 @@ class FolderLogger(Logger):
     ) -> None:
         """Write the hyper-parameters to `hparams.json` and `hparams.yaml`, in addition to those of earlier calls."""
         if self._is_writer:
-            self._hparams.update(to_dict(params))
+            self._hparams.update(to_dict(params or {}))
             self._submit_hparams()
 
     def save(self) -> None:

@@ -230,9 +230,7 @@ class RemoteLogger(Logger):
             self._has_warned, self._retry_at = False, 0.0
 
     def log_hyperparams(
-        self,
-        params: Mapping[str, Any] | argparse.Namespace | None = None,
-        metrics: Mapping[str, Any] | float | None = None,
+        self, params: Mapping[str, Any] | argparse.Namespace, metrics: Mapping[str, Any] | float | None = None
     ) -> None:
         """Write the hyper-parameters."""
         if self._begin():

@@ -54,7 +54,7 @@ class Logbook:
         self._logged: dict[str, Tensor | float] = {}
         self._shown: dict[str, Tensor | float] = {}
         self._doubles: set[str] = set()
-        """The names of the epoch values that were logged as float64 tensors."""
+        """The names that were logged as float64 tensors."""
         self._latest = {"callback": self._callback, "logged": self._logged, "shown": self._shown}
         self._scored_at: dict[str, int] = {}
         """By metric of the latest validation, the optimizer step of the weights that it scored."""
@@ -163,11 +163,8 @@ class Logbook:
         self.reductions += 1
         reduced = reduce_epoch(collector, module, self._engine.world_size, self._engine.device, collector.reduced)
         collector.reduced.update(reduced)
-        values = collector.values.values()
-        doubles = {each.key for each in values if getattr(each.last, "dtype", None) == torch.float64}
         for key, number in expanded(reduced).items():
             self._keep_epoch(key, number)
-            (self._doubles.update if key in doubles else self._doubles.difference_update)(key[1:3])
 
     def finish(self, module: Module, num_loaders: int = 1) -> list[dict[str, float]]:
         """Reduce the epoch's values over the ranks, write them as a row and return them by loader. Collective.
@@ -304,6 +301,7 @@ class Logbook:
     def _keep_steps(self) -> None:
         """Keep new step values, which stay visible after the epoch that logged them."""
         collector = self.collector
+        self._doubles |= set() if collector is None else collector.doubles
         for each in collector.steps() if collector is not None else ():
             value = each.take_new()
             if value is None:
