@@ -171,7 +171,8 @@ print("torch._dynamo.eval_frame" in of_a_script, "torch.distributed.tensor" in o
 
 
 @pytest.mark.launch
-def test_importing_has_no_side_effect_and_is_lazy() -> None:
+def test_importing_starts_nothing_writes_nothing_and_is_lazy() -> None:
+    """It does put two finders on `sys.meta_path`."""
     done = subprocess.run([sys.executable, "-W", "error", "-c", AUDIT], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == ["[]", "False False False", "False False"]

@@ -1,4 +1,4 @@
-"""Limits on what may only fall: coupling between files, size, public names, calls of a save, and phrases.
+"""Upper limits of counts: coupling between files, size, public names, calls of a save, and phrases.
 
 Each number is an upper limit with its goal beside it. Lower the limit when a change brings the count down; raise it only with a
 reason beside it. `python tests/test_ratchets.py` prints today's counts, and with --coupling or --phrase every place.
@@ -447,8 +447,8 @@ def test_lines_of_the_package() -> None:
 # -- the walk of a checkpoint (that of a batch is test_call_budget.py's) ----------------------------------------------------
 
 MOST_CALLS_OF_A_SAVE = 884
-MOST_FILES_OF_A_SAVE = 20
-"""Files that a blocking save passes through, apart from those below."""
+MOST_FILES_OF_A_SAVE = 21
+"""Files that a blocking save passes through, apart from those below: one asks whether a ladder runs this script."""
 HOLD_STATE = {
     "data/loader_state.py",
     "data/seeding.py",

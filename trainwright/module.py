@@ -80,7 +80,7 @@ class Module(HyperParameters, ModuleHooks, nn.Module):
         """Evaluate one batch in `trainer.test`."""
         raise RuntimeError(f"{type(self).__name__} has no test_step; define it to call trainer.test.")
 
-    def predict_step(self, batch: Any, batch_idx: int) -> Any:
+    def predict_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
         """Return the predictions of one batch, for `trainer.predict`; by default what `forward` returns."""
         return self(batch)
 

@@ -78,7 +78,10 @@ def _describe(value: Any, is_plain: Callable[[Any], bool], depth: int = 0) -> Fo
     if kind in PARTS:
         return {"form": kind.__name__, "items": [inner(getattr(value, name)) for name in PARTS[kind]]}
     if isinstance(value, functools.partial):
-        call = {"function": inner(value.func), "args": [inner(each) for each in value.args]}
+        function, args = value.func, value.args
+        if function.__module__.startswith("jsonargparse.") and isinstance(args[-1], type):  # which makes that class
+            function, args = args[-1], ()
+        call = {"function": inner(function), "args": [inner(each) for each in args]}
         return {"form": "partial", **call, "items": {key: inner(each) for key, each in value.keywords.items()}}
     if isinstance(value, type) or inspect.isroutine(value):
         return {"form": "name", "path": path_of(value)}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import json
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -12,6 +11,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from trainwright.callers import say
 from trainwright.distributed.environment import RUNG_VARIABLE, rung_file
 from trainwright.rank_zero import rank_zero_only
 
@@ -76,7 +76,7 @@ class ActiveRung:
             self.replaced[name] = (was, now)
             if rank_zero_only.rank == 0:
                 text = f"trainwright: this rung of the ladder sets {name}={now}; the script has {was}."
-                print(text, file=sys.stderr, flush=True)
+                say(text)
         return value
 
 

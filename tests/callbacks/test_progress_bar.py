@@ -5,18 +5,30 @@ from __future__ import annotations
 import copy
 import os
 import pty
+import re
 import select
 import sys
+import warnings
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from small import QUIET, Classifier, make_data, make_loader
+from torch.utils.data import DataLoader, IterableDataset
 from tqdm import tqdm
 
 import trainwright as tw
+from trainwright.callers import warn
 
 SETTINGS = {**QUIET, "enable_progress_bar": True}
+
+
+class Endless(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        data = make_data(8)
+        while True:
+            yield from (data[at] for at in range(8))
 
 
 class Shown(Classifier):
@@ -259,9 +271,51 @@ def test_a_narrow_terminal_shows_the_bar_and_whole_numbers(
 
 
 def test_two_bars_are_refused() -> None:
-    trainer = tw.Trainer(max_epochs=1, callbacks=[tw.TQDMProgressBar(), tw.TQDMProgressBar(2)], **SETTINGS)
     with pytest.raises(ValueError, match="holds 2 progress bars"):
-        trainer.fit(Shown(), make_loader())
+        tw.Trainer(max_epochs=1, callbacks=[tw.TQDMProgressBar(), tw.TQDMProgressBar(2)], **SETTINGS)
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_stream_that_max_steps_ends_has_a_total(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, accumulate: int
+) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    stream = DataLoader(Endless(), 4)
+    trainer = tw.Trainer(
+        max_epochs=-1,
+        max_steps=6,
+        accumulate_grad_batches=accumulate,
+        callbacks=tw.TQDMProgressBar(leave=True),
+        **SETTINGS,
+    )
+    trainer.fit(Shown(), stream)
+    assert f"{6 * accumulate}/{6 * accumulate} [" in capsys.readouterr().err
+
+
+def test_messages_appear_above_the_bar(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each begins on an empty line: the bar is erased before it, and drawn again after it."""
+
+    class Warns(Shown):
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.log("val_loss", 2.0)
+
+        def on_validation_epoch_end(self) -> None:
+            with warnings.catch_warnings():
+                warnings.simplefilter("always")
+                # pytest records warnings, and Python writes them.
+                warnings.showwarning = lambda message, *_: print(message, file=sys.stderr)  # type: ignore[assignment]
+                warn("a warning of ours")
+
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    stopping = tw.EarlyStopping("val_loss", patience=1, min_delta=9.0, verbose=True)
+    trainer = tw.Trainer(max_epochs=3, callbacks=[stopping, tw.TQDMProgressBar()], **SETTINGS)
+    trainer.fit(Warns(), make_loader(), make_loader(8))
+    frames = re.split(r"[\r\n]", capsys.readouterr().err)
+    messages = ("val_loss improved", "val_loss has not improved", "a warning of ours")
+    for message in messages:
+        at = next(at for at, frame in enumerate(frames) if message in frame)
+        assert "it/s" not in frames[at]
+        assert not frames[at - 1].strip()
 
 
 def test_bars_of_several_loaders_and_of_prediction(

@@ -15,7 +15,7 @@ from jobs import run_job
 
 import trainwright as tw
 from trainwright.checkpoint.discovery import find_checkpoints
-from trainwright.cli import SaveConfigCallback, TrainwrightCLI, stored_config
+from trainwright.cli import OptimizerCallable, SaveConfigCallback, TrainwrightCLI, stored_config
 
 QUICK = {**DEFAULTS, "max_epochs": 1, "num_sanity_val_steps": 0}
 
@@ -149,6 +149,25 @@ def test_objects_as_hyper_parameters() -> None:
     loaded = Holding.load_from_checkpoint(found.path, act=torch.nn.ELU())
     assert loaded.hparams.lr == 0.5
     assert yaml.safe_load(stored_config(found.path) or "")["model"]["act"]["class_path"] == "torch.nn.ELU"
+
+
+def test_an_optimizer_of_the_config_is_made_again_from_a_checkpoint() -> None:
+    class Choosing(Net):
+        def __init__(self, optimizer: OptimizerCallable = torch.optim.SGD) -> None:
+            super().__init__(4)
+            self.save_hyperparameters()
+
+        def configure_optimizers(self) -> Any:
+            return self.hparams.optimizer(self.parameters())
+
+    args = ["--model.optimizer=AdamW", "--model.optimizer.lr=0.25"]
+    cli = TrainwrightCLI(Choosing, Data, args=args, run=False, trainer_defaults=QUICK, auto_configure_optimizers=False)
+    fit(cli)
+    (found,) = find_checkpoints("trainwright_logs/version_0/checkpoints")
+    (again,) = [Choosing.load_from_checkpoint(found.path).configure_optimizers()]
+    assert (type(again), again.defaults["lr"]) == (torch.optim.AdamW, 0.25)
+    logged = yaml.safe_load(Path(cli.trainer.log_dir or "", "hparams.yaml").read_text())
+    assert logged["optimizer"]["partial"].endswith("AdamW")
 
 
 def test_what_goes_to_other_processes() -> None:

@@ -17,7 +17,7 @@ from deadlines import deadline
 from rungs import record
 from started import Started, python
 
-from trainwright.commands import ladder
+from trainwright.commands import climb, ladder
 from trainwright.commands.climb import Climb
 from trainwright.commands.ladder import ladder_command
 from trainwright.ladder.attempt import Attempt
@@ -105,30 +105,39 @@ def test_options_after_the_script(
     assert Path("ladder/train-1/unchanged/arguments").read_text().split()[-len(given) :] == given
 
 
-def test_a_run_that_resumes_an_earlier_one(fake: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    resumed = json.dumps({**vars(record(resumed="last.ckpt"))})
-    interpreter = fake / "interpreter"
-    interpreter.write_text(f"{FAKE}echo '{resumed}' > $RECORD\n")  # that of the next run
-    assert ladder_command(["--rungs", "16-mixed", "--out", "out", "train.py"], None) == 0
-    assert "16-mixed failed: it resumed from last.ckpt, where an earlier run has left it" in capsys.readouterr().out
-
-
-def test_each_seed_may_resume_a_checkpoint_of_its_own(fake: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Then the seed is in the arguments; what the second seed finds of the first one is not taken for that."""
-    (fake / "record.json").write_text(json.dumps(vars(record(resumed="start-N.ckpt"))))
-    program = """#!/bin/sh
+def test_each_run_begins_without_the_files_of_the_one_before(fake: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """They are moved into its folder; the checkpoint that the user had stays, and a note names it."""
+    program = f"""#!/bin/sh
 folder=$(dirname "$TRAINWRIGHT_RUNG")
-sed "s/start-N/$2/" $RECORD > "$folder/rank0.json"
+[ -e saved/best-v1.ckpt ] && exit 1
+mkdir -p saved/best-v1.ckpt
+echo "{fake}/saved/best-v1.ckpt\n{fake}/saved/gone.ckpt" > "$folder/new_paths.txt"
+cp "$RECORD" "$folder/rank0.json"
 """
     (fake / "interpreter").write_text(program)
-    options = ["--rungs", "16-mixed", "--seeds", "2"]
-    assert ladder_command([*options, "--out", "each", "train.py", "start-{seed}"], None) == 0
-    assert "failed" not in capsys.readouterr().out
-    (fake / "record.json").write_text(json.dumps(vars(record())))
-    resumed = json.dumps(vars(record(resumed="last.ckpt")))
-    (fake / "interpreter").write_text(f"{FAKE}echo '{resumed}' > $RECORD\n")
-    assert ladder_command([*options, "--out", "first", "train.py"], None) == 1
-    assert "the unchanged script: it resumed from last.ckpt" in capsys.readouterr().out
+    older = fake / "saved/best.ckpt"
+    older.mkdir(parents=True)
+    assert ladder_command(["--cpu", "--rungs", "bf16-mixed,compile", "--out", "out", "train.py"], None) == 0
+    assert list((fake / "saved").iterdir()) == [older]
+    assert all((fake / "out" / name / "saved/saved/best-v1.ckpt").exists() for name in ("unchanged", "bf16-mixed"))
+    assert "The runs saved under other names than saved/best.ckpt, which existed before" in capsys.readouterr().out
+
+
+def test_a_long_run_shows_its_progress(
+    fake: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (fake / "interpreter").write_text(f"{FAKE}echo epoch 1\nsleep 1\n")
+    monkeypatch.setattr(climb, "LINE_SECONDS", 0.3)
+    assert ladder_command(["--rungs", "unchanged", "train.py"], None) == 0
+    assert re.search(r"^unchanged runs: \d+ s  epoch 1$", capsys.readouterr().err, re.MULTILINE)
+
+
+def test_a_script_that_is_too_short_is_named_at_once(fake: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (fake / "record.json").write_text(json.dumps(vars(record(steps_per_second=100.0))))
+    assert ladder_command(["--cpu", "--rungs", "bf16-mixed", "--steps", "20", "train.py"], None) == 0
+    said = capsys.readouterr().out
+    assert said.index("No rung will be chosen: its steps took less than 2 s") < said.index("bf16-mixed  failed")
+    assert "compare rungs; pass a higher --steps." in said
 
 
 def test_a_second_interrupt_does_not_wait(fake: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -359,9 +368,9 @@ def test_real_scripts(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(TRAINER)
     (tmp_path / "loop.py").write_text(LOOP)
     options = ["--cpu", "--steps", "30", "--timeout", str(int(deadline(120)))]
-    climbs = [["--rungs", "bf16-mixed,64-true,ddp", "train.py"], ["--rungs", "ddp", "loop.py", "here"]]
-    for climb in climbs:
-        started = Started(python("-W", "error", "-m", "trainwright", "ladder", *options, *climb), tmp_path)
+    options_of = [["--rungs", "bf16-mixed,64-true,ddp", "train.py"], ["--rungs", "ddp", "loop.py", "here"]]
+    for own in options_of:
+        started = Started(python("-W", "error", "-m", "trainwright", "ladder", *options, *own), tmp_path)
         try:
             assert started.wait(600) == 0, f"{started.stdout}\n{started.stderr}"
             assert re.search(r"^(Choose|Keep)", started.stdout, re.MULTILINE), started.stdout

@@ -5,7 +5,9 @@ from __future__ import annotations
 import csv
 import io
 import json
+import math
 import traceback
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -169,8 +171,8 @@ def test_the_lines_of_a_trainer() -> None:
     comparison = compared()
     first, *others = choice_lines(comparison, ["train.py"])
     assert first == (
-        "Choose ddp, 1.85 times as fast as the unchanged script; test_acc is 0.91, unchanged 0.9 (a difference up to 2% counts "
-        "as noise; --seeds 3 measures it)."
+        "Choose ddp, 1.85 times as fast as the unchanged script to the end of the training (2.59 s instead of 4.8 s); "
+        "test_acc is 0.91, unchanged 0.9 (a difference up to 2% counts as noise; --seeds 3 measures it)."
     )
     assert others == [
         '    tw.Trainer(devices=2, strategy="ddp", precision="bf16-mixed", compile=True)',
@@ -219,29 +221,69 @@ def test_the_lines_of_an_accelerator() -> None:
     assert "calls neither" not in " ".join(notes(comparison, ["train.py", "{seed}"], "cuda"))
 
 
+def cut(name: str, rate: float, **changes: Any) -> Result:
+    return scored(name, rate, planned_steps=math.inf, **changes)
+
+
 def test_a_choice_that_pays_off_in_longer_runs() -> None:
     late = tuple((step, 30 + 0.05 * step) for step in range(1, 21))
-    compiled = scored("compile", 150, points=late, steps_per_second=20.0, compile=True)
-    said = " ".join(choice_lines(Comparison([scored("unchanged", 100), compiled], None), ["train.py"]))
-    assert "Its first 20 steps took 31 s, unchanged 2.5 s: what comes before the steady steps" in said
-    assert "such as compiling, pays off after 590 steps." in said  # 28.5 s at 0.05 s a step
-    sharded = scored("ddp", 150, points=late, steps_per_second=20.0, devices=2)
-    said = " ".join(choice_lines(Comparison([scored("unchanged", 100), sharded], None), ["train.py"]))
+    compiled = cut("compile", 150, points=late, steps_per_second=20.0, compile=True)
+    said = " ".join(choice_lines(Comparison([cut("unchanged", 100), compiled], None), ["train.py"]))
+    assert said.startswith("Choose compile, 1.50 times as fast as the unchanged script once it is warmed up.")
+    assert "The first 20 steps of compile took 31 s, unchanged 2.5 s: its start, such as compiling, pays off" in said
+    assert "pays off after 590 steps. Then it is 1.50 times as fast." in said  # 28.5 s at 0.05 s a step
+    sharded = cut("ddp", 150, points=late, steps_per_second=20.0, devices=2)
+    said = " ".join(choice_lines(Comparison([cut("unchanged", 100), sharded], None), ["train.py"]))
     assert "pays off in longer runs only." in said  # its steps are larger
     at_once = tuple((step, 0.2 * step) for step in range(1, 21))
-    twice = scored("ddp", 150, points=at_once, steps_per_second=10.0, devices=2)
-    said = " ".join(choice_lines(Comparison([scored("unchanged", 100), twice], None), ["train.py"]))
+    twice = cut("ddp", 150, points=at_once, steps_per_second=10.0, devices=2)
+    said = " ".join(choice_lines(Comparison([cut("unchanged", 100), twice], None), ["train.py"]))
     assert "pays off" not in said  # 20 steps take 4 s instead of 2.5, with twice the samples
     assert "pays off" not in " ".join(choice_lines(compared(), ["train.py"]))
     rates = {"batches_per_second": 80.0, "steps_per_second": 20.0}  # four batches a step
-    accumulated = scored("compile", 150, points=late, compile=True, **rates)
-    said = " ".join(choice_lines(Comparison([scored("unchanged", 100), accumulated], None), ["train.py"]))
+    accumulated = cut("compile", 150, points=late, compile=True, **rates)
+    said = " ".join(choice_lines(Comparison([cut("unchanged", 100), accumulated], None), ["train.py"]))
     assert "pays off after 590 steps." in said
+
+
+def test_the_choice_is_the_first_to_end() -> None:
+    late = tuple((step, 240 + 0.05 * step) for step in range(1, 21))
+    compiled = scored("compile", 424, points=late, seconds=250.0, steps_per_second=40.0, compile=True)
+    comparison = Comparison([scored("unchanged", 100, seconds=4.6), compiled], None)
+    assert comparison.choice() is comparison.first
+    kept, late = choice_lines(comparison, ["train.py"])
+    assert kept == "Keep the script unchanged: no other rung is 5% faster."
+    assert late.startswith(
+        "The first 20 steps of compile took 241 s, unchanged 2.5 s: its start, such as compiling, pays"
+    )
+    assert late.endswith("off after 3,200 steps. Then it is 4.24 times as fast.")
+    whole = [
+        scored("unchanged", 100, seconds=2.5, planned_steps=10_020),
+        scored("compile", 424, points=late, seconds=241.0, steps_per_second=40.0, compile=True, planned_steps=10_020),
+    ]
+    assert next(choice_lines(Comparison(whole, None), ["train.py"])).endswith(
+        "2.04 times as fast as the unchanged script to the end of the training (491 s instead of 1,002 s)."
+    )
+
+
+def test_runs_that_are_too_short_choose_nothing() -> None:
+    short = [scored("unchanged", 100, steps_per_second=11.0), scored("bf16-mixed", 300)]
+    comparison = Comparison(short, None)
+    assert not comparison.is_faster(short[1], short[0])
+    assert list(choice_lines(comparison, ["train.py"])) == [
+        "Keep the script unchanged: its steps took less than 2 s, which is too short to compare rungs; let it train for longer."
+    ]
+
+
+def test_an_older_checkpoint_of_the_user_is_noted() -> None:
+    first = replace(attempt("unchanged"), older=("saved/best.ckpt",))
+    said = list(notes(Comparison([Result((first,))], None), ["train.py"], "cpu"))
+    assert said[0].startswith("The runs saved under other names than saved/best.ckpt, which existed before the ladder:")
 
 
 def test_slow_steps_are_noted() -> None:
     plans = scored("bf16-mixed", 300, slow_steps=52, slow_seconds=8.44, seconds=16.5)
-    few = scored("compile", 300, slow_steps=1, slow_seconds=0.2)
+    few = scored("compile", 300, slow_steps=1, slow_seconds=0.1)
     said = list(notes(Comparison([scored("unchanged", 100), plans, few], None), ["train.py"], "cuda"))
     (noted,) = [each for each in said if "times as long as most" in each]
     assert noted.startswith(
@@ -295,7 +337,7 @@ def test_runs_of_one_step_have_no_speed() -> None:
     assert "Runs of unchanged took fewer than two steps, too few to measure a speed." in said
     assert "batches are counted" not in said
     assert list(choice_lines(first, ["train.py"])) == [
-        "Keep the script unchanged: its run took fewer than two steps, so its speed is unknown."
+        "Keep the script unchanged: its steps took less than 2 s, which is too short to compare rungs; let it train for longer."
     ]
 
 

@@ -82,6 +82,10 @@ def test_a_trainer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert middle is not None
     assert record.points[5][1] < middle <= record.points[6][1]
     assert record.seconds_to(16) is None
+    assert record.planned_steps == 54  # 9 epochs of 6 windows
+    assert record.seconds_to_end is not None
+    assert record.steps_per_second is not None
+    assert record.seconds_to_end == pytest.approx(record.seconds + 39 / record.steps_per_second)
 
 
 def test_several_fits_follow_each_other(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -92,6 +96,7 @@ def test_several_fits_follow_each_other(monkeypatch: pytest.MonkeyPatch, tmp_pat
     assert record is not None
     assert [step for step, _ in record.points] == list(range(1, 9))
     assert [second for _, second in record.points] == sorted(second for _, second in record.points)
+    assert (record.planned_steps, record.seconds_to_end) == (8, record.seconds)
 
 
 class Evaluating(tw.Callback):
@@ -262,7 +267,6 @@ def test_a_loop(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert record.batches_per_second is not None
     assert record.samples_per_second == pytest.approx(4 * record.batches_per_second)
     assert record.logged.keys() == {"test_acc"}
-    assert not record.resumed
     assert not record.is_cut
 
 
@@ -304,7 +308,7 @@ def test_a_loop_without_prepared_loaders(monkeypatch: pytest.MonkeyPatch, tmp_pa
     assert record.batches_per_second is not None
 
 
-def test_a_resumed_training_is_noted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_resumed_training_counts_its_own_steps(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     trainer = tw.Trainer(max_epochs=1, **QUIET)
     trainer.fit(Classifier(), make_loader())
     trainer.save_checkpoint(tmp_path / "saved.ckpt")
@@ -312,8 +316,32 @@ def test_a_resumed_training_is_noted(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     tw.Trainer(max_epochs=2, **QUIET).fit(Classifier(), make_loader(), ckpt_path=tmp_path / "saved.ckpt")
     record = RunRecord.read(tmp_path / "rung")
     assert record is not None
-    assert record.resumed.endswith("saved.ckpt")
     assert record.steps == 11
+
+
+class Predicting(Classifier):
+    def predict_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return batch[0]
+
+
+def test_new_outputs_are_listed_for_the_ladder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The ladder moves them away after the run; a file that existed before is not among them."""
+    saver = tw.ModelCheckpoint(tmp_path / "saved", filename="best", save_last="link")
+    trainer = tw.Trainer(max_epochs=1, accelerator=ACCELERATOR, devices=1, logger=False, callbacks=saver)
+    trainer.fit(Classifier(), make_loader())
+    set_rung(monkeypatch, tmp_path / "rung")
+    writer = tw.TensorPredictionWriter(tmp_path / "predictions")
+    saver = tw.ModelCheckpoint(tmp_path / "saved", filename="best", save_last="link")
+    trainer = tw.Trainer(max_epochs=1, accelerator=ACCELERATOR, devices=1, logger=False, callbacks=[saver, writer])
+    module = Predicting()
+    trainer.fit(module, make_loader())
+    trainer.save_checkpoint(tmp_path / "final.ckpt")
+    module.export(tmp_path / "model.safetensors")
+    trainer.predict(module, make_loader(8), return_predictions=False)
+    listed = (tmp_path / "rung/new_paths.txt").read_text().splitlines()
+    assert [str(Path(line).relative_to(tmp_path)) for line in listed] == [
+        "saved/best-v1.ckpt", "final.ckpt", "model.safetensors", "predictions", "predictions/predictions.json",
+    ]  # fmt: skip
 
 
 def test_memory_and_folders(tmp_path: Path) -> None:

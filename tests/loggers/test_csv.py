@@ -168,6 +168,7 @@ def test_what_user_code_logs(tmp_path: Path) -> None:
 
 def test_hyper_parameters_become_json(place: str) -> None:
     logger = started(place)
+    logger.log_hyperparams()
     logger.log_hyperparams(
         {"lr": 0.1, "layers": (1, 2), "t": torch.ones(2), "path": Path("a"), "type": torch.float16, "in": {3: {4}}}
     )

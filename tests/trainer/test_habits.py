@@ -436,6 +436,9 @@ def test_loggers_that_are_set_are_arranged(tmp_path: Path) -> None:
     assert trainer.log_dir == f"{tmp_path}/trainwright_logs/version_1"
     trainer.logger = None
     assert trainer.loggers == []
+    trainer.loggers = [tw.CSVLogger()]
+    trainer.loggers = None  # type: ignore[assignment]  # mypy takes the getter's type
+    assert (trainer.loggers, trainer.logger) == ([], None)
     with pytest.raises(TypeError, match="logger='csv' is a str"):
         trainer.logger = "csv"  # type: ignore[assignment]
 

@@ -60,7 +60,8 @@ def test_the_epoch_mean_is_weighted_by_the_batch_size() -> None:
         module.log("most", loss, on_epoch=True, on_step=False, reduce_fx="max")
         module.log("unweighted", float(index), on_epoch=True, on_step=False, batch_size=1)
 
-    metrics = {name: value.item() for name, value in fit(log).callback_metrics.items()}
+    trainer = fit(log)
+    metrics = {name: trainer.run.logbook.monitored(name, "the test") for name in trainer.callback_metrics}
     assert [size for _, size in values] == [4] * 10 + [2]
     assert metrics["mean"] == pytest.approx(sum(value * size for value, size in values) / 42, rel=1e-12)
     assert (metrics["least"], metrics["most"]) == (min(values)[0], max(values)[0])
@@ -101,6 +102,23 @@ def test_a_torchmetrics_object_is_computed_and_reset_each_epoch() -> None:
     assert epochs == [1.0, 2.0, 3.0]
 
 
+def test_metrics_have_the_precision_that_was_logged() -> None:
+    """A user compares them with tensors of his own; what is compared and written is not rounded."""
+
+    def log(module: Any, batch: Any, index: int, loss: Tensor) -> None:
+        for name, value in (("single", loss), ("half", loss.bfloat16()), ("double", loss.double()), ("number", 0.1)):
+            module.log(name, value, on_step=name != "number", on_epoch=name != "half")
+
+    trainer = fit(log)
+    for metrics in (trainer.callback_metrics, trainer.logged_metrics):
+        kinds = {name: value.dtype for name, value in metrics.items()}
+        assert {name: kind for name, kind in kinds.items() if kind != torch.float32} == {
+            name: torch.float64 for name in kinds if name.startswith("double")
+        }
+    assert trainer.run.logbook.monitored("number", "the test") == pytest.approx(0.1, rel=1e-12)
+    assert torch.allclose(trainer.callback_metrics["single"], trainer.callback_metrics["double"].float())
+
+
 def test_rows_of_the_csv_logger(tmp_path: Path) -> None:
     logger = tw.CSVLogger(str(tmp_path))
     trainer = fit(
@@ -110,7 +128,7 @@ def test_rows_of_the_csv_logger(tmp_path: Path) -> None:
     rows = list(csv.DictReader(Path(logger.metrics_path).read_text().splitlines()))
     assert [(row["step"], row["epoch"]) for row in rows] == [("4", "0"), ("9", "0"), ("10", "0")]
     assert [bool(row["both_step"]) for row in rows] == [True, True, False]
-    assert float(rows[2]["both_epoch"]) == trainer.callback_metrics["both"].item()
+    assert torch.tensor(float(rows[2]["both_epoch"])) == trainer.callback_metrics["both"]
 
 
 @pytest.mark.parametrize(

@@ -164,6 +164,17 @@ def test_a_batch_of_one_keeps_its_values_on_the_way() -> None:
     assert torch.equal(_split(table, blob.clone())["x"], torch.tensor([1.5]))
 
 
+def test_a_predict_step_passes_its_arguments_on() -> None:
+    class Passing(Forward):
+        def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
+            return super().predict_step(batch, batch_idx, dataloader_idx)
+
+    own, passed = (tw.Trainer(**QUIET).predict(module, numbers()) for module in (Forward(), Passing()))
+    assert own is not None
+    assert passed is not None
+    assert len(own) == len(passed)
+
+
 def test_what_cannot_be_predicted() -> None:
     class Silent(tw.Module):
         pass

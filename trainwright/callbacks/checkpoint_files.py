@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -10,7 +9,7 @@ from itertools import chain, count
 from typing import TYPE_CHECKING, Any
 
 from trainwright.callbacks.checkpoint_policy import Kept
-from trainwright.callers import warn
+from trainwright.callers import say, warn
 from trainwright.checkpoint.discovery import (
     is_checkpoint,
     is_replaceable,
@@ -88,16 +87,16 @@ def save_failed(
     try:
         refusal = trainer.state.progress.obstacle or trainer.engine.finiteness.fault()
         if refusal:
-            print(f"{asker}: nothing is saved: {refusal}.", file=sys.stderr)
+            say(f"{asker}: nothing is saved: {refusal}.")
             return
         path = free_path(stem, extension)
         with isolate_rng():
             if generators:
                 set_rng_state(generators)  # the resumed run repeats the whole validation
             trainer.save_checkpoint(path, weights_only)
-        print(f"{asker}: the run was saved as {path}", file=sys.stderr)
+        say(f"{asker}: the run was saved as {path}")
     except Exception as error:  # the user has to see the first exception, not this one
-        print(f"{asker}: the save failed: {type(error).__name__}: {error}", file=sys.stderr)
+        say(f"{asker}: the save failed: {type(error).__name__}: {error}")
 
 
 def path_of_stop(trainer: TrainerProtocol, kept: Kept, own: str, extension: str) -> tuple[str, bool]:

@@ -62,9 +62,12 @@ def name_values(trainer: TrainerProtocol, monitor: str | None, template: str, is
     With a monitor, a metric of earlier weights is NaN. Until the monitor is logged, or if the run stops within the epoch, so is
     every field that is missing.
     """
+    metrics = trainer.metrics
     values: dict[str, Any] = {
-        name: math.nan if monitor is not None and trainer.metrics.is_outdated(name) else float(value)
-        for name, value in trainer.callback_metrics.items()
+        name: math.nan
+        if monitor is not None and metrics.is_outdated(name)
+        else metrics.monitored(name, "ModelCheckpoint")
+        for name in trainer.callback_metrics
     }
     values.update(epoch=trainer.current_epoch, step=trainer.global_step)
     if is_left or (monitor is not None and monitor not in values):

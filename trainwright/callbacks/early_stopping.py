@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +12,7 @@ from torch import Tensor
 from trainwright.arguments import refuses_unknown
 from trainwright.callbacks.base import Callback
 from trainwright.callbacks.chosen_mode import chosen_mode
-from trainwright.callers import warn
+from trainwright.callers import say, warn
 from trainwright.errors import a_type_of
 
 if TYPE_CHECKING:
@@ -142,7 +141,7 @@ class EarlyStopping(Callback):
             return
         trainer.should_stop = True
         if trainer.is_global_zero:
-            print(self.stopping_reason_message, file=sys.stderr)
+            say(str(self.stopping_reason_message))
 
     @property
     def _has_asked_to_stop(self) -> bool:
@@ -185,9 +184,9 @@ class EarlyStopping(Callback):
             self._stopping_wait_count = max(self._stopping_wait_count, self.wait_count)
             self._stopping_score = score
         if self.verbose and message and (trainer.is_global_zero or not self.log_rank_zero_only):
-            print(f"rank {trainer.global_rank}: {message}" if trainer.world_size > 1 else message, file=sys.stderr)
+            say(f"rank {trainer.global_rank}: {message}" if trainer.world_size > 1 else message)
         elif is_first and trainer.is_global_zero:
-            print(message, file=sys.stderr)
+            say(message)
 
     def _score(self, trainer: TrainerProtocol) -> float | None:
         """Return the metric's value; None if it was not logged and need not be. On rank 0: a step's value differs by rank."""

@@ -106,7 +106,7 @@ class LiveProgressBar(ProgressBar):
         self._begin_epoch(trainer)
 
     def _begin_epoch(self, trainer: Trainer) -> None:
-        title, total = f"{self.train_description} {trainer.current_epoch}", _known(trainer.num_training_batches)
+        title, total = f"{self.train_description} {trainer.current_epoch}", _known(self.total_train_batches)
         self._stage = "train"
         self._begin(self._training, title, total, trainer.state.batch, leave=True)
 

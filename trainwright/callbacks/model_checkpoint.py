@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import sys
 import time
 from collections.abc import Mapping
 from datetime import timedelta
@@ -46,6 +45,7 @@ from trainwright.callbacks.checkpoint_policy import (
     checked_intervals,
 )
 from trainwright.callbacks.chosen_mode import chosen_mode
+from trainwright.callers import say
 from trainwright.checkpoint.filesystem import sweep_temporaries
 from trainwright.data.seeding import rng_state
 from trainwright.errors import CheckpointError
@@ -428,7 +428,7 @@ class ModelCheckpoint(Checkpoint):
             self._conclude(trainer)
         except CheckpointError as error:  # the same on every rank; the save below may still succeed
             if trainer.is_global_zero:
-                print(f"trainwright: {error}", file=sys.stderr, flush=True)
+                say(f"trainwright: {error}")
         find = partial(path_of_stop, trainer, self._kept, f"{self.dirpath}/{name}", self.FILE_EXTENSION)
         path, is_there = trainer.engine.ranks.decide(find, "the save of a run that ends")
         if is_there:

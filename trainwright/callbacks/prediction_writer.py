@@ -21,7 +21,7 @@ from torch import Tensor
 from trainwright.arguments import refuses_unknown
 from trainwright.callbacks.base import Callback
 from trainwright.checkpoint.codec import decode, encode
-from trainwright.checkpoint.filesystem import resolve
+from trainwright.checkpoint.filesystem import note_new, resolve
 from trainwright.data.transfer import to_device
 from trainwright.distributed import collectives
 from trainwright.errors import a_type_of
@@ -171,6 +171,8 @@ class TensorPredictionWriter(BasePredictionWriter):
         files, path = resolve(self.dirpath)
         is_taken = False
         if trainer.is_global_zero:
+            for new in (path, f"{path}/{MANIFEST}") if files.has_rename else ():
+                note_new(new)
             files.make_directories(path)
             is_taken = files.exists(f"{path}/{MANIFEST}")
         # The run's name keeps its files apart from those that a run without an end has left.

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from trainwright.callbacks.base import Callback
+from trainwright.callers import above_bars
 
 if TYPE_CHECKING:
     from trainwright.callbacks.trainer_protocol import Batches
@@ -66,8 +67,12 @@ class ProgressBar(Callback):
 
     @property
     def total_train_batches(self) -> Batches:
-        """Return the training batches of an epoch; math.inf if they are unknown, as all totals are then."""
-        return self.trainer.num_training_batches
+        """Return the training batches of an epoch, or those until max_steps without a limit of epochs; math.inf if unknown."""
+        trainer, batches = self.trainer, self.trainer.num_training_batches
+        if trainer.max_steps == -1 or trainer.max_epochs != -1:
+            return batches
+        steps = trainer.max_steps - trainer.global_step
+        return min(batches, trainer.state.batch + steps * trainer.accumulate_grad_batches)
 
     @property
     def total_val_batches(self) -> Batches:
@@ -111,14 +116,10 @@ class ProgressBar(Callback):
 
     def print(self, *args: Any, sep: str = " ", **kwargs: Any) -> None:
         """Print, above the bars if there are any."""
-        builtins.print(*args, sep=sep, **kwargs)
+        with above_bars():
+            builtins.print(*args, sep=sep, **kwargs)
 
     def setup(self, trainer: Trainer, module: Module, stage: str) -> None:
-        bars = [type(each).__name__ for each in trainer.callbacks if isinstance(each, ProgressBar)]
-        if len(bars) > 1:
-            raise ValueError(
-                f"callbacks= holds {len(bars)} progress bars ({', '.join(bars)}); give the Trainer one of them."
-            )
         if not trainer.is_global_zero:
             self.disable()
 

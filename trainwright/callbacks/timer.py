@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from trainwright.arguments import refuses_unknown
 from trainwright.callbacks.base import Callback
+from trainwright.callers import say
 from trainwright.duration import to_seconds
 from trainwright.import_paths import refusing
 
@@ -158,7 +158,7 @@ class Timer(Callback):
         self._is_over = True
         if self._verbose and trainer.is_global_zero:
             elapsed = timedelta(seconds=int(self.time_elapsed()))
-            print(f"training has reached its time limit after {elapsed}; stopping.", file=sys.stderr)
+            say(f"training has reached its time limit after {elapsed}; stopping.")
 
 
 def _of(stage: str, times: dict[str, float | None]) -> float | None:

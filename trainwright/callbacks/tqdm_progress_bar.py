@@ -131,13 +131,6 @@ class TQDMProgressBar(LiveProgressBar):
         """Return the bar of a prediction."""
         return tqdm(**self._options)
 
-    def print(self, *args: Any, **kwargs: Any) -> None:
-        if self.has_bars:
-            with tqdm.external_write_mode(file=kwargs.get("file")):
-                print(*args, **kwargs)
-        else:
-            super().print(*args, **kwargs)
-
     def _can_be_live(self) -> bool:
         return sys.stderr.isatty() or _in_notebook()
 

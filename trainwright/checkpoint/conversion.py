@@ -10,7 +10,7 @@ from typing import Any, BinaryIO, NamedTuple
 import torch
 
 from trainwright.checkpoint.contents import is_extra_state
-from trainwright.checkpoint.filesystem import LocalFiles, describe, resolve, temporary_path
+from trainwright.checkpoint.filesystem import LocalFiles, describe, note_new, resolve, temporary_path
 from trainwright.checkpoint.foreign_formats import Weights, read_weights
 from trainwright.checkpoint.reader import StoredCheckpoint, open_checkpoint
 from trainwright.checkpoint.shards import METADATA_KEY, host_bytes, render_header
@@ -125,6 +125,7 @@ def _target(out: str) -> tuple[LocalFiles, str]:
     if not out.endswith(".safetensors"):
         raise CheckpointError(f"{out} does not end in .safetensors, which is what an export writes; give such a name.")
     _refuse_existing(files, target)
+    note_new(target)
     return files, target
 
 

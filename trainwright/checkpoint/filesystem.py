@@ -22,6 +22,7 @@ from typing import Any, BinaryIO, cast
 
 import fsspec.core
 
+from trainwright.distributed.environment import rung_file
 from trainwright.errors import CheckpointError
 from trainwright.process_identity import is_process_alive, machine, process_start_time
 
@@ -29,6 +30,8 @@ RETRY_DELAYS_SECONDS = (0.5, 2.0)
 _NOT_RETRIED = (FileNotFoundError, PermissionError, FileExistsError, IsADirectoryError, NotADirectoryError)
 DRAINED_BYTES = 8 << 20
 _SYNC_FILE_RANGE_WRITE = 2
+NEW_PATHS = "new_paths.txt"
+"""The file in a rung's folder that lists what its script has created."""
 _UNSUPPORTED = (errno.EINVAL, errno.ENOTSUP, errno.EBADF)
 # .<name>.tmp-<machine>-<pid>-<start of the process>-<unique>: one mkdir also records the writer.
 _TEMPORARY = re.compile(r"\..+\.tmp-([0-9a-f]{8})-(\d+)-(\d+)-[0-9a-f]{12}", re.ASCII | re.DOTALL)
@@ -283,6 +286,14 @@ def temporary_path(path: str) -> str:
     pid = os.getpid()
     # The dot in front keeps it out of every search for checkpoints.
     return f"{parent}/.{name}.tmp-{machine()}-{pid}-{process_start_time(pid)}-{uuid.uuid4().hex[:12]}"
+
+
+def note_new(path: str) -> None:
+    """List a local path that is about to be created, so that a ladder moves it away before it runs the script again."""
+    rung = rung_file()
+    if rung is not None and not os.path.lexists(path):
+        with open(os.path.join(os.path.dirname(rung), NEW_PATHS), "a", encoding="utf-8") as lines:
+            lines.write(f"{os.path.abspath(path)}\n")
 
 
 def sweep_temporaries(directory: str) -> list[str]:

@@ -8,7 +8,7 @@ import os
 import stat
 from pathlib import PurePosixPath
 
-from trainwright.checkpoint.filesystem import Files, resolve, temporary_path
+from trainwright.checkpoint.filesystem import Files, note_new, resolve, temporary_path
 
 POINTER_NAME = "pointer.json"
 
@@ -22,6 +22,7 @@ def point_to(link: str, target: str) -> None:
         files.make_directories(inside)
         files.put(f"{inside}/{POINTER_NAME}", _pointer(name))
         return
+    note_new(inside)
     temporary = temporary_path(inside)
     try:
         os.symlink(name, temporary)

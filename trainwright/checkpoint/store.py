@@ -23,7 +23,7 @@ from typing import Any
 
 from trainwright.checkpoint.contents import Contents, collect
 from trainwright.checkpoint.discovery import refuse_irreplaceable, replace_checkpoint, versioned_path
-from trainwright.checkpoint.filesystem import Files, describe, resolve, temporary_path
+from trainwright.checkpoint.filesystem import Files, describe, note_new, resolve, temporary_path
 from trainwright.checkpoint.host_copy import HostMemory
 from trainwright.checkpoint.manifest import (
     MANIFEST_NAME,
@@ -351,6 +351,7 @@ def _stage(files: Files, target: str, overwrite: bool) -> str:
     if not files.has_rename:
         files.make_directories(target)
         return target
+    note_new(target)
     directory = temporary_path(target)
     files.make_directories(os.path.dirname(directory))
     files.make_new_directory(directory)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,11 +16,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from trainwright.checkpoint.filesystem import NEW_PATHS
 from trainwright.commands.run_output import lines_of, reason_of
 from trainwright.distributed.environment import RUNG_VARIABLE
 from trainwright.ladder.attempt import Attempt
 from trainwright.ladder.printed_metric import printed_metrics
 from trainwright.ladder.run_record import RunRecord
+from trainwright.launch.columns import terminal_width
 from trainwright.launch.processes import GRACE_VARIABLE, launcher_command
 from trainwright.rung import Rung
 
@@ -28,6 +32,8 @@ SEED = "{seed}"
 """What is replaced by the rung's seed in the script's arguments."""
 OTHER_FRAMEWORK = re.compile(r"^\s*(?:import|from)\s+(lightning|pytorch_lightning|accelerate)\b", re.MULTILINE)
 LOG_NAME, RUNG_NAME = "output.log", "rung.json"
+SHOWN_SECONDS, LINE_SECONDS = 5.0, 60.0
+"""How often a run shows its progress: in a terminal, and elsewhere."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +60,7 @@ class Climb:
         rung.write(folder / RUNG_NAME)
         variables = {GRACE_VARIABLE: str(LEAVE_SECONDS), "PYTHONUNBUFFERED": "1", **self.variables}
         variables[RUNG_VARIABLE] = str(folder / RUNG_NAME)
-        log, start, has_time = folder / LOG_NAME, time.monotonic(), True
+        log, start = folder / LOG_NAME, time.monotonic()
         with log.open("wb") as output:
             process = subprocess.Popen(
                 self._command_of(rung),
@@ -65,11 +71,10 @@ class Climb:
                 start_new_session=True,  # a Ctrl-C reaches the ladder alone, which ends the run
             )
             try:
-                process.wait(self.timeout_seconds)
-            except subprocess.TimeoutExpired:
-                has_time = False
+                has_time = self._wait(process, log, start)
             finally:
                 end(process)
+                older = _move_new(folder)
         seconds = time.monotonic() - start
         text = log.read_text(encoding="utf-8", errors="replace")
         if not has_time:
@@ -84,15 +89,45 @@ class Climb:
             printed.setdefault(each.stage, {}).pop(each.name, None)
             printed[each.stage] = {each.name: each.value, **printed[each.stage]}  # the latest first
         reason = _why_empty(record, self.command[0])
-        return Attempt(rung, "failed" if reason else "finished", reason, record, printed, str(log), seconds)
+        return Attempt(rung, "failed" if reason else "finished", reason, record, printed, str(log), seconds, older)
 
     def folder_of(self, name: str, seed: int | None) -> Path:
         """Return the folder of a run."""
         return self.folder / (name if seed is None else f"{name}-seed{seed}")
 
+    def _wait(self, process: subprocess.Popen[bytes], log: Path, start: float) -> bool:
+        """Wait for the end of a run, and show its time and its latest line; return whether it ended in time."""
+        is_terminal, limit = sys.stderr.isatty(), self.timeout_seconds or math.inf
+        while (left := limit - (time.monotonic() - start)) > 0:
+            try:
+                process.wait(min(left, SHOWN_SECONDS if is_terminal else LINE_SECONDS))
+                break
+            except subprocess.TimeoutExpired:
+                line = lines_of(log.read_bytes()[-2000:].decode(errors="replace").strip())[-1]
+                text = f"{time.monotonic() - start:.0f} s  {line}"
+                # In a terminal the cursor goes back, to where the outcome is to be printed.
+                text = text[: max(20, (terminal_width(sys.stderr) or 80) - 40)] if is_terminal else text
+                shown = f"\0337{text}\033[K\0338" if is_terminal else f"{log.parent.name} runs: {text}\n"
+                print(shown, end="", file=sys.stderr, flush=True)
+        print("\033[K" if is_terminal else "", end="", file=sys.stderr, flush=True)
+        return process.poll() is not None
+
     def _command_of(self, rung: Rung) -> list[str]:
         command = [sys.executable, *with_seed(self.command, rung.seed)]
         return launcher_command(rung.devices, command) if rung.devices is not None and rung.devices > 1 else command
+
+
+def _move_new(folder: Path) -> tuple[str, ...]:
+    """Move what a run has created into its folder; return the older checkpoints that made it choose names with a version."""
+    listed, older = folder / NEW_PATHS, []
+    for line in dict.fromkeys(listed.read_text(encoding="utf-8").splitlines()) if listed.exists() else ():
+        if os.path.lexists(line):
+            relative, plain = os.path.relpath(line), re.sub(r"-v\d+(?=\.[^./]*$|$)", "", line)
+            older += [os.path.relpath(plain)] if plain != line and os.path.lexists(plain) else []
+            target = folder / "saved" / (line.lstrip("/") if relative.startswith("..") else relative)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.move(line, target)
+    return tuple(older)
 
 
 def with_seed(command: Sequence[str], seed: int | None) -> list[str]:

@@ -8,7 +8,6 @@ import signal
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -168,6 +167,8 @@ class Ladder:
                     except ValueError as error:
                         _say(f"trainwright ladder: {error}")
                         return 2
+                    if short := Comparison([first], None).too_short:
+                        _say(f"No rung will be chosen: {short}.")
         except KeyboardInterrupt:
             code = INTERRUPTED
         if (started := self.results.get(UNCHANGED)) is not None and started.state == "finished":
@@ -194,7 +195,7 @@ class Ladder:
                 rung = Rung(name, str(self.climb.folder), **settings, seed=seed)
                 log = str(self.climb.folder_of(name, seed) / LOG_NAME)
                 try:
-                    attempts.append(self._checked(self.climb.run(name, settings, seed)))
+                    attempts.append(self.climb.run(name, settings, seed))
                 except OSError as error:  # of a full disk, for example; what the ladder has must not be lost
                     attempts.append(Attempt(rung, "failed", str(error), log=log))
                 except KeyboardInterrupt:
@@ -205,21 +206,6 @@ class Ladder:
             print(_outcome(attempts[-1]), flush=True)
             if attempts[-1].state != "finished":
                 break  # another seed would most likely end in the same way
-
-    def _checked(self, attempt: Attempt) -> Attempt:
-        """Return the run, as a failed one if it has resumed a training that the unchanged script did not resume."""
-        done = self.results[UNCHANGED].attempts if UNCHANGED in self.results else (attempt,)
-        # An argument with the seed may name another checkpoint for each.
-        first = next((each for each in done if each.rung.seed == attempt.rung.seed), None)
-        record, before = attempt.record, (first or done[0]).record
-        if attempt.state != "finished" or record is None or before is None or record.resumed == before.resumed:
-            return attempt
-        if first is None and record.resumed and before.resumed:
-            return attempt
-        reason = (
-            f"it resumed from {record.resumed}, where an earlier run has left it; let each run begin at its first step"
-        )
-        return replace(attempt, state="failed", reason=reason)
 
     def _give_up(self, first: Result) -> int:
         failed = first.attempts[-1]

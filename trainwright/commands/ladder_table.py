@@ -128,6 +128,11 @@ def notes(comparison: Comparison, command: Sequence[str], device_type: str) -> I
     for result in comparison.finished:
         if result is not comparison.first and not comparison.replaced(result):
             yield f"The script has the settings of {result.rung.name} already: what differs between the two is noise."
+    if older := sorted({path for each in comparison.finished for run in each.finished for path in run.older}):
+        yield (
+            f"The runs saved under other names than {_named(older)}, which existed before the ladder: if the script loads it, "
+            "each rung was scored with those older weights. Then move it away and run the ladder again."
+        )
     if device_type == "cpu" and any((each.facts.get("processes") or 1) > 1 for each in ran):
         yield "Several processes shared this machine's cores, so their figures say nothing about several GPUs."
     if not comparison.counts_samples:
@@ -206,19 +211,17 @@ def _metric_notes(comparison: Comparison) -> Iterator[str]:
 def choice_lines(comparison: Comparison, command: Sequence[str]) -> Iterator[str]:
     """Yield which rung to choose and why, then the code to copy, which is indented."""
     chosen, first = comparison.choice(), comparison.first
-    speed_up = comparison.speed_up(chosen)
-    if chosen is first or speed_up is None:
-        slower = any(comparison.is_worse(each) and comparison.is_faster(each, first) for each in comparison.finished)
-        reason = (
-            "the faster rungs have a worse metric or none" if slower else f"no other rung is {SPEED_NOISE:.0%} faster"
-        )
-        if comparison.finished == [first]:
-            reason = "no other rung has finished"
-        if comparison.rate(first) is None:
-            reason = "its run took fewer than two steps, so its speed is unknown"
-        yield f"Keep the script unchanged: {reason}."
+    if chosen is first:
+        yield f"Keep the script unchanged: {_why_unchanged(comparison)}."
+        late = max(comparison.finished, key=lambda each: comparison.speed_up(each) or 0.0)
+        if not (comparison.too_short or comparison.is_worse(late)):
+            yield from _late_gain(comparison, late)
         return
-    yield f"Choose {chosen.rung.name}, {speed_up:.2f} times as fast as the unchanged script{_about(comparison, chosen)}."
+    took, before = comparison.seconds_to_end(chosen), comparison.seconds_to_end(first)
+    to_end = f"to the end of the training ({_seconds(took)} instead of {_seconds(before)})"
+    when = "once it is warmed up" if took is None or before is None else to_end
+    gain = comparison.gain(chosen, first)
+    yield f"Choose {chosen.rung.name}, {gain:.2f} times as fast as the unchanged script {when}{_about(comparison, chosen)}."
     record = chosen.finished[0].record
     assert record is not None, "a run that has finished has a record"
     yield f"    {_code(chosen, record.owner)}"
@@ -226,18 +229,35 @@ def choice_lines(comparison: Comparison, command: Sequence[str]) -> Iterator[str
     if record.owner == "Accelerator" and devices > 1:
         on_cpu = "--cpu " if chosen.rung.accelerator == "cpu" else ""
         yield f"    trainwright launch {on_cpu}--devices {devices} {shlex.join(with_seed(command, chosen.rung.seed))}"
-    own, before = comparison.seconds_to_common(chosen), comparison.seconds_to_common(first)
-    # A step has a batch for each device.
-    if own is not None and before is not None and own.mean > devices * before.mean:
-        steps = comparison.break_even(chosen)
-        when = "in longer runs only" if steps is None else f"after {steps:,} steps"
-        yield (
-            f"Its first {comparison.common_steps} steps took {_seconds(own)}, unchanged {_seconds(before)}: what comes before "
-            f"the steady steps, such as compiling, pays off {when}."
-        )
+    if took is None:
+        yield from _late_gain(comparison, chosen)
     replaced = [f"{name}={was}" for name, was in comparison.replaced(chosen).items() if was != "None"]
     if replaced:
         yield f"The script had {', '.join(replaced)}."
+
+
+def _why_unchanged(comparison: Comparison) -> str:
+    if comparison.finished == [comparison.first]:
+        return "no other rung has finished"
+    if any(comparison.is_faster(each, comparison.first) and comparison.is_worse(each) for each in comparison.finished):
+        return "the faster rungs have a worse metric or none"
+    return comparison.too_short or f"no other rung is {SPEED_NOISE:.0%} faster"
+
+
+def _late_gain(comparison: Comparison, result: Result) -> Iterator[str]:
+    """Yield when a rung that starts slowly pays off."""
+    own, before = (comparison.seconds_to_common(each) for each in (result, comparison.first))
+    speed_up = comparison.speed_up(result) or 0.0
+    # A step has a batch for each device.
+    is_late = own is not None and before is not None and own.mean > (result.rung.devices or 1) * before.mean
+    if not is_late or speed_up <= 1 + SPEED_NOISE:
+        return
+    steps = comparison.break_even(result)
+    when = "in longer runs only" if steps is None else f"after {steps:,} steps"
+    yield (
+        f"The first {comparison.common_steps} steps of {result.rung.name} took {_seconds(own)}, unchanged {_seconds(before)}: "
+        f"its start, such as compiling, pays off {when}. Then it is {speed_up:.2f} times as fast."
+    )
 
 
 def _about(comparison: Comparison, chosen: Result) -> str:

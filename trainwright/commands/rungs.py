@@ -63,8 +63,7 @@ def settings_of(name: str, results: Mapping[str, Result], num_devices: int) -> d
         for each, own in results.items()
         if each in NAMES and comparison.is_faster(own, results[COMPILE if own.rung.compile else UNCHANGED])
     ]
-    rates = {name: comparison.rate(results[name]) for name in fast}
-    precision = max(fast, key=lambda each: rates[each] or (0.0, None), default=None)
+    precision = max(fast, key=lambda each: comparison.gain(results[each], results[UNCHANGED]), default=None)
     if name == COMPILE:
         return {"precision": precision, "compile": True}
     # False where it cannot hold, in case the script compiles.

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from trainwright.callers import say
 from trainwright.data.seeding import IsolatedGenerators, derive_seed, read_isolated
 from trainwright.data.source_state import SourceState, SourceStates
 from trainwright.data.stateful_reader import END, ReaderState, StateRejected
@@ -135,7 +136,7 @@ class BatchStream(StreamShard):
 
     def _print(self, text: str) -> None:
         if self.rank == self.seed_rank == 0:
-            print(f"trainwright: {text}", file=sys.stderr)
+            say(f"trainwright: {text}")
 
     def _opened(self, pass_number: int, begin: Callable[[], Iterator[Any]]) -> Iterator[Any]:
         """Return the batches that `begin` reads, a pass or the rest of one, under the pass's seed."""

@@ -6,10 +6,10 @@ import ast
 import difflib
 import functools
 import inspect
-import sys
 from collections.abc import Callable, Iterable
 from typing import Any, ParamSpec
 
+from trainwright.callers import say
 from trainwright.distributed.environment import argument_variables
 from trainwright.ladder.recorder import trainer_arguments
 from trainwright.ladder.recording import active_recording
@@ -80,4 +80,4 @@ def _value(text: str) -> Any:
 @functools.cache
 def _say(text: str) -> None:
     if rank_zero_only.rank == 0:
-        print(f"trainwright: {text}", file=sys.stderr)
+        say(f"trainwright: {text}")

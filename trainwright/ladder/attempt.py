@@ -37,6 +37,8 @@ class Attempt:
     """The file with its output."""
     seconds: float = 0.0
     """The time from the start of its processes to their end."""
+    older: tuple[str, ...] = ()
+    """The checkpoints from before the ladder whose names this run could not use."""
 
     def metrics(self) -> Iterator[tuple[str, dict[str, float]]]:
         """Yield where metrics come from, and their values: those of tests first, and a Trainer's before what is printed."""

@@ -12,7 +12,9 @@ from trainwright.metric_direction import Direction, direction_of
 NOISE = 0.02
 """The fraction of its value by which a metric may be worse without counting as worse, if there is one seed."""
 SPEED_NOISE = 0.05
-"""The fraction of its rate by which a rung has to exceed another to count as faster."""
+"""The fraction by which a rung has to be faster than another to count as faster."""
+LEAST_SECONDS = 2.0
+"""If the steps of the unchanged script take less, its runs are too short to choose a rung by."""
 DEVIATIONS = 2
 """What replaces NOISE, in standard deviations of the unchanged script's seeds, if there are several."""
 
@@ -110,6 +112,26 @@ class Comparison:
         own, first = self.rate(result), self.rate(self.first)
         return None if own is None or first is None or not first.mean else own.mean / first.mean
 
+    def seconds_to_end(self, result: Result) -> Figure | None:
+        """Return the duration of the whole training; None if --steps cut it and its length is unknown."""
+        return result.figure(lambda record: record.seconds_to_end)
+
+    def gain(self, result: Result, other: Result) -> float:
+        """Return how many times as fast as another a rung is: to the end, or at the steady rate if the end is unknown."""
+        own, than = self.seconds_to_end(result), self.seconds_to_end(other)
+        if own is None or than is None:
+            than, own = self.rate(result), self.rate(other)
+        return 0.0 if own is None or than is None or not own.mean else than.mean / own.mean
+
+    @property
+    def too_short(self) -> str:
+        """Why the unchanged script's steps, at their steady rate, take too little time to choose a rung; "" if they do not."""
+        rate, made = (self.first.figure(lambda each: each.steps_per_second), self.first.figure(lambda each: each.steps))
+        if rate is not None and made is not None and made.mean >= LEAST_SECONDS * rate.mean:
+            return ""
+        longer = "let it train for longer" if self.first.rung.steps is None else "pass a higher --steps"
+        return f"its steps took less than {LEAST_SECONDS:g} s, which is too short to compare rungs; {longer}"
+
     def score(self, result: Result) -> Figure | None:
         """Return the metric."""
         metric = self.metric
@@ -137,7 +159,7 @@ class Comparison:
         """Return the fastest rung whose metric is not worse; the unchanged script if no other is faster."""
         changed = [each for each in self.finished if self.replaced(each)]
         faster = [each for each in changed if self.is_faster(each, self.first) and not self.is_worse(each)]
-        return max(faster, key=lambda each: self.speed_up(each) or 0.0, default=self.first)
+        return max(faster, key=lambda each: self.gain(each, self.first), default=self.first)
 
     def replaced(self, result: Result) -> dict[str, str]:
         """Return the script's values of the settings that a rung has replaced; none if the script has the rung's already."""
@@ -146,11 +168,10 @@ class Comparison:
         return {name: was for name, (was, _) in known.items() if name in SETTINGS}
 
     def is_faster(self, result: Result, other: Result) -> bool:
-        """Return whether a rung has finished and is faster than another by more than noise."""
-        own, than = self.rate(result), self.rate(other)
-        if result.state != "finished" or own is None or than is None:
+        """Return whether a rung has finished and is faster than another by more than noise; False if runs are too short."""
+        if self.too_short or result.state != "finished":
             return False
-        return own.mean > (1 + SPEED_NOISE) * than.mean
+        return self.gain(result, other) > 1 + SPEED_NOISE
 
     def break_even(self, result: Result) -> int | None:
         """Return after how many steps a rung on one process overtakes the unchanged script, which began sooner."""

@@ -68,7 +68,3 @@ class LoopRecorder:
         limit = self._recording.rung.steps
         if limit is not None and count >= limit:
             self._recording.cut()
-
-    def note_resumed(self, count: int) -> None:
-        if not self._is_within:
-            self._recording.note_resumed(f"step {count}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +21,9 @@ class RungRecorder(Callback):
 
     reads_outputs = False
 
-    def __init__(self) -> None:
+    def __init__(self, max_steps: int = -1) -> None:
+        self._max_steps = max_steps
+        """The limit of the script, which the rung may have replaced."""
         self._steps = 0
         """The run's steps at its latest batch."""
         self._is_within = False
@@ -42,8 +45,6 @@ class RungRecorder(Callback):
 
     def on_train_start(self, trainer: Trainer, module: Module) -> None:
         self._steps = trainer.global_step
-        if trainer.resume_source and not self._is_within:
-            self._recording.note_resumed(trainer.resume_source)
 
     def on_train_epoch_start(self, trainer: Trainer, module: Module) -> None:
         self._recording.note_pause()
@@ -70,8 +71,15 @@ class RungRecorder(Callback):
             self._recording.note_metrics("test", trainer.callback_metrics)
 
     def on_fit_end(self, trainer: Trainer, module: Module) -> None:
-        if not self._is_within:
-            self._recording.end()
+        if self._is_within:
+            return
+        cut_steps = 0.0
+        if trainer.global_step == trainer.max_steps != self._max_steps:
+            batches, epochs = trainer.num_training_batches, trainer.max_epochs
+            is_known = epochs != -1 and batches < math.inf
+            whole = epochs * math.ceil(batches / trainer.accumulate_grad_batches) if is_known else math.inf
+            cut_steps = min(whole, math.inf if self._max_steps in (None, -1) else self._max_steps) - trainer.global_step
+        self._recording.end(cut_steps=max(0.0, cut_steps))
 
     def teardown(self, trainer: Trainer, module: Module, stage: str) -> None:
         # What a callback of a fit calls does not end that fit.
@@ -85,8 +93,8 @@ def trainer_arguments(active: ActiveRung, given: Mapping[str, Any]) -> dict[str,
     if is_aside():
         return {}
     rung, changed = active.rung, dict[str, Any]()
+    most = given.get("max_steps", -1)
     if rung.steps is not None and not given.get("fast_dev_run"):
-        most = given.get("max_steps", -1)
         is_less = isinstance(most, int) and -1 < most < rung.steps
         changed["max_steps"] = active.replace("max_steps", most, most if is_less else rung.steps)
         least = given.get("min_steps")
@@ -97,5 +105,5 @@ def trainer_arguments(active: ActiveRung, given: Mapping[str, Any]) -> dict[str,
         changed["compile"] = active.replace("compile", options, (options or True) if rung.compile else False)
     own: Any = given.get("callbacks")
     several = isinstance(own, Iterable) and not isinstance(own, str)
-    changed["callbacks"] = [*(own if several else [] if own is None else [own]), RungRecorder()]
+    changed["callbacks"] = [*(own if several else [] if own is None else [own]), RungRecorder(most)]
     return changed

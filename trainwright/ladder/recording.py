@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import functools
 import json
+import math
 import multiprocessing
 import os
 import sys
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from trainwright.callers import say
 from trainwright.distributed.environment import Environment
 from trainwright.ladder.steady_rate import steady_rate, steady_steps
 from trainwright.ladder.step_clock import StepClock
@@ -63,8 +65,9 @@ class Recording:
         self._total = 0.0
         self._metrics: dict[str, dict[str, float]] = {}
         self._logged: dict[str, Any] = {}
-        self._resumed = ""
         self._is_cut = False
+        self._cut_steps = 0.0
+        """The steps that --steps has left out, of loops and fits; math.inf if their number is unknown."""
 
     def note_made(self, owner: str) -> None:
         """Note that a Trainer or an Accelerator was made; the first one writes a record without steps."""
@@ -109,11 +112,6 @@ class Recording:
         """Whether the rung has ended a loop."""
         return self._is_cut
 
-    def note_resumed(self, source: str) -> None:
-        """Note that the training does not begin at its first step; a load after a step, as of the best weights, is none."""
-        if not self._steps:
-            self._resumed = source
-
     def note_batch(self, samples: int | None) -> None:
         """Note a batch that is trained, with its samples if it shows them."""
         self._lacks_samples = self._lacks_samples or samples is None
@@ -136,10 +134,11 @@ class Recording:
         """Note a further step of another optimizer, on the same batch."""
         self._steps += 1
 
-    def end(self, *, at_latest_step: bool = False) -> None:
+    def end(self, *, at_latest_step: bool = False, cut_steps: float = 0.0) -> None:
         """End the clock now, or with `at_latest_step` at the latest step. It waits for the device."""
         if self._clock is None:
             return
+        self._cut_steps += cut_steps
         if not at_latest_step:
             self._clock.wait()
             self._clock.mark()
@@ -151,11 +150,11 @@ class Recording:
 
     def cut(self) -> None:
         """End a loop: the rung has taken its steps, the same number on every rank."""
-        self._is_cut = True
+        self._is_cut, self._cut_steps = True, math.inf
         self.end(at_latest_step=True)
         self.write()
         if Environment.detect().rank == 0:
-            print(f"trainwright: the rung ends this loop after {self.rung.steps} steps.", file=sys.stderr, flush=True)
+            say(f"trainwright: the rung ends this loop after {self.rung.steps} steps.")
         raise SystemExit(0)
 
     def note_metrics(self, stage: str, values: Mapping[str, Any]) -> None:
@@ -193,8 +192,8 @@ class Recording:
             "logged": {name: number for name, value in self._logged.items() if (number := _number(value)) is not None},
             "replaced": self.active.replaced,
             "has_seeded": self.active.has_seeded,
-            "resumed": self._resumed,
             "is_cut": self._is_cut,
+            "planned_steps": self._steps + self._cut_steps,
             "facts": self._facts,
         }
         if not self._points:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,10 +37,10 @@ class RunRecord:
     """For each setting, the script's value and the rung's."""
     has_seeded: bool
     """Whether the script has seeded itself through trainwright, and so with the rung's seed."""
-    resumed: str
-    """What the training resumed from; "" if it began at its first step."""
     is_cut: bool
     """Whether the rung has ended the loop."""
+    planned_steps: float
+    """The steps of the script's whole training, which --steps may have cut; math.inf if they are unknown."""
     facts: dict[str, Any]
     """The strategy, the precision, the device and the number of processes."""
 
@@ -61,6 +62,13 @@ class RunRecord:
             "replaced": {name: (was, now) for name, (was, now) in first["replaced"].items()},
         }
         return cls(**merged)
+
+    @property
+    def seconds_to_end(self) -> float | None:
+        """The duration of the whole training, estimated at the steady rate if it was cut; None if that is unknown."""
+        if self.planned_steps == math.inf or self.steps_per_second is None:
+            return None
+        return self.seconds + (self.planned_steps - self.steps) / self.steps_per_second
 
     def seconds_to(self, step: int) -> float | None:
         """Return the second at which a step had been made; None if it was not."""

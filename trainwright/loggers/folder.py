@@ -222,11 +222,13 @@ class FolderLogger(Logger):
         self._rows.append(row)
 
     def log_hyperparams(
-        self, params: Mapping[str, Any] | argparse.Namespace, metrics: Mapping[str, Any] | float | None = None
+        self,
+        params: Mapping[str, Any] | argparse.Namespace | None = None,
+        metrics: Mapping[str, Any] | float | None = None,
     ) -> None:
         """Write the hyper-parameters to `hparams.json` and `hparams.yaml`, in addition to those of earlier calls."""
         if self._is_writer:
-            self._hparams.update(to_dict(params))
+            self._hparams.update(to_dict(params or {}))
             self._submit_hparams()
 
     def save(self) -> None:

@@ -170,7 +170,7 @@ class TensorBoardLogger(FolderLogger):
 
     def log_hyperparams(
         self,
-        params: Mapping[str, Any] | argparse.Namespace,
+        params: Mapping[str, Any] | argparse.Namespace | None = None,
         metrics: Mapping[str, Any] | float | None = None,
         step: int | None = None,
     ) -> None:
@@ -182,7 +182,7 @@ class TensorBoardLogger(FolderLogger):
             self._hp_metrics.update(to_numbers(given))
             self.log_metrics(given, step)
             self._hparams_digest = ""  # write them again, with these metrics
-        super().log_hyperparams(to_dict(params))
+        super().log_hyperparams(to_dict(params or {}))
 
     def _on_hparams(self, params: dict[str, Any]) -> None:
         metrics = dict(self._hp_metrics)

@@ -200,8 +200,6 @@ class Preparation(Preparations):
     def resume_at(self, step_count: int) -> None:
         """Continue with a number of optimizer steps made, at the start of a window."""
         self.step_count = step_count
-        if self._recorder is not None:
-            self._recorder.note_resumed(step_count)
         self.windows.reset()
 
     def _add_optimizers(self, optimizers: list[Optimizer]) -> None:

@@ -1,4 +1,4 @@
-"""Hooks: the timeline of a run, and who is called at each point of it, resolved once.
+"""Hooks: the timeline of a run, and the HookTable of who is called at each point of the loop, found once a call.
 
     each     configure_callbacks > prepare_data > setup (the datamodule's first) > configure_model
              > (a checkpoint is opened: on_load_checkpoint > load_state_dict of callbacks and datamodule)

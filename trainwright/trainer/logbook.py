@@ -53,6 +53,8 @@ class Logbook:
         self._callback: dict[str, Tensor | float] = {}
         self._logged: dict[str, Tensor | float] = {}
         self._shown: dict[str, Tensor | float] = {}
+        self._doubles: set[str] = set()
+        """The names that were logged as float64 tensors."""
         self._latest = {"callback": self._callback, "logged": self._logged, "shown": self._shown}
         self._scored_at: dict[str, int] = {}
         """By metric of the latest validation, the optimizer step of the weights that it scored."""
@@ -246,14 +248,14 @@ class Logbook:
 
     def monitored(self, name: str, asker: str) -> float:
         """Return a metric that `asker` follows; ValueError naming the logged ones if it was not logged."""
-        # NOTE: float() below waits for the device if the value is a step's.
-        metrics = self.callback_metrics
+        self._keep_steps()
+        metrics = self._callback  # of which epoch values are not rounded
         if name not in metrics:
             raise ValueError(
                 f"{asker} follows {name!r}, which was not logged; there are {', '.join(sorted(metrics)) or 'no metrics'}. "
                 "Log it with self.log, or change monitor."
             )
-        return float(metrics[name])
+        return float(metrics[name])  # NOTE: waits for the device if the value is a step's
 
     def keep_unfinished(self, state: dict[str, Any] | None) -> None:
         """Keep what a checkpoint within an epoch holds of that epoch, until the epoch is resumed."""
@@ -279,12 +281,12 @@ class Logbook:
     def callback_metrics(self) -> dict[str, Tensor]:
         """Every metric's latest value: an epoch's over all ranks, a training step's of this rank. None of rank 0's alone."""
         self._keep_steps()
-        return _as_tensors(self._callback)
+        return self._as_tensors(self._callback)
 
     @property
     def logged_metrics(self) -> dict[str, Tensor]:
         self._keep_steps()
-        return _as_tensors(self._logged)
+        return self._as_tensors(self._logged)
 
     @property
     def progress_bar_metrics(self) -> dict[str, float]:
@@ -299,6 +301,7 @@ class Logbook:
     def _keep_steps(self) -> None:
         """Keep new step values, which stay visible after the epoch that logged them."""
         collector = self.collector
+        self._doubles |= set() if collector is None else collector.doubles
         for each in collector.steps() if collector is not None else ():
             value = each.take_new()
             if value is None:
@@ -330,6 +333,14 @@ class Logbook:
         if key.prog_bar:
             self._shown[key.epoch_name] = number
 
+    def _as_tensors(self, values: Mapping[str, Tensor | float]) -> dict[str, Tensor]:
+        """Return the values as tensors; a number is of torch's default dtype, unless it was logged as float64."""
+        kinds = {name: torch.float64 if name in self._doubles else torch.get_default_dtype() for name in values}
+        return {
+            name: value if isinstance(value, Tensor) else torch.tensor(value, dtype=kinds[name])
+            for name, value in values.items()
+        }
+
     def _write_held_rows(self) -> None:
         held, self._held_rows = self._held_rows, []
         for numbers, step in held:
@@ -343,14 +354,6 @@ class Logbook:
         step = int(numbers.pop("step", step))
         for logger in self._loggers:
             logger.log_metrics({"epoch": self._state.epoch, **numbers}, step)
-
-
-def _as_tensors(values: Mapping[str, Tensor | float]) -> dict[str, Tensor]:
-    return {
-        # float64, or a Python number would be rounded.
-        name: value if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64)
-        for name, value in values.items()
-    }
 
 
 def format_table(

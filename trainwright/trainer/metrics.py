@@ -72,6 +72,8 @@ class MetricCollector:
         self.reduced: dict[Key, Reduced] = {}
         """The epoch values that were reduced over all ranks."""
         self.warned: set[str] = set() if warned is None else warned
+        self.doubles: set[str] = set()
+        """The names that were logged as float64 tensors."""
         self._module, self._rank = module, rank
         self._paths: dict[int, str] | None = None  # by the Metric's id; made when a Metric is first logged
         self._batch_size = 1.0
@@ -239,6 +241,8 @@ class MetricCollector:
                 )
         if isinstance(value, Tensor) and value.is_complex():
             raise TypeError(f"self.log({name!r}, ...) got a complex tensor; expected a real one. Log its .abs().")
+        if isinstance(value, Tensor) and value.dtype == torch.float64:
+            self.doubles |= {logged.base_name, logged.step_name, logged.key.epoch_name}
         if known is not None:
             logged.take_over(known)
         self.values[self.hook, name, self.loader] = logged

@@ -127,7 +127,7 @@ def _in_order(callbacks: list[Callback]) -> list[Callback]:
     """Return the callbacks with the checkpoints last, which then save what the others have done.
 
     Raises:
-        ValueError: two have the same state_key, so that a checkpoint could keep the state of only one.
+        ValueError: two have the same state_key, so that a checkpoint could keep the state of only one; or two are bars.
     """
     keys = [each.state_key for each in callbacks if is_overridden("state_dict", each, Callback)]
     twins = sorted({key for key in keys if keys.count(key) > 1})
@@ -135,6 +135,11 @@ def _in_order(callbacks: list[Callback]) -> list[Callback]:
         raise ValueError(
             f"callbacks= holds two of one state_key ({', '.join(twins)}), so a checkpoint could keep the state of only one; "
             "give them settings or a state_key that differ."
+        )
+    bars = [type(each).__name__ for each in callbacks if isinstance(each, ProgressBar)]
+    if len(bars) > 1:
+        raise ValueError(
+            f"callbacks= holds {len(bars)} progress bars ({', '.join(bars)}); give the Trainer one of them."
         )
     return sorted(callbacks, key=lambda each: isinstance(each, ModelCheckpoint))
 

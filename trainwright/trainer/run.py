@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -14,6 +13,7 @@ from torch.optim import Optimizer
 
 from trainwright.callbacks.base import Callback, attach, detach, report
 from trainwright.callbacks.model_checkpoint import ModelCheckpoint
+from trainwright.callers import say
 from trainwright.checkpoint.foreign_formats import is_plain
 from trainwright.data.datamodule import DataModule
 from trainwright.devices.abilities import has_pinned_memory
@@ -99,7 +99,7 @@ class Outcome:
             if self.error is None:
                 self.error = error
                 raise
-            print(f"trainwright: {_name_of(call)} failed too: {type(error).__name__}: {error}", file=sys.stderr)
+            say(f"trainwright: {_name_of(call)} failed too: {type(error).__name__}: {error}")
 
 
 def _name_of(call: Callable[..., Any]) -> str:

@@ -148,8 +148,8 @@ class Status:
         return self._loggers
 
     @loggers.setter
-    def loggers(self, loggers: bool | Logger | Sequence[Logger]) -> None:
-        self._loggers = arranged_loggers(loggers, self.run.root, self._settings)
+    def loggers(self, loggers: bool | Logger | Sequence[Logger] | None) -> None:
+        self._loggers = arranged_loggers(loggers or [], self.run.root, self._settings)
 
     @property
     def logger(self) -> Logger | None:
@@ -158,7 +158,7 @@ class Status:
 
     @logger.setter
     def logger(self, logger: bool | Logger | Sequence[Logger] | None) -> None:
-        self.loggers = [] if logger is None else logger
+        self.loggers = logger
 
     @property
     def log_dir(self) -> str | None:

@@ -12,11 +12,11 @@ A signal changes nothing for a run that is ending anyway, by max_steps or by sho
 from __future__ import annotations
 
 import signal
-import sys
 from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
+from trainwright.callers import say
 from trainwright.data.seeding import isolate_rng, set_rng_state
 from trainwright.distributed.environment import requeue_job
 from trainwright.distributed.signals import SignalWatch, exit_code, is_interactive
@@ -224,4 +224,4 @@ class Stop:
             said = f"{where}; nothing was saved, since {reason}."
         if self.path and name == "SIGUSR1" and (requeued := requeue_job()):
             said = f"{said}\ntrainwright: {requeued}"
-        print(said, file=sys.stderr, flush=True)
+        say(said)
