@@ -18,7 +18,7 @@ import yaml
 
 from trainwright.distributed.environment import Environment
 from trainwright.errors import a_type_of
-from trainwright.loggers.background import BackgroundWriter
+from trainwright.loggers.background import BackgroundWriter, flush_at_exit
 from trainwright.loggers.base import KeptCheckpoints, Logger, RunResult, to_dict, to_numbers
 from trainwright.loggers.files import explained_for, is_local, write_file
 from trainwright.loggers.run_record import LOOP, RunRecorder
@@ -37,8 +37,9 @@ Row = dict[str, Any]
 class FolderLogger(Logger):
     """Base of the loggers that write into `<save_dir>/<name>/version_<n>`; without a name into `<save_dir>/version_<n>`.
 
-    Up to `rows_at_once` rows are buffered, and a thread writes them; `flush` waits for it. A subclass writes the rows
-    (`_write_rows`), and names its kind of file (`kind`): loggers of different kinds may share a folder.
+    Up to `rows_at_once` rows are buffered, and a thread writes them; `flush` waits for it. Without a Trainer or an Accelerator,
+    which call `flush`, each row is passed to the thread at once. The end of the process writes the rest. A subclass writes the
+    rows (`_write_rows`), and names its kind of file (`kind`): loggers of different kinds may share a folder.
     """
 
     kind = ""
@@ -65,6 +66,10 @@ class FolderLogger(Logger):
         self._rows_at_once = rows_at_once
         self._folder: str | None = None
         self._has_started = False
+        self._has_owner = False
+        """Whether a Trainer or an Accelerator has this logger, and flushes it at the end of each epoch and run."""
+        self._is_by_hand = self._waits_for_exit = False
+        """Whether the folder was begun by hand, and whether the end of the process flushes this logger."""
         self._rows: list[Row] = []
         self._hparams: dict[str, Any] = {}
         self._hparams_digest = ""
@@ -94,7 +99,8 @@ class FolderLogger(Logger):
         return f"{root}{self.name}".rstrip("/") if self.name else root.removesuffix("/")
 
     def use_root(self, root: str) -> None:
-        """Use the trainer's default_root_dir if no save_dir was given."""
+        """Take a trainer as the owner, and its default_root_dir if no save_dir was given."""
+        self._has_owner = True
         if self._follows_root and self._folder is None:
             self.save_dir = root
 
@@ -145,6 +151,9 @@ class FolderLogger(Logger):
         return {"folder": inside, "version": self._version, "hparams": self._hparams_digest, **self._written()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        if self._is_by_hand and not self._is_given and self._version != state["version"]:
+            self.flush()  # what was logged before this run stays in that folder
+            self._folder = self._version = None
         if self._folder is None and self._version is None:
             self._version, self._is_resumed = state["version"], True
         self._position, self._hparams_digest = dict(state), str(state.get("hparams", ""))
@@ -158,6 +167,7 @@ class FolderLogger(Logger):
         return {}
 
     def start(self, agreed: Callable[[str], str], *, is_writer: bool) -> None:
+        self._has_owner = True
         self.save_dir = agreed(self.save_dir)  # working directories may differ by rank
         self._adopt(agreed)
         self._start(agreed, is_writer, None)
@@ -166,8 +176,16 @@ class FolderLogger(Logger):
     def _start_alone(self) -> None:
         """Begin a run folder for what is logged by hand, before a Trainer's run or without one."""
         if self._folder is None and not self._has_started:
+            self._is_by_hand = True
+            self._wait_for_exit()
             self._start(str, Environment.detect().rank == 0, None)
             self._begin_record(LOOP)
+
+    def _wait_for_exit(self) -> None:
+        """Have the end of the process flush this logger, which lives until then."""
+        if not self._waits_for_exit:
+            self._waits_for_exit = True
+            flush_at_exit(self, keep=True)
 
     def _adopt(self, agreed: Callable[[str], str]) -> None:
         """Use the folder that rank 0 has begun by hand, if any. Collective."""
@@ -184,6 +202,8 @@ class FolderLogger(Logger):
 
     def _start(self, agreed: Callable[[str], str], is_writer: bool, shared: str | None) -> None:
         """Continue in this logger's folder, join the `shared` one, or claim one. Collective."""
+        if not self._has_started:
+            flush_at_exit(self)
         self._has_started = True
         self._is_writer = is_writer
         self._is_new = self._folder is None and self._version is None
@@ -215,7 +235,13 @@ class FolderLogger(Logger):
         step, epoch = self._step, metrics.get("epoch")
         self._epoch = epoch if type(epoch) is int else self._epoch
         self._add_row({"step": step, **to_numbers(metrics, self.prefix)})
-        if len(self._rows) > self._rows_at_once or time.monotonic() - self._written_at > LONGEST_WAIT_SECONDS:
+        is_due = len(self._rows) > self._rows_at_once or time.monotonic() - self._written_at > LONGEST_WAIT_SECONDS
+        if not self._has_owner:
+            self._start_alone()
+            is_due = is_due or is_local(str(self._folder))  # an object store takes whole files only
+        elif self._folder is None:
+            self._wait_for_exit()
+        if is_due:
             self._submit_rows()
 
     def _add_row(self, row: Row) -> None:
@@ -228,6 +254,8 @@ class FolderLogger(Logger):
         if self._is_writer:
             self._hparams.update(to_dict(params))
             self._submit_hparams()
+            if self._folder is None:
+                self._wait_for_exit()
 
     def save(self) -> None:
         """Write what is buffered."""
@@ -291,6 +319,7 @@ class FolderLogger(Logger):
         try:
             self.flush()
         finally:
+            self._has_owner = False
             step = self._step if self._has_rows else None
             if self._is_writer and (work := self._record.end(status, step, self._epoch)):
                 self._writer.submit(work)
@@ -301,6 +330,8 @@ class FolderLogger(Logger):
             rows, self._rows = self._rows, []
             self._written_at = time.monotonic()
             self._writer.submit(lambda: self._write_rows(rows))
+            if not self._has_owner:
+                self._submit_flush()
 
     def _submit_hparams(self) -> None:
         if not self._hparams or self._folder is None:
@@ -341,6 +372,7 @@ def start_loggers(
         if not isinstance(logger, FolderLogger):
             logger.start(agreed, is_writer=is_writer)
             continue
+        logger._has_owner = True
         logger.save_dir = agreed(logger.save_dir)  # before folders are compared: working directories may differ by rank
         logger._adopt(agreed)
         taken = {each._folder for each in started if each.kind == logger.kind}

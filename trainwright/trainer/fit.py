@@ -3,7 +3,7 @@
     fit:         check a few validation batches, unless the run resumes
                  for each epoch: fit_epoch
     fit_epoch:   for each batch of this rank's shard, in the order of (seed, epoch):
-                     train_batch; log every n steps
+                     train_batch; log every n steps, and before the n-th step the last one of each epoch
                      validate, if an interval within the epoch has passed and no window is open
                  step the epoch-wise schedulers; validate, if due
                  reduce the epoch's metrics over the ranks; save a checkpoint (callbacks)
@@ -92,7 +92,6 @@ def fit(run: TrainingRun, resumption: Resumption | None) -> None:
     run.engine.strategy.check_gradients(partial(run.engine.ranks.exchange, call="the end of the fit"))
     run.set_waiting_generators()  # nothing was left to train
     stop.finish()
-    logbook.warn_of_no_rows(run.settings.log_every, run.settings.log_every_n_steps is None)
     if not stop.number:
         after_training(run.callbacks, run.trainer, run.module, partial(pass_over, run))
     logbook.stop_collecting()
@@ -154,8 +153,10 @@ def fit_epoch(run: TrainingRun) -> None:
         state.end_batch(index, unchecked, stepped)
         if run.follows_by_step and state.step - steps_before > state.skipped_steps - skipped_before:
             step_followers(run, is_last)
-        if stepped and log_every and state.batches_that_stepped % log_every == 0:
-            logbook.owe_row()
+        if stepped and log_every:
+            made = state.batches_that_stepped
+            if made % log_every == 0 or (is_last and made < log_every):  # short runs have rows too
+                logbook.owe_row()
         if run.uneven_round is not None:
             run.uneven_round.renew()
         if batch_end:
@@ -213,6 +214,9 @@ def leave_epoch(run: TrainingRun) -> None:
     run.hooks.call(SAVE)
     if run.choice.is_rerunnable:
         run.stop.save_end()
+    if run.state.batches_that_stepped < run.settings.log_every:
+        # After the saves, since a run that resumes there and trains on has no row of this step.
+        run.logbook.log_step()
 
 
 def close_epoch(run: TrainingRun, is_complete: bool) -> None:
