@@ -21,7 +21,7 @@ from trainwright.callbacks.work_tree import describe_work_tree
 from trainwright.devices.inventory import MISSING, describe_devices, package_versions
 from trainwright.distributed.environment import Environment
 from trainwright.distributed.failures import is_secondary_failure
-from trainwright.distributed.masking import HIDDEN, SECRET, Masked, masked
+from trainwright.distributed.masking import Masked, masked, without_secrets
 from trainwright.distributed.sync_points import SyncPoint
 from trainwright.loggers.base import RunResult
 from trainwright.loggers.csv import CSVLogger
@@ -272,7 +272,7 @@ class Facts:
                 data = file.read(LONGEST_HPARAMS + 1)
             if len(data) > LONGEST_HPARAMS:
                 return {"notes": [f"They are in {HPARAMS_NAME}, which is too long to be shown."]}
-            rows = [(name, self.command.applied_to(value)) for name, value in _flat(json.loads(data))]
+            rows = [(name, self.command.applied_to(value)) for name, value in _flat(without_secrets(json.loads(data)))]
         return {"rows": rows} if rows else {"notes": ["None were saved; save_hyperparameters() keeps them."]}
 
     def _time(self) -> dict[str, Any]:
@@ -354,15 +354,13 @@ def _command() -> Masked:
 
 
 def _flat(values: Any, above: str = "") -> Iterator[tuple[str, str]]:
-    """Yield the names and the texts of nested values; a text is left out if its name says that it is secret."""
+    """Yield the names and the texts of nested values."""
     for name, value in values.items():
         inner = f"{above}.{name}" if above else str(name)
         if isinstance(value, Mapping) and value:
             yield from _flat(value, inner)
-        elif isinstance(value, str):
-            yield inner, HIDDEN if SECRET.search(str(name)) else value
         else:
-            yield inner, json.dumps(value)
+            yield inner, value if isinstance(value, str) else json.dumps(value)
 
 
 def _of_record(moment: str | None) -> str:
