@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import importlib.metadata
+import resource
+import sys
 
 import torch
 
@@ -27,6 +29,15 @@ def describe_devices() -> str:
     module = torch.get_device_module(kind)
     name = module.get_device_name(0) if hasattr(module, "get_device_name") else kind
     return f"{cores} and {count} GPU(s): {name}"
+
+
+def peak_memory(device: torch.device) -> str:
+    """Return the most memory that this process has taken so far, of the host and of its device, in words."""
+    unit = 1 if sys.platform == "darwin" else 1024
+    texts = [f"{resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30:.2f} GiB of the host"]
+    if peak := getattr(torch.get_device_module(device), "max_memory_allocated", None):
+        texts.append(f"{peak(device) / 2**30:.2f} GiB of {device}")
+    return ", ".join(texts)
 
 
 def package_versions() -> dict[str, str]:

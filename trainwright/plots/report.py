@@ -12,6 +12,8 @@ MOST_ROWS = 500
 """Rows of a table that are shown."""
 LONGEST_CELL, LONGEST_TEXT = 2_000, 40_000
 """Characters of a cell and of a text that are shown."""
+PLACE = "<!-- evaluations -->"
+"""Where a page gets sections later."""
 
 
 @dataclass(frozen=True)
@@ -46,12 +48,21 @@ class Report:
     def to_html(self, axis: str = "step") -> str:
         """Return the page."""
         lines = [
-            f'<p><span class="state {escaped(self.state)}">{escaped(self.state)}</span> {escaped(self.summary)}</p>'
+            f'<p><span class="state {escaped(self.state.rpartition(" ")[2])}">{escaped(self.state)}</span> {escaped(self.summary)}</p>'
         ]
-        lines += sections_of(self.first)
+        lines += [PLACE, *sections_of(self.first)]
         lines += [f"<p>{escaped(each)}</p>" for each in self.notes]
         lines += curves_of(self.panels, axis) if self.panels else ()
         return document(self.title, [*lines, *sections_of(self.others)])
+
+
+def with_section(page: str, section: Section) -> str:
+    """Return a report's page with a section of an evaluation, in place of an earlier one of the same title."""
+    begin, end = f"<!-- {escaped(section.title)} -->", "<!-- end -->"
+    if begin in page:
+        before, _, after = page.partition(begin)
+        page = before + after.partition(f"{end}\n")[2]
+    return page.replace(PLACE, "\n".join([PLACE, begin, *_section(section), end]), 1)
 
 
 def sections_of(sections: Sequence[Section]) -> Iterator[str]:
