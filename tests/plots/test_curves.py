@@ -46,7 +46,17 @@ def test_panels() -> None:
 
 
 def test_a_stage_has_one_color_in_all_panels() -> None:
-    names = ("val_loss", "train_loss_step", "train_loss_epoch", "acc/train", "acc/val", "test_acc", "lr-Adam", "lr-Adam/pg1", "f1")
+    names = (
+        "val_loss",
+        "train_loss_step",
+        "train_loss_epoch",
+        "acc/train",
+        "acc/val",
+        "test_acc",
+        "lr-Adam",
+        "lr-Adam/pg1",
+        "f1",
+    )
     looks = {
         curve.metric: (curve.color, curve.dash)
         for panel in panels_of([history(**{name: [1, 2] for name in names})])

@@ -25,7 +25,7 @@ from trainwright.data.combined_loader import leaves
 from trainwright.devices.inventory import MISSING, describe_devices, package_versions, peak_memory
 from trainwright.distributed.environment import Environment
 from trainwright.distributed.failures import is_secondary_failure
-from trainwright.distributed.masking import Masked, masked, without_secrets
+from trainwright.distributed.masking import Masked, masked, shown
 from trainwright.distributed.sync_points import SyncPoint
 from trainwright.loggers.base import RunResult
 from trainwright.loggers.csv import CSVLogger
@@ -56,24 +56,23 @@ PACKAGE_FOLDER = Path(__file__).parents[1]
 
 
 class RunReport(Callback):
-    """Writes `report.html` into the run's folder at the end of a fit, also of one that fails or is stopped, and prints its path.
+    """Writes `report.html` into the run's folder at the end of a fit, also of a failed or stopped one, and prints its path.
 
     The page is one file that needs nothing else and loads nothing. It has the result (finished, stopped or failed, with the
-    error and the user's frames), the size of the model, the curves, the checkpoints that are kept and their scores, the hyper-parameters, where the time went (the
-    profiler's table, if there is one), versions, devices, strategy and precision, the command line, and the git commit of the
-    script. Values whose names say that they are secret are left out.
+    error and the user's frames), the curves, the checkpoints that are kept and their scores, the model's size, the
+    hyper-parameters, where the time went (the profiler's table, if there is one), versions, devices, strategy and precision,
+    the command line, and the git commit of the script. Values whose names say that they are secret are left out.
 
     The Trainer adds it if a CSVLogger or a TensorBoardLogger writes a folder; `Trainer(enable_report=False)` leaves it out.
     One rank writes, once everything else is closed: rank 0, or else the one that has failed, which ends the others. A resumed
-    run writes the page again, with the curves of the whole run.
-    The same Trainer's `test` and `validate` after the fit add their metrics to the page. Nothing is written with fast_dev_run, by
-    predict, or by a fit that has not begun to train. If the page or a part of it cannot be made, that is one warning, since no run depends on it.
+    run writes the page again, with the curves of the whole run. The same Trainer's `test` and `validate` after the fit add
+    their metrics to the page. Nothing is written with fast_dev_run, by predict, or by a fit that has not begun to train. If
+    the page or a part of it cannot be made, that is one warning, since no run depends on it.
 
     >>> report = tw.RunReport()
     >>> trainer = tw.Trainer(callbacks=report, max_epochs=1, enable_model_summary=False)
     >>> trainer.fit(module, loader)
-    >>> report.path
-    '.../trainwright_logs/version_0/report.html'
+    report: .../trainwright_logs/version_0/report.html
     """
 
     def __init__(self) -> None:
@@ -140,8 +139,9 @@ class RunReport(Callback):
 
     def _add_scores(self, trainer: Trainer, path: str) -> None:
         """Add the metrics of an evaluation to the page of the fit before it."""
+        source = (trainer.ckpt_path or "none: the latest weights").removeprefix(f"{path.removesuffix(REPORT_NAME)}")
         rows = [(name, f"{float(value):.6g}") for name, value in trainer.callback_metrics.items()]
-        scores = Section(EVALUATIONS[self._call], [("checkpoint", trainer.ckpt_path or "none: the latest weights"), *rows])
+        scores = Section(EVALUATIONS[self._call], [("checkpoint", source), *rows])
         with fsspec.open(path, "rb") as file:
             page = file.read().decode()
         write_file(path, with_section(page, scores).encode())
@@ -253,13 +253,14 @@ class Facts:
         return Section(title, text=self.command.applied_to(text), wraps=True)
 
     def _not_finite(self) -> str:
-        """Return a text that names this rank's weights, or else the latest metrics, with NaN or infinity; "" if there are none."""
-        weights = {name: each for name, each in self.module.named_parameters() if each.requires_grad and not is_lazy(each)}
-        parts = {name: getattr(each, "to_local", lambda each=each: each)().detach() for name, each in weights.items()}
-        for values, what in ((parts, "the weights"), (self.trainer.callback_metrics, "the latest metrics")):
-            if names := [name for name, value in values.items() if not value.isfinite().all()]:
+        """Return a text that names this rank's weights, or the latest metrics, that are not finite; "" if all are."""
+        named = self.module.named_parameters()
+        weights = {name: each.detach() for name, each in named if each.requires_grad and not is_lazy(each)}
+        for what, values in (("weights", weights), ("latest metrics", self.trainer.callback_metrics)):
+            shards = {name: each.to_local() if hasattr(each, "to_local") else each for name, each in values.items()}
+            if names := [name for name, each in shards.items() if not each.isfinite().all()]:
                 more = f" and {len(names) - 1} more" if names[1:] else ""
-                return f"{what} are not finite (NaN or infinity in {names[0]}{more})"
+                return f"the {what} are not finite (NaN or infinity in {names[0]}{more})"
         return ""
 
     def _sizes(self) -> Iterator[tuple[str, str]]:
@@ -268,7 +269,6 @@ class Facts:
         yield "trainable", f"{count_parameters(each for each in weights if each.requires_grad):,}"
         sizes = [getattr(loader, "batch_size", None) or "unknown" for _, loader in leaves([trainer.train_dataloader])]
         yield "batch size", f"{', '.join(map(str, sizes))} in each process"
-        yield "batches in an optimizer step", str(trainer.accumulate_grad_batches)
         yield "seed", str(trainer.engine.seed)
         yield "peak memory", peak_memory(trainer.strategy.root_device)
 
@@ -316,7 +316,7 @@ class Facts:
                 data = file.read(LONGEST_HPARAMS + 1)
             if len(data) > LONGEST_HPARAMS:
                 return {"notes": [f"They are in {HPARAMS_NAME}, which is too long to be shown."]}
-            rows = [(name, self.command.applied_to(value)) for name, value in _flat(without_secrets(json.loads(data)))]
+            rows = [(name, self.command.applied_to(value)) for name, value in _flat(shown("", json.loads(data)))]
         return {"rows": rows} if rows else {"notes": ["None were saved; save_hyperparameters() keeps them."]}
 
     def _time(self) -> dict[str, Any]:
@@ -410,9 +410,8 @@ def _flat(values: Any, above: str = "") -> Iterator[tuple[str, str]]:
 def _frames(error: BaseException) -> str:
     """Return the frames of the user's code and of other packages in a traceback, with the last three."""
     frames = traceback.extract_tb(error.__traceback__)
-    shown = [each for each in frames[:-3] if PACKAGE_FOLDER not in Path(each.filename).parents] + frames[-3:]
-    cause = "" if error.__cause__ is None else f"caused by {type(error.__cause__).__name__}:\n{_frames(error.__cause__)}"
-    return "".join(traceback.format_list(shown)) + cause
+    chosen = [each for each in frames[:-3] if PACKAGE_FOLDER not in Path(each.filename).parents] + frames[-3:]
+    return "".join(traceback.format_list(chosen))
 
 
 def _of_record(moment: str | None) -> str:

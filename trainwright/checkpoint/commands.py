@@ -19,7 +19,7 @@ from trainwright.checkpoint.last_link import is_last_link, pointed
 from trainwright.checkpoint.manifest import FORMAT_VERSION, MANIFEST_NAME
 from trainwright.checkpoint.reader import StoredCheckpoint, faults, open_checkpoint
 from trainwright.checkpoint.tensors import DTYPE_NAMES, TensorEntry
-from trainwright.distributed.masking import without_secrets
+from trainwright.distributed.masking import shown
 from trainwright.errors import CheckpointError
 
 FAILED, BAD_USAGE, INVALID, INTERRUPTED = 1, 2, 77, 130
@@ -294,8 +294,8 @@ def summary(checkpoint: StoredCheckpoint) -> dict[str, Any]:
         "sections": {name: size_of(checkpoint.tensors(name)) for name in checkpoint.sections},
         "files": checkpoint.file_sizes,
         "extra_files": checkpoint.extra_files,
-        "hyper_parameters": without_secrets(encode(state.get("hyper_parameters") or {})[0]),
-        "datamodule_hyper_parameters": without_secrets(encode(state.get("datamodule_hyper_parameters") or {})[0]),
+        "hyper_parameters": shown("", encode(state.get("hyper_parameters") or {})[0]),
+        "datamodule_hyper_parameters": shown("", encode(state.get("datamodule_hyper_parameters") or {})[0]),
     }
 
 

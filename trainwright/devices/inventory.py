@@ -33,11 +33,9 @@ def describe_devices() -> str:
 
 def peak_memory(device: torch.device) -> str:
     """Return the most memory that this process has taken so far, of the host and of its device, in words."""
-    unit = 1 if sys.platform == "darwin" else 1024
-    texts = [f"{resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30:.2f} GiB of the host"]
-    if peak := getattr(torch.get_device_module(device), "max_memory_allocated", None):
-        texts.append(f"{peak(device) / 2**30:.2f} GiB of {device}")
-    return ", ".join(texts)
+    host = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    peak = getattr(torch.get_device_module(device), "max_memory_allocated", lambda _: None)(device)
+    return f"{host / 2**30:.2f} GiB of the host" + ("" if peak is None else f", {peak / 2**30:.2f} GiB of {device}")
 
 
 def package_versions() -> dict[str, str]:

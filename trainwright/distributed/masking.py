@@ -7,18 +7,15 @@ import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-_SECRETS = frozenset(
-    "secret secrets password passwords passwd passphrase credential credentials auth oauth authorization cookie cookies "
-    "apikey apikeys accesskey secretkey privatekey authtoken accesstoken".split()
+_SECRET = re.compile(
+    r"\b(?:secrets?|passwords?|passwd|credentials?|o?auth|authorization|cookies?|(?:api|access|private|auth) ?keys?)\b"
+    r"|\b(?:token|key|pass)$"
 )
-"""A name with one of these words is secret."""
-_LAST = frozenset({"token", "key", "pass"})
-"""A name that ends in one of these words is secret, as HF_TOKEN and wandbKey are, but not token_dim."""
-_ORDINARY = frozenset(
-    "max min num per pad eos bos unk cls sep mask start end stop special image text label input target output sort".split()
+"""What the words of a secret's name contain: the last three at its end only, since token_dim and key_dim are not secret."""
+_ORDINARY = re.compile(
+    r"\b(?:max|min|num|pad|eos|bos|unk|cls|sep|mask|start|end|stop|image|text|label|input|target|output|sort) (?:token|key)$"
 )
-"""Unless the word before it is one of these: pad_token and label_key are names within data."""
-_KEYS = re.compile(r"(?:api|access|private) (?:keys?|tokens?)(?: |$)")
+"""Names of things within data, such as pad_token and label_key, which are not secret."""
 _WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
 HIDDEN = "(not shown)"
 SHORTEST = 8
@@ -26,7 +23,8 @@ SHORTEST = 8
 _LOGIN = re.compile(r"(://)[^/\s]*:[^/\s]*@")
 """A name and a password in an address."""
 _PAIR = re.compile(
-    r"""([\w.-]*(?:secret|pass|credential|auth|cookie|key|token)[\w.-]*)(["']?\s*[:=]\s*["']?)([^\s"',&}\]]+)""", re.IGNORECASE
+    r"""([\w.-]*(?:secret|pass|credential|auth|cookie|key|token)[\w.-]*)(["']?\s*[:=]\s*["']?)([^\s"',&}\]]+)""",
+    re.IGNORECASE,
 )
 """A name that may be secret and its value within an argument, as in a dict or in a query of an address."""
 
@@ -37,27 +35,20 @@ def is_secret(name: str) -> bool:
     Words end at characters such as "_", "-" and ".", and where capitals begin. `hf_token`, `apiKey` and `DB_PASSWORD` are
     secret; `tokenizer`, `max_tokens`, `key_dim`, `num_keys` and `pad_token` are not.
     """
-    words = [each.lower() for each in _WORD.findall(name)]
-    if not _SECRETS.isdisjoint(words) or _KEYS.search(" ".join(words)):
-        return True
-    return bool(words) and words[-1] in _LAST and (len(words) == 1 or words[-2] not in _ORDINARY)
+    words = " ".join(_WORD.findall(name)).lower()
+    return bool(_SECRET.search(words)) and not _ORDINARY.search(words)
 
 
-def shown(name: str, value: str) -> str:
-    """Return a variable's value, unless its name or a password in an address says that it is secret."""
-    return HIDDEN if is_secret(name) or _LOGIN.search(value) else value
-
-
-def without_secrets(value: Any, name: str = "") -> Any:
-    """Return plain data, such as hyper-parameters, with secret values replaced at any depth."""
+def shown(name: str, value: Any) -> Any:
+    """Return a named value of text or plain data without secrets: values of secret names, and passwords in addresses."""
     if value is None or isinstance(value, bool):
         return value
     if is_secret(name):
         return HIDDEN
     if isinstance(value, Mapping):
-        return {key: without_secrets(item, str(key)) for key, item in value.items()}
+        return {key: shown(str(key), item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [without_secrets(item) for item in value]
+        return [shown("", item) for item in value]
     return _without_logins(value) if isinstance(value, str) else value
 
 

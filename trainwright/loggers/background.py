@@ -44,7 +44,7 @@ class BackgroundWriter:
                     self._thread.start()
                 except RuntimeError:  # from Python 3.12 on, no thread starts at the interpreter's end
                     self._thread = None
-                    self._do(work)
+                    work()
                     return
             self._queue.put(work)
 
@@ -70,13 +70,10 @@ class BackgroundWriter:
                         self._thread = None
                         return
                 continue
-            self._do(work)
-
-    def _do(self, work: Work) -> None:
-        try:
-            work()
-        except Exception as error:  # file systems raise errors of any type
-            self._error = self._error or error
+            try:
+                work()
+            except Exception as error:  # file systems raise errors of any type
+                self._error = self._error or error
 
     def __getstate__(self) -> dict[str, Any]:
         return {}  # a copy (in another process, say) starts without thread and work

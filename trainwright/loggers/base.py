@@ -80,15 +80,12 @@ class Logger:
         """Write one row; the step defaults to that of the previous row."""
 
     def log_images(self, values: Mapping[str, Any], step: int | None = None, **options: Any) -> None:
-        """Write images by name: each an array, a tensor or a list of images. A raw loop calls it on rank 0.
-
-        A logger that has no place for images warns at the first ones.
-        """
+        """Write images by name: each an array, a tensor or a list of images; warn once if this logger has no place for them."""
         if not self._has_warned_of_images:
             self._has_warned_of_images = True
             rank_zero_warn(
-                f"{type(self).__name__}.log_images({', '.join(map(repr, values))}) stores nothing: this logger has no place for "
-                "images. Pass a TensorBoardLogger too, as in logger=[tw.CSVLogger(), tw.TensorBoardLogger()].",
+                f"{type(self).__name__}.log_images({', '.join(map(repr, values))}) stores nothing: this logger has no place "
+                "for images. Pass a TensorBoardLogger too, as in logger=[tw.CSVLogger(), tw.TensorBoardLogger()].",
                 stacklevel=2,
             )
 

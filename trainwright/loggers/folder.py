@@ -68,8 +68,6 @@ class FolderLogger(Logger):
         self._has_started = False
         self._has_owner = False
         """Whether a Trainer or an Accelerator has this logger, and flushes it at the end of each epoch and run."""
-        self._is_by_hand = self._waits_for_exit = False
-        """Whether the folder was begun by hand, and whether the end of the process flushes this logger."""
         self._rows: list[Row] = []
         self._hparams: dict[str, Any] = {}
         self._hparams_digest = ""
@@ -84,6 +82,7 @@ class FolderLogger(Logger):
         self._written_at = 0.0
         self._writer = BackgroundWriter()
         self._record = RunRecorder()
+        flush_at_exit(self)
         self._is_resumed = False
         self._position: dict[str, Any] = {}
         """The position that a resumed run continues from, until its first row is written; empty then."""
@@ -151,8 +150,8 @@ class FolderLogger(Logger):
         return {"folder": inside, "version": self._version, "hparams": self._hparams_digest, **self._written()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        if self._is_by_hand and not self._is_given and self._version != state["version"]:
-            self.flush()  # what was logged before this run stays in that folder
+        if self._folder is not None and not self._is_given and self._version != state["version"]:
+            self.flush()  # what was logged before this run, perhaps by hand, stays in that folder
             self._folder = self._version = None
         if self._folder is None and self._version is None:
             self._version, self._is_resumed = state["version"], True
@@ -167,7 +166,6 @@ class FolderLogger(Logger):
         return {}
 
     def start(self, agreed: Callable[[str], str], *, is_writer: bool) -> None:
-        self._has_owner = True
         self.save_dir = agreed(self.save_dir)  # working directories may differ by rank
         self._adopt(agreed)
         self._start(agreed, is_writer, None)
@@ -176,19 +174,12 @@ class FolderLogger(Logger):
     def _start_alone(self) -> None:
         """Begin a run folder for what is logged by hand, before a Trainer's run or without one."""
         if self._folder is None and not self._has_started:
-            self._is_by_hand = True
-            self._wait_for_exit()
             self._start(str, Environment.detect().rank == 0, None)
             self._begin_record(LOOP)
 
-    def _wait_for_exit(self) -> None:
-        """Have the end of the process flush this logger, which lives until then."""
-        if not self._waits_for_exit:
-            self._waits_for_exit = True
-            flush_at_exit(self, keep=True)
-
     def _adopt(self, agreed: Callable[[str], str]) -> None:
-        """Use the folder that rank 0 has begun by hand, if any. Collective."""
+        """Take the caller as the owner, and use the folder that rank 0 has begun by hand, if any. Collective."""
+        self._has_owner = True
         if (folder := agreed(self._folder or "")) and self._folder is None:
             self._set_folder(folder)
 
@@ -202,8 +193,6 @@ class FolderLogger(Logger):
 
     def _start(self, agreed: Callable[[str], str], is_writer: bool, shared: str | None) -> None:
         """Continue in this logger's folder, join the `shared` one, or claim one. Collective."""
-        if not self._has_started:
-            flush_at_exit(self)
         self._has_started = True
         self._is_writer = is_writer
         self._is_new = self._folder is None and self._version is None
@@ -240,7 +229,7 @@ class FolderLogger(Logger):
             self._start_alone()
             is_due = is_due or is_local(str(self._folder))  # an object store takes whole files only
         elif self._folder is None:
-            self._wait_for_exit()
+            flush_at_exit(self, keep=True)
         if is_due:
             self._submit_rows()
 
@@ -255,7 +244,7 @@ class FolderLogger(Logger):
             self._hparams.update(to_dict(params))
             self._submit_hparams()
             if self._folder is None:
-                self._wait_for_exit()
+                flush_at_exit(self, keep=True)
 
     def save(self) -> None:
         """Write what is buffered."""
@@ -372,7 +361,6 @@ def start_loggers(
         if not isinstance(logger, FolderLogger):
             logger.start(agreed, is_writer=is_writer)
             continue
-        logger._has_owner = True
         logger.save_dir = agreed(logger.save_dir)  # before folders are compared: working directories may differ by rank
         logger._adopt(agreed)
         taken = {each._folder for each in started if each.kind == logger.kind}

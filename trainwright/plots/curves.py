@@ -67,7 +67,7 @@ class Panel:
 
     def logarithmic(self) -> Panel | None:
         """Return the panel with logarithms of its values, without those up to 0; None if none is left."""
-        curves = tuple(replace(each, y=_log10(each.y)) for each in self.curves)
+        curves = tuple(replace(each, y=np.log10(np.where(each.y > 0, each.y, np.nan))) for each in self.curves)
         return replace(self, curves=curves) if any(np.isfinite(each.y).any() for each in curves) else None
 
 
@@ -107,7 +107,8 @@ def panels_of(histories: Sequence[History], metrics: Sequence[str] | None = None
 
 def _looks(names: Sequence[str]) -> list[tuple[int, int]]:
     """Return the color and the dash of each metric of a panel: a stage has the same color in all panels."""
-    stages = [next((_STAGES[each] for each in re.split(r"[_/.-]", name.lower()) if each in _STAGES), None) for name in names]
+    words = [re.split(r"[_/.-]", name.lower()) for name in names]
+    stages = [next((_STAGES[each] for each in found if each in _STAGES), None) for found in words]
     others = iter([*({0} - set(stages)), *range(3, 3 + len(names))])  # of metrics that name no stage
     colors = [next(others) if each is None else each for each in stages]
     return [(color, colors[:at].count(color)) for at, color in enumerate(colors)]
@@ -128,10 +129,6 @@ def smoothed(curve: Curve) -> Curve:
     sums, counts = (np.cumsum([0.0, *each]) for each in (np.where(is_finite, curve.y, 0.0), is_finite))
     means = (sums[end] - sums[first]) / np.maximum(counts[end] - counts[first], 1.0)
     return replace(curve, y=np.where(is_finite, means, np.nan))
-
-
-def _log10(values: Numbers) -> Numbers:
-    return np.log10(np.where(values > 0, values, np.nan))
 
 
 def _panel_of(name: str) -> tuple[int, str]:
@@ -218,15 +215,13 @@ def ticks(low: float, high: float, count: int) -> list[float]:
 
 
 def log_ticks(low: float, high: float) -> list[float]:
-    """Return logarithms of round numbers within a range of logarithms: powers of ten, or 1, 2 and 5 times these."""
+    """Return logarithms of round numbers within a range of logarithms."""
     low, high = max(low, -300.0), min(high, 300.0)  # beyond which no float is
     powers = range(math.floor(low), math.ceil(high) + 1)
-    for factors, step in (((1, 2, 5), 1), ((1,), 1), ((1,), 1 + len(powers) // 6)):
-        found = [power + math.log10(factor) for power in powers[::step] for factor in factors]
-        found = [each for each in found if low <= each <= high]
-        if len(found) <= 7:
-            break
-    return found if len(found) > 1 else ticks(low, high, 4)
+    if len(powers) < 3:
+        return [math.log10(each) for each in ticks(10**low, 10**high, 5)]
+    found = [power + math.log10(factor) for power in powers for factor in ((1, 2, 5) if len(powers) < 6 else (1,))]
+    return [each for each in found[:: 1 + len(found) // 12] if low <= each <= high]
 
 
 def x_label(axis: str, seconds: float) -> tuple[str, float]:

@@ -1,12 +1,9 @@
-"""The page: one HTML file with inline SVG. It loads nothing, runs no script, and follows a light or dark setting.
-
-The log axis and the smooth curves are in the page from the start: two check boxes choose, by CSS alone, which of them show.
-"""
+"""The page: one HTML file with inline SVG. It loads nothing, runs no script, and follows a light or dark setting."""
 
 from __future__ import annotations
 
 import html
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 
 import numpy as np
@@ -88,7 +85,7 @@ def document(title: str, lines: Sequence[str]) -> str:
 
 
 def curves_of(panels: Sequence[Panel], axis: str) -> Iterator[str]:
-    """Yield the lines of some panels, under the names of their groups."""
+    """Yield the lines of some panels, under the names of their groups. Two check boxes choose, by CSS, which curves show."""
     if note := thinning_of(panels, PLOT_WIDTH):
         yield f'<p class="soft">{note}</p>'
     yield '<input type="checkbox" id="smooth"><label for="smooth">Smooth</label>'
@@ -113,12 +110,9 @@ def _figure(panel: Panel, axis: str) -> Iterator[str]:
         yield f'<text x="{at}" y="{HEIGHT - BOTTOM + 16}" text-anchor="middle">{value:.10g}</text>'
     yield f'<text x="{LEFT + PLOT_WIDTH / 2}" y="{HEIGHT - 6}" text-anchor="middle">{label}</text>'
     if (logarithmic := panel.logarithmic()) is not None:
-        yield '<g class="log">'
-        yield from _lines(logarithmic, [(each, f"{10**each:.5g}") for each in log_ticks(*logarithmic.y_range)])
-        yield '</g><g class="linear">'
-    yield from _lines(panel, [(each, f"{each:.5g}") for each in ticks(*panel.y_range, 5)])
-    if logarithmic is not None:
-        yield "</g>"
+        yield from _lines("log", logarithmic, {each: f"{10**each:.5g}" for each in log_ticks(*logarithmic.y_range)})
+    labels = {each: f"{each:.5g}" for each in ticks(*panel.y_range, 5)}
+    yield from _lines("linear" if logarithmic else "", panel, labels)
     yield from _bands(panel, axis, label, unit)
     yield "</svg><ul>"
     for curve in panel.curves:
@@ -128,15 +122,17 @@ def _figure(panel: Panel, axis: str) -> Iterator[str]:
     yield "</ul></figure>"
 
 
-def _lines(panel: Panel, labels: Sequence[tuple[float, str]]) -> Iterator[str]:
+def _lines(axis: str, panel: Panel, labels: Mapping[float, str]) -> Iterator[str]:
     """Draw the lines and the labels of the y axis, and the curves with their smooth ones."""
-    for value, label in labels:
+    yield f'<g class="{axis}">'
+    for value, label in labels.items():
         at = _y(value, *panel.y_range)
         yield f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{at}" y2="{at}"/>'
         yield f'<text x="{LEFT - 6}" y="{at + 4:.1f}" text-anchor="end">{label}</text>'
     for curve in panel.curves:
         yield f'<g class="raw">{"".join(_drawn(curve, panel, PLOT_WIDTH))}</g>'
         yield f'<g class="smooth">{"".join(_drawn(smoothed(curve), panel, SMOOTH_COLUMNS))}</g>'
+    yield "</g>"
 
 
 def _drawn(curve: Curve, panel: Panel, columns: int) -> Iterator[str]:

@@ -12,8 +12,6 @@ MOST_ROWS = 500
 """Rows of a table that are shown."""
 LONGEST_CELL, LONGEST_TEXT = 2_000, 40_000
 """Characters of a cell and of a text that are shown."""
-PLACE = "<!-- evaluations -->"
-"""Where a page gets sections later."""
 
 
 @dataclass(frozen=True)
@@ -48,9 +46,9 @@ class Report:
     def to_html(self, axis: str = "step") -> str:
         """Return the page."""
         lines = [
-            f'<p><span class="state {escaped(self.state.rpartition(" ")[2])}">{escaped(self.state)}</span> {escaped(self.summary)}</p>'
+            f'<p><span class="state {escaped(self.state.split()[-1])}">{escaped(self.state)}</span> {escaped(self.summary)}</p>'
         ]
-        lines += [PLACE, *sections_of(self.first)]
+        lines += sections_of(self.first)
         lines += [f"<p>{escaped(each)}</p>" for each in self.notes]
         lines += curves_of(self.panels, axis) if self.panels else ()
         return document(self.title, [*lines, *sections_of(self.others)])
@@ -58,11 +56,11 @@ class Report:
 
 def with_section(page: str, section: Section) -> str:
     """Return a report's page with a section of an evaluation, in place of an earlier one of the same title."""
-    begin, end = f"<!-- {escaped(section.title)} -->", "<!-- end -->"
+    begin, end = f"<!-- {escaped(section.title)} -->", "<!-- end -->\n"
     if begin in page:
-        before, _, after = page.partition(begin)
-        page = before + after.partition(f"{end}\n")[2]
-    return page.replace(PLACE, "\n".join([PLACE, begin, *_section(section), end]), 1)
+        page = page.partition(begin)[0] + page.partition(begin)[2].partition(end)[2]
+    head, state, rest = page.partition("</p>\n")
+    return head + state + "\n".join([begin, *_section(section), end]) + rest
 
 
 def sections_of(sections: Sequence[Section]) -> Iterator[str]:
