@@ -220,8 +220,9 @@ def log_ticks(low: float, high: float) -> list[float]:
     powers = range(math.floor(low), math.ceil(high) + 1)
     if len(powers) < 3:
         return [math.log10(each) for each in ticks(10**low, 10**high, 5)]
-    found = [power + math.log10(factor) for power in powers for factor in ((1, 2, 5) if len(powers) < 6 else (1,))]
-    return [each for each in found[:: 1 + len(found) // 12] if low <= each <= high]
+    factors = (1, 2, 5) if len(powers) < 6 else (1,)
+    found = [power + math.log10(factor) for power in powers[:: 1 + len(powers) // 12] for factor in factors]
+    return [each for each in found if low <= each <= high]
 
 
 def x_label(axis: str, seconds: float) -> tuple[str, float]:
