@@ -86,7 +86,7 @@ def test_what_it_holds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert [*second, ""] in page.cells
     facts = page.facts()
     assert (facts["width"], facts["api_key"], facts["odd"], facts["key_dim"]) == ("8", "(not shown)", ODD, "64")
-    assert (facts["parameters"], facts["trainable"]) == ("160", "159")
+    assert facts["parameters"] == "160, of which 159 are trained"
     assert facts["batch size"] == "4 in each process"
     assert facts["seed"] == str(trainer.engine.seed)
     assert " GiB of the host" in facts["peak memory"]

@@ -48,7 +48,7 @@ class ClassificationScores:
         weights = self.support.double().numpy()
         total = float(weights.sum())
         each = [score.numpy() for score in (self.precision, self.recall, self.f1)]  # whose sums are scikit-learn's
-        # A class without samples and predictions is no part of the averages, as in scikit-learn and torchmetrics.
+        # A class without samples and predictions does not count, as in scikit-learn and torchmetrics.
         occurs = (self.confusion.sum(0) + self.support > 0).numpy()
         averages = {
             "macro avg": [float(score[occurs].mean()) if occurs.any() else self.zero_division for score in each],

@@ -140,11 +140,10 @@ class RunReport(Callback):
     def _add_scores(self, trainer: Trainer, path: str) -> None:
         """Add the metrics of an evaluation to the page of the fit before it."""
         source = (trainer.ckpt_path or "none: the latest weights").removeprefix(f"{path.removesuffix(REPORT_NAME)}")
-        rows = [(name, f"{float(value):.6g}") for name, value in trainer.callback_metrics.items()]
-        scores = Section(EVALUATIONS[self._call], [("checkpoint", source), *rows])
+        rows = [("checkpoint", source), *((name, f"{each:.6g}") for name, each in trainer.callback_metrics.items())]
         with fsspec.open(path, "rb") as file:
             page = file.read().decode()
-        write_file(path, with_section(page, scores).encode())
+        write_file(path, with_section(page, Section(EVALUATIONS[self._call], rows)).encode())
 
 
 def _claim(point: SyncPoint) -> bool:
@@ -265,8 +264,8 @@ class Facts:
 
     def _sizes(self) -> Iterator[tuple[str, str]]:
         trainer, weights = self.trainer, list(self.module.parameters())
-        yield "parameters", f"{count_parameters(weights):,}"
-        yield "trainable", f"{count_parameters(each for each in weights if each.requires_grad):,}"
+        trained = count_parameters(each for each in weights if each.requires_grad)
+        yield "parameters", f"{count_parameters(weights):,}, of which {trained:,} are trained"
         sizes = [getattr(loader, "batch_size", None) or "unknown" for _, loader in leaves([trainer.train_dataloader])]
         yield "batch size", f"{', '.join(map(str, sizes))} in each process"
         yield "seed", str(trainer.engine.seed)

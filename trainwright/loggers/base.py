@@ -5,12 +5,12 @@ from __future__ import annotations
 import argparse
 import functools
 import os
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, Protocol, Self
 
 from trainwright.distributed.environment import Environment
 from trainwright.errors import a_type_of
-from trainwright.rank_zero import rank_zero_warn
 
 RunResult = Literal["success", "failed", "interrupted"]
 """Lightning's words, which `finalize` gets. Users read them as the states finished, failed and stopped (run_record.py)."""
@@ -80,12 +80,12 @@ class Logger:
         """Write one row; the step defaults to that of the previous row."""
 
     def log_images(self, values: Mapping[str, Any], step: int | None = None, **options: Any) -> None:
-        """Write images by name: each an array, a tensor or a list of images; warn once if this logger has no place for them."""
+        """Write images by name: each an array, a tensor or a list of images; warn once if this logger stores none."""
         if not self._has_warned_of_images:
             self._has_warned_of_images = True
-            rank_zero_warn(
-                f"{type(self).__name__}.log_images({', '.join(map(repr, values))}) stores nothing: this logger has no place "
-                "for images. Pass a TensorBoardLogger too, as in logger=[tw.CSVLogger(), tw.TensorBoardLogger()].",
+            warnings.warn(
+                f"{type(self).__name__}.log_images({', '.join(map(repr, values))}) stores nothing, since this logger takes no "
+                "images. Pass a TensorBoardLogger too, as in logger=[tw.CSVLogger(), tw.TensorBoardLogger()].",
                 stacklevel=2,
             )
 

@@ -10,7 +10,6 @@ import os
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
-from enum import Enum
 from typing import Any, Self
 
 import fsspec
@@ -20,7 +19,7 @@ from trainwright.distributed.environment import Environment
 from trainwright.errors import a_type_of
 from trainwright.loggers.background import BackgroundWriter, flush_at_exit
 from trainwright.loggers.base import KeptCheckpoints, Logger, RunResult, to_dict, to_numbers
-from trainwright.loggers.files import explained_for, is_local, write_file
+from trainwright.loggers.files import explained_for, is_local, jsonable, write_file
 from trainwright.loggers.run_record import LOOP, RunRecorder
 from trainwright.paths import absolute
 from trainwright.plots.history import History
@@ -325,7 +324,7 @@ class FolderLogger(Logger):
     def _submit_hparams(self) -> None:
         if not self._hparams or self._folder is None:
             return
-        plain = _jsonable(self._hparams)
+        plain = jsonable(self._hparams)
         data, path = f"{json.dumps(plain, indent=2)}\n".encode(), f"{self.log_dir}/{HPARAMS_NAME}"
         twin = yaml.safe_dump(plain, sort_keys=False, allow_unicode=True).encode(), f"{self.log_dir}/{HPARAMS_YAML}"
         if (digest := hashlib.sha256(data).hexdigest()) != self._hparams_digest:
@@ -445,24 +444,3 @@ def _numbers(filesystem: Any, inside: str) -> list[int]:
 
 def _next_number(filesystem: Any, inside: str) -> int:
     return 1 + max(_numbers(filesystem, inside), default=-1)
-
-
-def _jsonable(value: Any) -> Any:
-    """Return the value as JSON data; other types become lists or text."""
-    if value is None or type(value) in (bool, int, float, str):
-        return value
-    if isinstance(value, Enum):
-        return _jsonable(value.value)
-    if isinstance(value, str):  # yaml refuses subclasses, such as numpy's
-        return str.__str__(value)
-    if isinstance(value, (int, float)):
-        return int(value) if isinstance(value, int) else float(value)
-    if isinstance(value, Mapping):
-        return {str(key): _jsonable(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_jsonable(item) for item in value]
-    if isinstance(value, (set, frozenset)):
-        return sorted((_jsonable(item) for item in value), key=str)
-    if type(value).__module__.partition(".")[0] in ("torch", "numpy") and hasattr(value, "tolist"):
-        return _jsonable(value.tolist())
-    return str(value)

@@ -55,7 +55,7 @@ class Report:
 
 
 def with_section(page: str, section: Section) -> str:
-    """Return a report's page with a section of an evaluation, in place of an earlier one of the same title."""
+    """Return a report's page with a section of an evaluation instead of an earlier one of the same title."""
     begin, end = f"<!-- {escaped(section.title)} -->", "<!-- end -->\n"
     if begin in page:
         page = page.partition(begin)[0] + page.partition(begin)[2].partition(end)[2]

@@ -3,9 +3,9 @@
     fit:         check a few validation batches, unless the run resumes
                  for each epoch: fit_epoch
     fit_epoch:   for each batch of this rank's shard, in the order of (seed, epoch):
-                     train_batch; log every n steps, and before the n-th step the last one of each epoch
+                     train_batch; log every n steps
                      validate, if an interval within the epoch has passed and no window is open
-                 step the epoch-wise schedulers; validate, if due
+                 log the last step, if no row was due yet; step the epoch-wise schedulers; validate, if due
                  reduce the epoch's metrics over the ranks; save a checkpoint (callbacks)
     train_batch: zero_grad         at a window's start; after training_step if a hook or the module takes part in it
                  training_step
@@ -153,10 +153,8 @@ def fit_epoch(run: TrainingRun) -> None:
         state.end_batch(index, unchecked, stepped)
         if run.follows_by_step and state.step - steps_before > state.skipped_steps - skipped_before:
             step_followers(run, is_last)
-        if stepped and log_every:
-            made = state.batches_that_stepped
-            if made % log_every == 0 or (is_last and made < log_every):  # short runs have rows too
-                logbook.owe_row()
+        if stepped and log_every and state.batches_that_stepped % log_every == 0:
+            logbook.owe_row()
         if run.uneven_round is not None:
             run.uneven_round.renew()
         if batch_end:
@@ -214,14 +212,14 @@ def leave_epoch(run: TrainingRun) -> None:
     run.hooks.call(SAVE)
     if run.choice.is_rerunnable:
         run.stop.save_end()
-    if run.state.batches_that_stepped < run.settings.log_every:
-        # After the saves, since a run that resumes there and trains on has no row of this step.
-        run.logbook.log_step()
 
 
 def close_epoch(run: TrainingRun, is_complete: bool) -> None:
     """Step the epoch-wise schedulers, validate if due, call on_train_epoch_end and reduce the metrics. Collective."""
     state, hooks, logbook = run.state, run.hooks, run.logbook
+    if state.batches_that_stepped < run.settings.log_every and not state.schedulers_stepped:
+        # A short run has rows too. A save after the whole epoch counts this one, a save of a run that stops within it does not.
+        logbook.log_step()
     # Not again in a run that was saved in this epoch's validation and resumes here.
     if is_complete and not state.schedulers_stepped:
         step_schedulers(run, "epoch", state.epoch + 1, plateau=False)
