@@ -78,8 +78,7 @@ class RunReport(Callback):
     def __init__(self) -> None:
         self.path = ""
         """The latest page; "" before it."""
-        self._times = Times()
-        self._call = ""
+        self._times, self._call = Times(), ""
         self._point: SyncPoint | None = None
         """Where the ranks that have failed agree on which of them writes."""
 
