@@ -22,10 +22,6 @@ DIFFERENCES: dict[str, tuple[str, str]] = {
         EXACT,
         "a longer run that resumes there trains the rest of the epoch, as if it had never stopped",
     ),
-    "checkpoints.default_checkpoints": (
-        VISIBLE,
-        "a run of fewer steps than log_every_n_steps has a row of the last step of each epoch, and so a metrics.csv",
-    ),
     "checkpoints.resume_within_an_epoch": (EXACT, "the data continues at the batch where the checkpoint was saved"),
     "data.empty_loader": (VISIBLE, "a loader without a batch is an error, as nothing would be trained"),
     "data.order_of_a_shuffle": (
