@@ -25,7 +25,7 @@ class Page(HTMLParser):
 
     def handle_starttag(self, tag: str, attrs: Any) -> None:
         self.handle_startendtag(tag, attrs)
-        if tag != "meta":
+        if tag not in ("meta", "input"):
             self.open.append(tag)
         if tag == "tr":
             self.cells.append([])

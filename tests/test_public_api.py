@@ -59,14 +59,14 @@ METHODS = {
     tw.Logger: """after_save_checkpoint close finalize flush load_state_dict log_graph log_hyperparams log_images log_metrics
         plot save start state_dict""",
 }
-CALLBACKS_MAY_USE = """accumulate_grad_batches batch_indices callback_metrics callbacks current_epoch datamodule
+CALLBACKS_MAY_USE = """accumulate_grad_batches batch_indices callback_metrics callbacks ckpt_path current_epoch datamodule
     default_root_dir enable_validation engine fast_dev_run global_rank global_step is_dummy_batch is_global_zero log_dir
     log_every_n_steps loggers lr_scheduler_configs max_epochs metrics num_predict_batches
     num_sanity_val_batches num_test_batches num_training_batches num_val_batches optimizers print profiler
     progress_bar_metrics resume_source sanity_checking save_checkpoint should_stop state stop_soon strategy
-    world_size"""
+    train_dataloader world_size"""
 COUNTERS = "batch batches_that_stepped epoch_ended is_where logged_step progress total_batches validated_at validations"
-SAVING = "connection finish_save finiteness ranks reduce writer"
+SAVING = "connection finish_save finiteness ranks reduce seed writer"
 METRICS = "is_outdated monitored record"
 PROGRESS = "is_leaving is_mid_epoch_validation is_within_window obstacle"
 LOG = """name value prog_bar logger on_step on_epoch reduce_fx enable_graph sync_dist sync_dist_group add_dataloader_idx

@@ -100,7 +100,10 @@ def test_scores_are_scikit_learns_to_the_last_digit(seed: int) -> None:
     confusion = torch.from_numpy(confusion_matrix(actual, predicted, labels=range(count)))
     options = {"labels": range(count), "zero_division": 1.0 if seed % 2 else 0.0}
     scores = ClassificationScores(confusion, zero_division=float(options["zero_division"]))
-    assert scores.as_dict() == classification_report(actual, predicted, output_dict=True, **options)
+    table = classification_report(actual, predicted, output_dict=True, **options)
+    # Without labels=, the averages are over the classes that occur.
+    occurring = classification_report(actual, predicted, output_dict=True, zero_division=options["zero_division"])
+    assert scores.as_dict() == {**table, "macro avg": occurring["macro avg"]}
     text = classification_report(actual, predicted, digits=5, **options)
     assert (
         scores.text(5).split() == re.sub(r"(\d+)\.0$", r"\1", text, flags=re.MULTILINE).split()
@@ -171,6 +174,8 @@ def report_of(predictions: Any, targets: Any, **options: Any) -> tw.Classificati
 
 def test_labels_of_narrow_types() -> None:
     labels = torch.arange(20, dtype=torch.uint8)
+    scores = report_of(labels, labels, num_classes=21).scores["test"]
+    assert scores.as_dict()["macro avg"]["f1-score"] == 1.0  # class 20 does not occur
     scores = report_of(labels, labels, num_classes=20).scores["test"]
     assert (scores.accuracy, scores.confusion.tolist()) == (1.0, torch.eye(20, dtype=torch.long).tolist())
     assert report_of(labels.short(), labels.int()).scores["test"].accuracy == 1.0

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from deadlines import deadline
 from html_page import Page
 from jobs import run_job
@@ -65,13 +66,17 @@ def command(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("command")
-def test_what_it_holds(tmp_path: Path) -> None:
+def test_what_it_holds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     saves = tw.ModelCheckpoint(monitor="val_loss", save_top_k=2)
     trainer = trainer_in(tmp_path, callbacks=saves, profiler="simple", max_epochs=3)
-    trainer.fit(Scored(), make_loader(), make_loader(8))
+    module = Scored()
+    module.scale = torch.nn.Parameter(torch.ones(1), requires_grad=False)
+    trainer.fit(module, make_loader(), make_loader(8))
     page = page_in(tmp_path)
+    assert capsys.readouterr().out.splitlines()[-1] == f"report: {tmp_path}/{FOLDER}/report.html"
     assert page.headings == [
-        f"Run {tmp_path.name}/{FOLDER}", "Checkpoints", "Loss", "Metrics", "Hyper-parameters", "Time", "Profile", "Environment",
+        f"Run {tmp_path.name}/{FOLDER}", "Checkpoints", "Loss", "Metrics", "Model and data", "Hyper-parameters",
+        "Time", "Profile", "Environment",
         "Command",
     ]  # fmt: skip
     assert "finished after 3 epochs and 33 steps, in " in page.text
@@ -81,6 +86,10 @@ def test_what_it_holds(tmp_path: Path) -> None:
     assert [*second, ""] in page.cells
     facts = page.facts()
     assert (facts["width"], facts["api_key"], facts["odd"], facts["key_dim"]) == ("8", "(not shown)", ODD, "64")
+    assert facts["parameters"] == "160, of which 159 are trained"
+    assert facts["batch size"] == "4 in each process"
+    assert facts["seed"] == str(trainer.engine.seed)
+    assert " GiB of the host" in facts["peak memory"]
     assert facts["steps"].startswith("33, ")
     assert facts["validation"].endswith(" for 3 validations")
     assert facts["ended"].endswith(" UTC")
@@ -127,8 +136,50 @@ def test_a_run_that_fails(tmp_path: Path) -> None:
     assert "failed at step 5, after " in page.text
     assert page.headings[1] == "Error"
     assert f"ValueError: {ODD}\n(not shown) of http://(not shown)@host" in page.text
+    assert f'File "{__file__}"' in page.text  # the line that raised
+    assert "in on_train_batch_end\n    raise self.error" in page.text
+    assert page.text.count("trainwright/trainer/") <= 3
     assert page.facts()["steps"].startswith("5, ")
     assert "loss_step last " in page.text.replace("  ", " ")
+
+
+def test_a_run_that_ends_with_nan_is_not_shown_as_finished(tmp_path: Path) -> None:
+    class Diverges(Scored):
+        def on_train_end(self) -> None:
+            with torch.no_grad():
+                self.net[0].weight[0, 0] = float("nan")
+
+    class Undefined(Scored):
+        def on_train_epoch_end(self) -> None:
+            self.log("score", float("nan"))
+
+    for module, fault in ((Diverges(), "weights are not finite (NaN or infinity in net.0.weight)"), (
+        Undefined(), "latest metrics are not finite (NaN or infinity in score)"
+    )):  # fmt: skip
+        trainer = trainer_in(tmp_path, enable_checkpointing=False, max_epochs=1)
+        trainer.fit(module, make_loader())
+        page = Path(f"{trainer.log_dir}/report.html").read_text()
+        assert '<span class="state NaN">finished with NaN</span>' in page
+        assert f"the {fault}" in page
+
+
+def test_scores_of_a_test_and_a_validation_are_added_to_the_report(tmp_path: Path) -> None:
+    class Tested(Scored):
+        def test_step(self, batch: Any, batch_idx: int) -> None:
+            self.log("score", self.score)
+
+    module = Tested()
+    trainer = trainer_in(tmp_path)
+    trainer.fit(module, make_loader(), make_loader(8))
+    trainer.validate(module, make_loader(8), verbose=False)
+    for module.score in (1.0, 2.5):
+        trainer.test(module, make_loader(8), ckpt_path="best", verbose=False)
+    page = page_in(tmp_path)
+    assert page.headings[1:4] == ["Test", "Validation after the fit", "Checkpoints"]
+    assert ["score", "2.5"] in page.cells
+    assert ["score", "1"] not in page.cells
+    assert ["checkpoint", f"checkpoints/{Path(str(trainer.ckpt_path)).name}"] in page.cells
+    assert ["checkpoint", "none: the latest weights"] in page.cells
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,7 @@ FIXTURES = Path(__file__).parent / "fixtures"
 class Tied(Classifier):
     """Its head is tied to the last layer, which comes first."""
 
-    def __init__(self, width: int = 3, lr: float = 0.05) -> None:
+    def __init__(self, width: int = 3, lr: float = 0.05, token: str = "hunter2") -> None:
         super().__init__(lr=lr)
         self.save_hyperparameters()
         self.head = nn.Linear(13, width)
@@ -77,7 +77,7 @@ def test_show_tells_what_there_is(saved: Path, capsys: pytest.CaptureFixture[str
     # 8*13 + 13 + 13*3 + 3 + 3 (the head's own bias) + 1, of which the last is bf16
     assert lines[3] == ("model: 7 tensors (1 of them another's second name), 163 parameters and buffers, 650 bytes")
     assert lines[4].startswith("optimizer: 12 tensors, ")
-    assert {"width: 3", "lr: 0.05"} < set(lines)
+    assert {"width: 3", "lr: 0.05", 'token: "(not shown)"'} < set(lines)
     assert "head.weight" not in out
     (saved / "notes \x1b[2J.txt").touch()
     code, out, _ = run(capsys, "show", saved, "--tensors")
@@ -95,7 +95,7 @@ def test_show_for_machines(saved: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert about["files"] == {
         each.name: each.stat().st_size for each in sorted(saved.iterdir()) if each.name != "manifest.json"
     }
-    assert about["hyper_parameters"] == {"width": 3, "lr": 0.05}
+    assert about["hyper_parameters"] == {"width": 3, "lr": 0.05, "token": "(not shown)"}
     assert about["tensors"]["model"]["net.0.weight"] == {"shape": [13, 8], "dtype": "F32"}
 
 

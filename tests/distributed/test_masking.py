@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from trainwright.distributed.masking import HIDDEN, masked, shown
+from trainwright.distributed.masking import HIDDEN, is_secret, masked, shown
 
 
 @pytest.mark.parametrize(
@@ -23,6 +23,8 @@ from trainwright.distributed.masking import HIDDEN, masked, shown
         (["--data", "s3://me@firm:abc@host/x"], f"--data 's3://{HIDDEN}@host/x'"),
         (["--name", "<b>'x'"], """--name '<b>'"'"'x'"'"''"""),
         (["--token="], f"--token={HIDDEN}"),
+        (["--tokenizer", "bert", "--max_tokens=512"], "--tokenizer bert --max_tokens=512"),
+        (["model={num_keys: 4, apiKey: abc}"], f"'model={{num_keys: 4, apiKey: {HIDDEN}}}'"),
         ([], ""),
     ],
 )
@@ -40,4 +42,26 @@ def test_other_texts() -> None:
 
 def test_variables() -> None:
     assert shown("NCCL_DEBUG", "INFO") == "INFO"
-    assert shown("HF_TOKEN", "abc") == shown("PROXY", "http://me:abc@host") == HIDDEN
+    assert shown("HF_TOKEN", "abc") == HIDDEN
+    assert shown("PROXY", "http://me:abc@host") == f"http://{HIDDEN}@host"
+
+
+def test_whole_words_of_a_name_make_it_secret() -> None:
+    secret = """HF_TOKEN hfToken token --api-key apiKey APIKey apikey openai_api_keys AWS_SECRET_ACCESS_KEY db.password auth
+        wandb_key key oauth2 DB_PASS"""
+    plain = """tokenizer max_tokens max_token num_keys key_dim keyboard author token_dim pad_token eos_token_id label_key
+        num_passes bypass"""
+    assert [each for each in secret.split() if not is_secret(each)] == []
+    assert [each for each in plain.split() if is_secret(each)] == []
+
+
+def test_nested_values_are_shown_without_secrets() -> None:
+    values = {
+        "model": {"token": "abc", "width": 8, "tokenizer": "bert"},
+        "hosts": [{"password": 1}],
+        "use_auth_token": True,
+    }
+    assert shown("", {**values, "api_keys": {"one": "abc"}, "data": "s3://me:abc@host"}) == {
+        "model": {"token": HIDDEN, "width": 8, "tokenizer": "bert"}, "hosts": [{"password": HIDDEN}], "use_auth_token": True,
+        "api_keys": HIDDEN, "data": f"s3://{HIDDEN}@host",
+    }  # fmt: skip

@@ -7,15 +7,18 @@ import os
 from pathlib import Path
 from typing import Any
 
+import forked
 import pytest
 import torch
 import yaml
+from deadlines import wait_until
 from jobs import run_job
 from small import QUIET, Classifier, make_loader
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import trainwright as tw
 from trainwright.loggers import rank_zero_experiment
+from trainwright.loggers.run_files import is_run, read_history
 
 Kinds = pytest.mark.parametrize("kind", [tw.CSVLogger, tw.TensorBoardLogger])
 
@@ -133,3 +136,52 @@ def test_an_experiment_of_rank_zero(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in job.items():
         monkeypatch.setenv(name, str(value))
     assert type(Mine().experiment).__name__ == "SilentExperiment"
+
+
+@Kinds
+def test_rows_by_hand_are_in_the_file_soon_and_all_at_the_end_of_the_process(tmp_path: Path, kind: Any) -> None:
+    logger = kind(tmp_path, name="hand")
+    logger.log_metrics({"a": 1.0}, step=0)
+    wait_until(lambda: is_run(str(logger.log_dir)) and logger.history().series)
+    program = f"""
+import trainwright as tw
+def log(name, **values):
+    logger = tw.{kind.__name__}({str(tmp_path)!r}, name=name)
+    logger.log_hyperparams({{"lr": 0.1}})
+    for step, value in values.items():
+        logger.log_metrics({{"a": value}}, step=int(step[1:]))
+    return logger
+log("table", **{{f"n{{number}}": number for number in range(300)}})
+log("parameters")
+logger = log("trainer")
+tw.Trainer(logger=logger)
+logger.log_metrics({{"a": 1.0}}, step=0)
+"""
+    assert forked.run_python("-c", program, folder=tmp_path).returncode == 0
+    assert len(read_history(f"{tmp_path}/table/version_0").series["a"].steps) == 300
+    assert len(read_history(f"{tmp_path}/trainer/version_0").series["a"].steps) == 1
+    for name in ("table", "parameters", "trainer"):
+        assert json.loads((tmp_path / name / "version_0" / "hparams.json").read_text()) == {"lr": 0.1}
+
+
+def test_a_resumed_run_continues_in_its_folder_after_rows_by_hand(tmp_path: Path) -> None:
+    def fit(epochs: int, **options: Any) -> list[str]:
+        logger = tw.CSVLogger(tmp_path, name=None)
+        logger.log_metrics({"parameters": 3.0}, step=0)
+        settings = {"logger": logger, "log_every_n_steps": 1, "enable_checkpointing": True}
+        tw.Trainer(**{**QUIET, **settings}, max_epochs=epochs).fit(Classifier(), make_loader(16), **options)
+        return Path(logger.metrics_path).read_text().splitlines()
+
+    first = fit(1)
+    assert fit(2, ckpt_path="last")[: len(first)] == first
+    assert (tmp_path / "version_1" / "metrics.csv").read_text() == "step,parameters\n0,3.0\n"
+
+
+def test_images_of_a_table_are_named_once(tmp_path: Path) -> None:
+    logger = tw.CSVLogger(tmp_path)
+    with pytest.warns(
+        UserWarning, match=r"CSVLogger\.log_images\('digits'\) stores nothing.*TensorBoardLogger"
+    ) as caught:
+        logger.log_images({"digits": torch.zeros(1, 4, 4)}, 0)
+    assert len(caught) == 1
+    logger.log_images({"digits": torch.zeros(1, 4, 4)}, 1)

@@ -392,18 +392,22 @@ def test_a_stop_within_an_epoch_leaves_no_trace_in_the_table(tmp_path: Path) -> 
         def validation_step(self, batch: Any, batch_idx: int) -> None:
             self.log("val", 2.0)
 
-    def table(folder: str, *ends: int) -> bytes:
+    def table(folder: str, every: int, *ends: int) -> str:
         tw.seed_everything(1)
         newest = None
         for end in ends:
             logger = tw.CSVLogger(tmp_path / folder)
-            settings = {**QUIET, "logger": logger, "enable_checkpointing": True, "log_every_n_steps": 2}
+            settings = {**QUIET, "logger": logger, "enable_checkpointing": True, "log_every_n_steps": every}
             trainer = tw.Trainer(max_steps=end, **settings)
             trainer.fit(Logging(), make_loader(), make_loader(), ckpt_path=newest)
             newest = trainer.checkpoint_callback.last_model_path
-        return Path(logger.metrics_path).read_bytes()
+        return Path(logger.metrics_path).read_text()
 
-    assert table("stopped", 4, 27) == table("whole", 27)
+    assert table("stopped", 2, 4, 27) == table("whole", 2, 27)
+    short = table("short", 50, 27)
+    # Without a 50th step each epoch of 11 batches has the row of its last step.
+    assert [row["step"] for row in csv.DictReader(short.splitlines()) if row["train_step"]] == ["10", "21", "26"]
+    assert table("short and stopped", 50, 4, 11, 11, 27, 27) == short
 
 
 def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:

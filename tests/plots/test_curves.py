@@ -11,7 +11,7 @@ import pytest
 from html_page import LOADING, Page
 
 from trainwright.plots import History, Series, draw, panels_of
-from trainwright.plots.curves import line_of, ticks, x_label
+from trainwright.plots.curves import line_of, log_ticks, smoothed, ticks, x_label
 from trainwright.plots.history import names_of_runs
 
 ODD = ("_first", "$x_{", "<script>alert(1)</script>", "a&b\"'", "\u540d\u524d", "line\nbreak\x1b[31m", "with, comma")
@@ -43,6 +43,45 @@ def test_panels() -> None:
     assert found["Learning rate", "lr-Adam-momentum"] == {"lr-Adam-momentum"}
     assert found["Throughput", "samples_per_sec"] == {"train/samples_per_sec", "train/device/samples_per_sec"}
     assert "hp_metric" not in set().union(*found.values())
+
+
+def test_a_stage_has_one_color_in_all_panels() -> None:
+    names = (
+        "val_loss",
+        "train_loss_step",
+        "train_loss_epoch",
+        "acc/train",
+        "acc/val",
+        "test_acc",
+        "lr-Adam",
+        "lr-Adam/pg1",
+        "f1",
+    )
+    looks = {
+        curve.metric: (curve.color, curve.dash)
+        for panel in panels_of([history(**{name: [1, 2] for name in names})])
+        for curve in panel.curves
+    }
+    assert looks == {
+        "val_loss": (1, 0), "train_loss_step": (0, 0), "train_loss_epoch": (0, 1), "acc/train": (0, 0), "acc/val": (1, 0),
+        "test_acc": (2, 0), "lr-Adam": (0, 0), "lr-Adam/pg1": (3, 0), "f1": (0, 0),
+    }  # fmt: skip
+
+
+def test_a_panel_has_a_log_axis_for_its_positive_values_and_smooth_curves() -> None:
+    values = np.array([100.0, 10, np.nan, 1, 0, -1])
+    (panel,) = panels_of([history(loss=values)])
+    logarithmic = panel.logarithmic()
+    assert logarithmic is not None
+    assert np.nan_to_num(logarithmic.curves[0].y, nan=-9).tolist() == [2, 1, -9, 0, -9, -9]
+    assert [round(10**each, 6) for each in log_ticks(*logarithmic.y_range)] == [1, 2, 5, 10, 20, 50, 100]
+    assert [round(10**each, 9) for each in log_ticks(-4.1, 3.2)] == [10.0**power for power in range(-4, 4)]
+    assert np.nan_to_num(smoothed(panel.curves[0]).y, nan=-9).tolist() == [55, 55, -9, 0.5, 0, -0.5]
+    (negative,) = panels_of([history(loss=[-1.0, 0.0])])
+    assert negative.logarithmic() is None
+    page = draw([history(loss=values)], ".html").decode()
+    assert (page.count('class="log"'), page.count('class="smooth"')) == (1, 2)
+    assert 'class="log"' not in draw([history(loss=[-1.0])], ".html").decode()
 
 
 def test_several_runs() -> None:
@@ -101,7 +140,7 @@ def test_gaps() -> None:
     assert [ys.tolist() for _, ys in line_of(curve, panel.x_range, 100).parts] == [[1, 2], [3], [4, 5]]
     page = draw([history(loss=[nan, 1, 2, nan, 3, inf])], ".html").decode()
     assert "loss (3 not finite)" in page
-    assert page.count('r="2.5"') == 1  # the lone point
+    assert page.count('r="2.5"') == 4  # the lone point: on both axes, as it is and smooth
     assert "nan" not in re.sub(r"<title>.*?</title>", "", page)
 
 
@@ -140,8 +179,8 @@ def test_the_page_is_self_contained_and_escapes_names() -> None:
     found = Page(page)
     assert not found.open
     assert found.names == {
-        *("html", "head", "meta", "title", "style", "body", "h1", "h2", "p", "ul", "li", "span", "div"),
-        *("figure", "figcaption", "svg", "line", "text", "path", "rect"),
+        *("html", "head", "meta", "title", "style", "body", "h1", "h2", "ul", "input", "label", "li", "span", "div"),
+        *("figure", "figcaption", "svg", "g", "line", "text", "path", "rect"),
     }
     assert not found.attributes & LOADING
     assert "url(" not in page

@@ -90,7 +90,7 @@ class Callback:
         """Called before a fit that resumes nothing: search a setting in trial runs, with Trainers that `make_trial` returns."""
 
     def _report_run(self, trainer: Trainer, module: Module, result: RunResult, error: BaseException | None) -> None:
-        """Called on every rank once a fit that has begun to train is over, with its loggers closed. Not collective."""
+        """Called on every rank once a fit, validate or test that has begun is over, with its loggers closed. Not collective."""
 
     @property
     def _has_asked_to_stop(self) -> bool:
@@ -311,7 +311,7 @@ def tune(
 def report(
     callbacks: Iterable[Callback], trainer: Trainer, module: Module, result: RunResult, error: BaseException | None
 ) -> None:
-    """Let callbacks report on a fit that has ended, with an error or without."""
+    """Let callbacks report on a fit or an evaluation that has ended, with an error or without."""
     for callback in callbacks:
         callback._report_run(trainer, module, result, error)
 

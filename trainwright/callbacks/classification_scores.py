@@ -35,6 +35,7 @@ class ClassificationScores:
         self.support = confusion.sum(1)
         """The samples of each class; integers of shape (classes,)."""
         total = int(self.support.sum())
+        self.zero_division = zero_division
         self.accuracy = float(hits.sum() / total) if total else zero_division
 
     def as_dict(self) -> dict[str, Any]:
@@ -47,8 +48,10 @@ class ClassificationScores:
         weights = self.support.double().numpy()
         total = float(weights.sum())
         each = [score.numpy() for score in (self.precision, self.recall, self.f1)]  # whose sums are scikit-learn's
+        # A class without samples and predictions does not count, as in scikit-learn and torchmetrics.
+        occurs = (self.confusion.sum(0) + self.support > 0).numpy()
         averages = {
-            "macro avg": [float(score.mean()) for score in each],
+            "macro avg": [float(score[occurs].mean()) if occurs.any() else self.zero_division for score in each],
             "weighted avg": [float((score * weights).sum() / max(total, 1.0)) for score in each],
         }
         for name, scores in averages.items():

@@ -1,4 +1,4 @@
-"""RunReport: at the end of a fit, one page on the run in the run's folder. The page itself is made in plots/report.py."""
+"""RunReport: at the end of a fit, one page on the run in the run's folder. plots/report.py makes the page itself."""
 
 from __future__ import annotations
 
@@ -7,21 +7,25 @@ import platform
 import socket
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterator, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import fsspec
+from torch.nn.parameter import is_lazy
 
 from trainwright import __version__
 from trainwright.callbacks.base import Callback
 from trainwright.callbacks.model_checkpoint import ModelCheckpoint
+from trainwright.callbacks.model_summary import count_parameters
 from trainwright.callbacks.work_tree import describe_work_tree
-from trainwright.devices.inventory import MISSING, describe_devices, package_versions
+from trainwright.data.combined_loader import leaves
+from trainwright.devices.inventory import MISSING, describe_devices, package_versions, peak_memory
 from trainwright.distributed.environment import Environment
 from trainwright.distributed.failures import is_secondary_failure
-from trainwright.distributed.masking import HIDDEN, SECRET, Masked, masked
+from trainwright.distributed.masking import Masked, masked, shown
 from trainwright.distributed.sync_points import SyncPoint
 from trainwright.loggers.base import RunResult
 from trainwright.loggers.csv import CSVLogger
@@ -32,7 +36,7 @@ from trainwright.plots import panels_of
 from trainwright.plots.curves import NOT_DRAWN, Panel
 from trainwright.plots.history import names_of_runs
 from trainwright.plots.page import GENERATOR
-from trainwright.plots.report import Report, Section
+from trainwright.plots.report import Report, Section, with_section
 from trainwright.rank_zero import rank_zero_warn
 
 if TYPE_CHECKING:
@@ -40,6 +44,8 @@ if TYPE_CHECKING:
     from trainwright.trainer.trainer import Trainer
 
 REPORT_NAME = "report.html"
+EVALUATIONS = {"test": "Test", "validate": "Validation after the fit"}
+"""The calls whose metrics are added to the page of a fit, and the titles there."""
 MOST_BYTES = 64 << 20
 """The most that is read of metrics.csv, or of an event file: a few seconds' work."""
 MOST_METRICS = 100
@@ -50,30 +56,29 @@ PACKAGE_FOLDER = Path(__file__).parents[1]
 
 
 class RunReport(Callback):
-    """Writes `report.html` into the run's folder at the end of a fit, also of one that fails or is stopped.
+    """Writes `report.html` into the run's folder at the end of a fit, also of a failed or stopped one, and prints its path.
 
     The page is one file that needs nothing else and loads nothing. It has the result (finished, stopped or failed, with the
-    error), the curves, the checkpoints that are kept and their scores, the hyper-parameters, where the time went (the
-    profiler's table, if there is one), versions, devices, strategy and precision, the command line, and the git commit of the
-    script. Values whose names say that they are secret are left out.
+    error and the user's frames), the curves, the checkpoints that are kept and their scores, the model's size, the
+    hyper-parameters, where the time went (the profiler's table, if there is one), versions, devices, strategy and precision,
+    the command line, and the git commit of the script. Values whose names say that they are secret are left out.
 
     The Trainer adds it if a CSVLogger or a TensorBoardLogger writes a folder; `Trainer(enable_report=False)` leaves it out.
     One rank writes, once everything else is closed: rank 0, or else the one that has failed, which ends the others. A resumed
-    run writes the page again, with the curves of the whole run.
-    Nothing is written with fast_dev_run, by validate, test and predict, or by a fit that has not begun to train. If the
-    page or a part of it cannot be made, that is one warning, since no run depends on it.
+    run writes the page again, with the curves of the whole run. The same Trainer's `test` and `validate` after the fit add
+    their metrics to the page. Nothing is written with fast_dev_run, by predict, or by a fit that has not begun to train. If
+    the page or a part of it cannot be made, that is one warning, since no run depends on it.
 
     >>> report = tw.RunReport()
     >>> trainer = tw.Trainer(callbacks=report, max_epochs=1, enable_model_summary=False)
     >>> trainer.fit(module, loader)
-    >>> report.path
-    '.../trainwright_logs/version_0/report.html'
+    report: .../trainwright_logs/version_0/report.html
     """
 
     def __init__(self) -> None:
         self.path = ""
         """The latest page; "" before it."""
-        self._times = Times()
+        self._times, self._call = Times(), ""
         self._point: SyncPoint | None = None
         """Where the ranks that have failed agree on which of them writes."""
 
@@ -81,6 +86,7 @@ class RunReport(Callback):
         return {**super().__getstate__(), "_point": None}  # it belongs to this process's run
 
     def setup(self, trainer: Trainer, module: Module, stage: str) -> None:
+        self._call = stage
         if stage == "fit":
             self._times = Times()
             self._point = trainer.engine.connection.sync_point("report")
@@ -112,12 +118,16 @@ class RunReport(Callback):
             if error is not None and point is not None and not _claim(point):
                 return
             path = f"{folder}/{REPORT_NAME}"
-            if _is_anothers(path):
+            if self._call != "fit":
+                if error is None and self.path == path and not _is_anothers(path):
+                    self._add_scores(trainer, path)
+            elif _is_anothers(path):
                 problems.append(f"{path} is not a report of a run and is left alone; move it away")
             else:
                 page = Facts(trainer, module, logger, self._times, problems).report(result, error).to_html()
                 write_file(path, page.encode("utf-8", "replace"))
                 self.path = path
+                trainer.print(f"report: {path}")
         except Exception as failure:  # file systems and other packages raise errors of any type
             problems.append(f"{folder}/{REPORT_NAME} cannot be written ({type(failure).__name__}: {failure})")
         if problems:
@@ -125,6 +135,14 @@ class RunReport(Callback):
                 f"RunReport: {'; '.join(problems)}. The run itself is not affected; enable_report=False leaves the report out.",
                 stacklevel=2,
             )
+
+    def _add_scores(self, trainer: Trainer, path: str) -> None:
+        """Add the metrics of an evaluation to the page of the fit before it."""
+        source = (trainer.ckpt_path or "none: the latest weights").removeprefix(f"{path.removesuffix(REPORT_NAME)}")
+        rows = [("checkpoint", source), *((name, f"{each:.6g}") for name, each in trainer.callback_metrics.items())]
+        with fsspec.open(path, "rb") as file:
+            page = file.read().decode()
+        write_file(path, with_section(page, Section(EVALUATIONS[self._call], rows)).encode())
 
 
 def _claim(point: SyncPoint) -> bool:
@@ -191,6 +209,8 @@ class Facts:
         summary = f"at step {trainer.global_step:,}, after {took}"
         if result == "success":
             summary = f"after {trainer.current_epoch:,} epochs and {trainer.global_step:,} steps, in {took}"
+        if state == "finished" and (fault := self._not_finite()):
+            state, summary = "finished with NaN", f"{summary}: {fault}"
         panels, notes = self._panels()
         first = [] if error is None else [self._error(error)]
         return Report(
@@ -201,6 +221,7 @@ class Facts:
             panels=panels,
             notes=notes,
             others=[
+                self._section("Model and data", lambda: {"rows": list(self._sizes())}),
                 self._section("Hyper-parameters", self._hyper_parameters),
                 self._section("Time", self._time),
                 *(each for each in [self._section("Profile", self._profile)] if each.text or each.notes),
@@ -226,7 +247,28 @@ class Facts:
         name = kind.__name__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
         title = "Error" if isinstance(error, Exception) else "Ended by"  # KeyboardInterrupt and SystemExit
         rank = f"rank {self.trainer.global_rank}: " if self.trainer.world_size > 1 else ""
-        return Section(title, text=self.command.applied_to(f"{rank}{name}: {error}"), wraps=True)
+        text = f"{rank}{name}: {error}\n\n{_frames(error)}"
+        return Section(title, text=self.command.applied_to(text), wraps=True)
+
+    def _not_finite(self) -> str:
+        """Return a text that names this rank's weights, or the latest metrics, that are not finite; "" if all are."""
+        named = self.module.named_parameters()
+        weights = {name: each.detach() for name, each in named if each.requires_grad and not is_lazy(each)}
+        for what, values in (("weights", weights), ("latest metrics", self.trainer.callback_metrics)):
+            shards = {name: each.to_local() if hasattr(each, "to_local") else each for name, each in values.items()}
+            if names := [name for name, each in shards.items() if not each.isfinite().all()]:
+                more = f" and {len(names) - 1} more" if names[1:] else ""
+                return f"the {what} are not finite (NaN or infinity in {names[0]}{more})"
+        return ""
+
+    def _sizes(self) -> Iterator[tuple[str, str]]:
+        trainer, weights = self.trainer, list(self.module.parameters())
+        trained = count_parameters(each for each in weights if each.requires_grad)
+        yield "parameters", f"{count_parameters(weights):,}, of which {trained:,} are trained"
+        sizes = [getattr(loader, "batch_size", None) or "unknown" for _, loader in leaves([trainer.train_dataloader])]
+        yield "batch size", f"{', '.join(map(str, sizes))} in each process"
+        yield "seed", str(trainer.engine.seed)
+        yield "peak memory", peak_memory(trainer.strategy.root_device)
 
     def _panels(self) -> tuple[list[Panel], list[str]]:
         try:
@@ -272,7 +314,7 @@ class Facts:
                 data = file.read(LONGEST_HPARAMS + 1)
             if len(data) > LONGEST_HPARAMS:
                 return {"notes": [f"They are in {HPARAMS_NAME}, which is too long to be shown."]}
-            rows = [(name, self.command.applied_to(value)) for name, value in _flat(json.loads(data))]
+            rows = [(name, self.command.applied_to(value)) for name, value in _flat(shown("", json.loads(data)))]
         return {"rows": rows} if rows else {"notes": ["None were saved; save_hyperparameters() keeps them."]}
 
     def _time(self) -> dict[str, Any]:
@@ -354,15 +396,20 @@ def _command() -> Masked:
 
 
 def _flat(values: Any, above: str = "") -> Iterator[tuple[str, str]]:
-    """Yield the names and the texts of nested values; a text is left out if its name says that it is secret."""
+    """Yield the names and the texts of nested values."""
     for name, value in values.items():
         inner = f"{above}.{name}" if above else str(name)
         if isinstance(value, Mapping) and value:
             yield from _flat(value, inner)
-        elif isinstance(value, str):
-            yield inner, HIDDEN if SECRET.search(str(name)) else value
         else:
-            yield inner, json.dumps(value)
+            yield inner, value if isinstance(value, str) else json.dumps(value)
+
+
+def _frames(error: BaseException) -> str:
+    """Return the frames of the user's code and of other packages in a traceback, with the last three."""
+    frames = traceback.extract_tb(error.__traceback__)
+    chosen = [each for each in frames[:-3] if PACKAGE_FOLDER not in Path(each.filename).parents] + frames[-3:]
+    return "".join(traceback.format_list(chosen))
 
 
 def _of_record(moment: str | None) -> str:

@@ -100,6 +100,10 @@ class SavingEngine(Protocol):
     """What a callback may use of the Engine."""
 
     @property
+    def seed(self) -> int:
+        """The seed of the data's order."""
+
+    @property
     def ranks(self) -> Ranks:
         """What the ranks agree on small values with, such as a decision of rank 0."""
 
@@ -256,6 +260,14 @@ class TrainerProtocol(Protocol):
     @property
     def log_dir(self) -> str | None:
         """The first logger's folder of this run; None if it has none."""
+
+    @property
+    def train_dataloader(self) -> Any:
+        """The training loaders, as they were given."""
+
+    @property
+    def ckpt_path(self) -> str | None:
+        """The checkpoint that the latest call was given."""
 
     @property
     def resume_source(self) -> str | None:

@@ -19,6 +19,7 @@ from trainwright.checkpoint.last_link import is_last_link, pointed
 from trainwright.checkpoint.manifest import FORMAT_VERSION, MANIFEST_NAME
 from trainwright.checkpoint.reader import StoredCheckpoint, faults, open_checkpoint
 from trainwright.checkpoint.tensors import DTYPE_NAMES, TensorEntry
+from trainwright.distributed.masking import shown
 from trainwright.errors import CheckpointError
 
 FAILED, BAD_USAGE, INVALID, INTERRUPTED = 1, 2, 77, 130
@@ -279,7 +280,7 @@ def _has_manifest(files: Files, path: str) -> bool:
 
 
 def summary(checkpoint: StoredCheckpoint) -> dict[str, Any]:
-    """Return what a checkpoint holds as JSON-able data."""
+    """Return what a checkpoint holds as JSON-able data, without secret hyper-parameters."""
     state = checkpoint.run_state()
     about = {key: value for key, value in checkpoint.header.items() if key not in ("step", "epoch", "world_size")}
     return {
@@ -293,8 +294,8 @@ def summary(checkpoint: StoredCheckpoint) -> dict[str, Any]:
         "sections": {name: size_of(checkpoint.tensors(name)) for name in checkpoint.sections},
         "files": checkpoint.file_sizes,
         "extra_files": checkpoint.extra_files,
-        "hyper_parameters": encode(state.get("hyper_parameters") or {})[0],
-        "datamodule_hyper_parameters": encode(state.get("datamodule_hyper_parameters") or {})[0],
+        "hyper_parameters": shown("", encode(state.get("hyper_parameters") or {})[0]),
+        "datamodule_hyper_parameters": shown("", encode(state.get("datamodule_hyper_parameters") or {})[0]),
     }
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import importlib.metadata
+import resource
+import sys
 
 import torch
 
@@ -27,6 +29,13 @@ def describe_devices() -> str:
     module = torch.get_device_module(kind)
     name = module.get_device_name(0) if hasattr(module, "get_device_name") else kind
     return f"{cores} and {count} GPU(s): {name}"
+
+
+def peak_memory(device: torch.device) -> str:
+    """Return the most memory that this process has taken so far, of the host and of its device, in words."""
+    host = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    peak = getattr(torch.get_device_module(device), "max_memory_allocated", lambda _: None)(device)
+    return f"{host / 2**30:.2f} GiB of the host" + ("" if peak is None else f", {peak / 2**30:.2f} GiB of {device}")
 
 
 def package_versions() -> dict[str, str]:

@@ -4,24 +4,52 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
-_WORDS = "TOKEN|SECRET|PASS|KEY|CREDENTIAL|AUTH|COOKIE"
-SECRET = re.compile(_WORDS, re.IGNORECASE)
-"""What is in the name of a secret."""
+_SECRET = re.compile(
+    r"\b(?:secrets?|passwords?|passwd|credentials?|o?auth|authorization|cookies?|(?:api|access|private|auth) ?keys?)\b"
+    r"|\b(?:token|key|pass)$"
+)
+"""What the words of a secret's name contain: the last three at its end only, since token_dim and key_dim are not secret."""
+_ORDINARY = re.compile(
+    r"\b(?:max|min|num|pad|eos|bos|unk|cls|sep|mask|start|end|stop|image|text|label|input|target|output|sort) (?:token|key)$"
+)
+"""Names of things within data, such as pad_token and label_key, which are not secret."""
+_WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
 HIDDEN = "(not shown)"
 SHORTEST = 8
 """Characters from which on a hidden value is looked for in other texts too; shorter ones are words such as "true"."""
 _LOGIN = re.compile(r"(://)[^/\s]*:[^/\s]*@")
 """A name and a password in an address."""
-_PAIR = re.compile(rf"""([\w.-]*(?:{_WORDS})[\w.-]*["']?\s*[:=]\s*["']?)([^\s"',&}}\]]+)""", re.IGNORECASE)
-"""A secret's name and its value within an argument, as in a dict or in a query of an address."""
+_PAIR = re.compile(
+    r"""([\w.-]*(?:secret|pass|credential|auth|cookie|key|token)[\w.-]*)(["']?\s*[:=]\s*["']?)([^\s"',&}\]]+)""",
+    re.IGNORECASE,
+)
+"""A name that may be secret and its value within an argument, as in a dict or in a query of an address."""
 
 
-def shown(name: str, value: str) -> str:
-    """Return a variable's value, unless its name or a password in an address says that it is secret."""
-    return HIDDEN if SECRET.search(name) or _LOGIN.search(value) else value
+def is_secret(name: str) -> bool:
+    """Return whether a value's name says that the value is secret, by the name's whole words.
+
+    Words end at characters such as "_", "-" and ".", and where capitals begin. `hf_token`, `apiKey` and `DB_PASSWORD` are
+    secret; `tokenizer`, `max_tokens`, `key_dim`, `num_keys` and `pad_token` are not.
+    """
+    words = " ".join(_WORD.findall(name)).lower()
+    return bool(_SECRET.search(words)) and not _ORDINARY.search(words)
+
+
+def shown(name: str, value: Any) -> Any:
+    """Return a named value of text or plain data without secrets: values of secret names, and passwords in addresses."""
+    if value is None or isinstance(value, bool):
+        return value
+    if is_secret(name):
+        return HIDDEN
+    if isinstance(value, Mapping):
+        return {key: shown(str(key), item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [shown("", item) for item in value]
+    return _without_logins(value) if isinstance(value, str) else value
 
 
 class Masked(NamedTuple):
@@ -49,17 +77,20 @@ def masked(arguments: Sequence[str]) -> Masked:
     follows_secret = False
     for each in arguments:
         is_value = follows_secret and not each.startswith("-")
-        follows_secret = each.startswith("-") and "=" not in each and " " not in each and bool(SECRET.search(each))
+        follows_secret = each.startswith("-") and "=" not in each and " " not in each and is_secret(each)
         name, equals, value = each.partition("=")
         if is_value:
             parts.append(HIDDEN)
             hidden.add(each)
-        elif equals and re.fullmatch(r"[\w.+~/@-]+", name) and SECRET.search(name):
+        elif equals and re.fullmatch(r"[\w.+~/@-]+", name) and is_secret(name):
             parts.append(f"{shlex.quote(name)}={HIDDEN}")
             hidden.add(value)
         else:
-            hidden |= {found[2] for found in _PAIR.finditer(each)}
-            parts.append(shlex.quote(_without_logins(_PAIR.sub(rf"\1{HIDDEN}", each))))
+            pairs = [found for found in _PAIR.finditer(each) if is_secret(found[1])]
+            hidden |= {found[3] for found in pairs}
+            for found in reversed(pairs):
+                each = f"{each[: found.start(3)]}{HIDDEN}{each[found.end(3) :]}"
+            parts.append(shlex.quote(_without_logins(each)))
     long = {each for each in hidden if len(each) >= SHORTEST}
     return Masked(" ".join(parts), tuple(sorted(long, key=len, reverse=True)))
 

@@ -38,10 +38,15 @@ class BackgroundWriter:
         if os.getpid() != self._process:
             return
         with self._lock:
-            self._queue.put(work)
             if self._thread is None or not self._thread.is_alive():
                 self._thread = threading.Thread(target=self._run, name="trainwright-logger", daemon=True)
-                self._thread.start()
+                try:
+                    self._thread.start()
+                except RuntimeError:  # from Python 3.12 on, no thread starts at the interpreter's end
+                    self._thread = None
+                    work()
+                    return
+            self._queue.put(work)
 
     def wait(self) -> None:
         """Wait until all submitted work is done, and raise the first failure since the last call."""
@@ -77,12 +82,13 @@ class BackgroundWriter:
         BackgroundWriter.__init__(self)
 
 
-def flush_at_exit(logger: Flushed) -> None:
-    """Flush a logger, if it still exists, at the end of the process: its thread ends with the process."""
-    kept = weakref.ref(logger)
+def flush_at_exit(logger: Flushed, *, keep: bool = False) -> None:
+    """Flush a logger at the end of the process, if it still exists then; with `keep` it does."""
+    found: Callable[[], Flushed | None] = (lambda: logger) if keep else weakref.ref(logger)
+    process = os.getpid()
 
     def flush() -> None:
-        if (found := kept()) is not None:
-            found.flush()
+        if os.getpid() == process and (alive := found()) is not None:
+            alive.flush()
 
     atexit.register(flush)

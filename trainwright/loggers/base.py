@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import functools
 import os
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, Protocol, Self
 
@@ -57,6 +58,7 @@ class Logger:
     """The version of this run among them."""
     experiment: Any = None
     """The underlying writer, for anything beyond this contract."""
+    _has_warned_of_images = False
 
     @classmethod
     def of_project(cls, project: str, save_dir: str | None, **options: Any) -> Self:
@@ -78,7 +80,14 @@ class Logger:
         """Write one row; the step defaults to that of the previous row."""
 
     def log_images(self, values: Mapping[str, Any], step: int | None = None, **options: Any) -> None:
-        """Write images by name: each an array, a tensor or a list of images. A raw loop calls it on rank 0."""
+        """Write images by name: each an array, a tensor or a list of images; warn once if this logger stores none."""
+        if not self._has_warned_of_images:
+            self._has_warned_of_images = True
+            warnings.warn(
+                f"{type(self).__name__}.log_images({', '.join(map(repr, values))}) stores nothing, since this logger takes no "
+                "images. Pass a TensorBoardLogger too, as in logger=[tw.CSVLogger(), tw.TensorBoardLogger()].",
+                stacklevel=2,
+            )
 
     def log_graph(self, model: Any, input_array: Any = None) -> None:
         """Record the graph of the model; called once by the trainer."""
@@ -159,6 +168,7 @@ class SilentLogger(Logger):
 
     name = ""
     version = ""
+    _has_warned_of_images = True
 
     def plot(self, path: str | os.PathLike[str] | None = None, metrics: Sequence[str] | None = None) -> str:
         return ""

@@ -10,7 +10,6 @@ import os
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
-from enum import Enum
 from typing import Any, Self
 
 import fsspec
@@ -18,9 +17,9 @@ import yaml
 
 from trainwright.distributed.environment import Environment
 from trainwright.errors import a_type_of
-from trainwright.loggers.background import BackgroundWriter
+from trainwright.loggers.background import BackgroundWriter, flush_at_exit
 from trainwright.loggers.base import KeptCheckpoints, Logger, RunResult, to_dict, to_numbers
-from trainwright.loggers.files import explained_for, is_local, write_file
+from trainwright.loggers.files import explained_for, is_local, jsonable, write_file
 from trainwright.loggers.run_record import LOOP, RunRecorder
 from trainwright.paths import absolute
 from trainwright.plots.history import History
@@ -37,8 +36,9 @@ Row = dict[str, Any]
 class FolderLogger(Logger):
     """Base of the loggers that write into `<save_dir>/<name>/version_<n>`; without a name into `<save_dir>/version_<n>`.
 
-    Up to `rows_at_once` rows are buffered, and a thread writes them; `flush` waits for it. A subclass writes the rows
-    (`_write_rows`), and names its kind of file (`kind`): loggers of different kinds may share a folder.
+    Up to `rows_at_once` rows are buffered, and a thread writes them; `flush` waits for it. Without a Trainer or an Accelerator,
+    which call `flush`, each row is passed to the thread at once. The end of the process writes the rest. A subclass writes the
+    rows (`_write_rows`), and names its kind of file (`kind`): loggers of different kinds may share a folder.
     """
 
     kind = ""
@@ -65,6 +65,8 @@ class FolderLogger(Logger):
         self._rows_at_once = rows_at_once
         self._folder: str | None = None
         self._has_started = False
+        self._has_owner = False
+        """Whether a Trainer or an Accelerator has this logger, and flushes it at the end of each epoch and run."""
         self._rows: list[Row] = []
         self._hparams: dict[str, Any] = {}
         self._hparams_digest = ""
@@ -79,6 +81,7 @@ class FolderLogger(Logger):
         self._written_at = 0.0
         self._writer = BackgroundWriter()
         self._record = RunRecorder()
+        flush_at_exit(self)
         self._is_resumed = False
         self._position: dict[str, Any] = {}
         """The position that a resumed run continues from, until its first row is written; empty then."""
@@ -94,7 +97,8 @@ class FolderLogger(Logger):
         return f"{root}{self.name}".rstrip("/") if self.name else root.removesuffix("/")
 
     def use_root(self, root: str) -> None:
-        """Use the trainer's default_root_dir if no save_dir was given."""
+        """Take a trainer as the owner, and its default_root_dir if no save_dir was given."""
+        self._has_owner = True
         if self._follows_root and self._folder is None:
             self.save_dir = root
 
@@ -145,6 +149,9 @@ class FolderLogger(Logger):
         return {"folder": inside, "version": self._version, "hparams": self._hparams_digest, **self._written()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        if self._folder is not None and not self._is_given and self._version != state["version"]:
+            self.flush()  # what was logged before this run, perhaps by hand, stays in that folder
+            self._folder = self._version = None
         if self._folder is None and self._version is None:
             self._version, self._is_resumed = state["version"], True
         self._position, self._hparams_digest = dict(state), str(state.get("hparams", ""))
@@ -170,7 +177,8 @@ class FolderLogger(Logger):
             self._begin_record(LOOP)
 
     def _adopt(self, agreed: Callable[[str], str]) -> None:
-        """Use the folder that rank 0 has begun by hand, if any. Collective."""
+        """Take the caller as the owner, and use the folder that rank 0 has begun by hand, if any. Collective."""
+        self._has_owner = True
         if (folder := agreed(self._folder or "")) and self._folder is None:
             self._set_folder(folder)
 
@@ -215,7 +223,13 @@ class FolderLogger(Logger):
         step, epoch = self._step, metrics.get("epoch")
         self._epoch = epoch if type(epoch) is int else self._epoch
         self._add_row({"step": step, **to_numbers(metrics, self.prefix)})
-        if len(self._rows) > self._rows_at_once or time.monotonic() - self._written_at > LONGEST_WAIT_SECONDS:
+        is_due = len(self._rows) > self._rows_at_once or time.monotonic() - self._written_at > LONGEST_WAIT_SECONDS
+        if not self._has_owner:
+            self._start_alone()
+            is_due = is_due or is_local(str(self._folder))  # an object store takes whole files only
+        elif self._folder is None:
+            flush_at_exit(self, keep=True)
+        if is_due:
             self._submit_rows()
 
     def _add_row(self, row: Row) -> None:
@@ -230,6 +244,8 @@ class FolderLogger(Logger):
         if self._is_writer:
             self._hparams.update(to_dict(params or {}))
             self._submit_hparams()
+            if self._folder is None:
+                flush_at_exit(self, keep=True)
 
     def save(self) -> None:
         """Write what is buffered."""
@@ -293,6 +309,7 @@ class FolderLogger(Logger):
         try:
             self.flush()
         finally:
+            self._has_owner = False
             step = self._step if self._has_rows else None
             if self._is_writer and (work := self._record.end(status, step, self._epoch)):
                 self._writer.submit(work)
@@ -303,11 +320,13 @@ class FolderLogger(Logger):
             rows, self._rows = self._rows, []
             self._written_at = time.monotonic()
             self._writer.submit(lambda: self._write_rows(rows))
+            if not self._has_owner:
+                self._submit_flush()
 
     def _submit_hparams(self) -> None:
         if not self._hparams or self._folder is None:
             return
-        plain = _jsonable(self._hparams)
+        plain = jsonable(self._hparams)
         data, path = f"{json.dumps(plain, indent=2)}\n".encode(), f"{self.log_dir}/{HPARAMS_NAME}"
         twin = yaml.safe_dump(plain, sort_keys=False, allow_unicode=True).encode(), f"{self.log_dir}/{HPARAMS_YAML}"
         if (digest := hashlib.sha256(data).hexdigest()) != self._hparams_digest:
@@ -427,24 +446,3 @@ def _numbers(filesystem: Any, inside: str) -> list[int]:
 
 def _next_number(filesystem: Any, inside: str) -> int:
     return 1 + max(_numbers(filesystem, inside), default=-1)
-
-
-def _jsonable(value: Any) -> Any:
-    """Return the value as JSON data; other types become lists or text."""
-    if value is None or type(value) in (bool, int, float, str):
-        return value
-    if isinstance(value, Enum):
-        return _jsonable(value.value)
-    if isinstance(value, str):  # yaml refuses subclasses, such as numpy's
-        return str.__str__(value)
-    if isinstance(value, (int, float)):
-        return int(value) if isinstance(value, int) else float(value)
-    if isinstance(value, Mapping):
-        return {str(key): _jsonable(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_jsonable(item) for item in value]
-    if isinstance(value, (set, frozenset)):
-        return sorted((_jsonable(item) for item in value), key=str)
-    if type(value).__module__.partition(".")[0] in ("torch", "numpy") and hasattr(value, "tolist"):
-        return _jsonable(value.tolist())
-    return str(value)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
@@ -22,6 +22,8 @@ _LOSS = re.compile(r"(?:^|[^a-z])loss(?:$|[^a-z])|[a-z]loss(?:$|[^a-z])", re.IGN
 _RATE = re.compile(r"(?:^|[^a-z])(?:lr|learning_rate)(?:$|[^a-z])", re.IGNORECASE)
 _SPEED = re.compile(r"_per_sec(?:ond)?$|(?:^|/)(?:mfu|data_wait|throughput)$", re.IGNORECASE)
 _STAGE = re.compile(r"^(?:train(?:ing)?|val(?:id)?(?:ation)?|test)[_/.-]|_(?:step|epoch)$|/dataloader_idx_\d+")
+_STAGES = {"train": 0, "training": 0, "val": 1, "valid": 1, "validation": 1, "test": 2}
+"""The color of each stage, by the words of a metric's name."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +65,11 @@ class Panel:
         margin = (high / 2 - low / 2) * 0.1
         return low - margin, high + margin
 
+    def logarithmic(self) -> Panel | None:
+        """Return the panel with logarithms of its values, without those up to 0; None if none is left."""
+        curves = tuple(replace(each, y=np.log10(np.where(each.y > 0, each.y, np.nan))) for each in self.curves)
+        return replace(self, curves=curves) if any(np.isfinite(each.y).any() for each in curves) else None
+
 
 def panels_of(histories: Sequence[History], metrics: Sequence[str] | None = None, axis: str = "step") -> list[Panel]:
     """Return the panels of one or several runs, with the given metrics or all, by group and name.
@@ -81,9 +88,11 @@ def panels_of(histories: Sequence[History], metrics: Sequence[str] | None = None
         together.setdefault((group, title), []).append(name)
     panels = []
     for (group, title), members in together.items():
+        # One run: a color for each stage. Several: a color for each run, and a dash for each metric.
+        looks = _looks(members)
         curves = [
-            _curve(history, name, axis, run if len(runs) > 1 else "", at, runs.index(run) if len(runs) > 1 else None)
-            for run, history in zip(runs, histories, strict=True)
+            _curve(history, name, axis, run if len(runs) > 1 else "", (number, at) if len(runs) > 1 else looks[at])
+            for number, (run, history) in enumerate(zip(runs, histories, strict=True))
             for at, name in enumerate(members)
             if name in history.series
         ]
@@ -96,14 +105,30 @@ def panels_of(histories: Sequence[History], metrics: Sequence[str] | None = None
     return panels
 
 
-def _curve(history: History, name: str, axis: str, run: str, at: int, number: int | None) -> Curve:
+def _looks(names: Sequence[str]) -> list[tuple[int, int]]:
+    """Return the color and the dash of each metric of a panel: a stage has the same color in all panels."""
+    words = [re.split(r"[_/.-]", name.lower()) for name in names]
+    stages = [next((_STAGES[each] for each in found if each in _STAGES), None) for found in words]
+    others = iter([*({0} - set(stages)), *range(3, 3 + len(names))])  # of metrics that name no stage
+    colors = [next(others) if each is None else each for each in stages]
+    return [(color, colors[:at].count(color)) for at, color in enumerate(colors)]
+
+
+def _curve(history: History, name: str, axis: str, run: str, look: tuple[int, int]) -> Curve:
     series = history.series[name]
     x = history.x_of(series, axis)
     order = np.argsort(x, kind="stable")
     y = np.where(np.abs(series.values) <= LARGEST, series.values, np.nan)[order]
-    # One run: a color for each metric. Several: a color for each run, and a dash for each metric.
-    color, dash = (at, 0) if number is None else (number, at)
-    return Curve(run, name, x[order], y, int(np.isnan(y).sum()), color, dash)
+    return Curve(run, name, x[order], y, int(np.isnan(y).sum()), *look)
+
+
+def smoothed(curve: Curve) -> Curve:
+    """Return the curve of means, each of a twentieth of the curve around a value, and of at least three values."""
+    half, at, is_finite = max(1, len(curve.y) // 40), np.arange(len(curve.y)), ~np.isnan(curve.y)
+    first, end = np.maximum(at - half, 0), np.minimum(at + half + 1, len(at))
+    sums, counts = (np.cumsum([0.0, *each]) for each in (np.where(is_finite, curve.y, 0.0), is_finite))
+    means = (sums[end] - sums[first]) / np.maximum(counts[end] - counts[first], 1.0)
+    return replace(curve, y=np.where(is_finite, means, np.nan))
 
 
 def _panel_of(name: str) -> tuple[int, str]:
@@ -187,6 +212,17 @@ def ticks(low: float, high: float, count: int) -> list[float]:
     while (first + len(found)) * step <= high + step * 1e-9 and len(found) <= 3 * count:
         found.append((first + len(found)) * step)
     return found
+
+
+def log_ticks(low: float, high: float) -> list[float]:
+    """Return logarithms of round numbers within a range of logarithms."""
+    low, high = max(low, -300.0), min(high, 300.0)  # beyond which no float is
+    powers = range(math.floor(low), math.ceil(high) + 1)
+    if len(powers) < 3:
+        return [math.log10(each) for each in ticks(10**low, 10**high, 5)]
+    factors = (1, 2, 5) if len(powers) < 6 else (1,)
+    found = [power + math.log10(factor) for power in powers[:: 1 + len(powers) // 12] for factor in factors]
+    return [each for each in found if low <= each <= high]
 
 
 def x_label(axis: str, seconds: float) -> tuple[str, float]:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import html
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 
 import numpy as np
 
-from trainwright.plots.curves import Curve, Panel, line_of, thinning_of, ticks, x_label
+from trainwright.plots.curves import Curve, Panel, line_of, log_ticks, smoothed, thinning_of, ticks, x_label
 from trainwright.plots.history import names_of_runs
 
 WIDTH, HEIGHT = 640, 300
@@ -16,6 +16,8 @@ LEFT, RIGHT, TOP, BOTTOM = 64, 12, 10, 40
 PLOT_WIDTH, PLOT_HEIGHT = WIDTH - LEFT - RIGHT, HEIGHT - TOP - BOTTOM
 BANDS = 80
 """Columns that show the values below the pointer."""
+SMOOTH_COLUMNS = PLOT_WIDTH // 4
+"""Columns for which a long smooth curve is thinned out: it has no peaks to lose."""
 MOST_VALUES = 24
 """The curves whose values a band shows."""
 COLORS = ("#3b7dd8", "#e0762f", "#3c9f5f", "#c94c5b", "#8c6bc8", "#8a6d4b", "#d465a8", "#7f8790", "#a6a02c", "#2ba7b5")
@@ -41,7 +43,10 @@ th { overflow-wrap: normal; } th[scope=row] { min-width: 9rem; font-weight: 400;
 pre { overflow-x: auto; font-size: 12px; }
 pre.wrapped { white-space: pre-wrap; overflow-wrap: anywhere; font-size: 13px; }
 .state { border: 1px solid currentColor; border-radius: 1rem; padding: .1rem .7rem; font-weight: 600; }
-.finished { color: #3c9f5f; } .stopped { color: #c98a1b; } .failed { color: #c94c5b; }
+.finished { color: #3c9f5f; } .stopped { color: #c98a1b; } .failed, .NaN { color: #c94c5b; }
+.log, .smooth, #log:checked ~ .panels .linear { display: none; }
+#log:checked ~ .panels .log, #smooth:checked ~ .panels .smooth { display: inline; }
+#smooth:checked ~ .panels .raw { stroke-opacity: .25; fill-opacity: .25; } label { margin-right: 1rem; }
 .band { fill: var(--ink); fill-opacity: 0; } .band:hover { fill-opacity: .12; }
 """.strip()
 
@@ -80,10 +85,12 @@ def document(title: str, lines: Sequence[str]) -> str:
 
 
 def curves_of(panels: Sequence[Panel], axis: str) -> Iterator[str]:
-    """Yield the lines of some panels, under the names of their groups."""
+    """Yield the lines of some panels, under the names of their groups. Two check boxes choose, by CSS, which curves show."""
     if note := thinning_of(panels, PLOT_WIDTH):
         yield f'<p class="soft">{note}</p>'
-    yield '<p class="soft">Point at a panel to see the values there.</p>'
+    yield '<input type="checkbox" id="smooth"><label for="smooth">Smooth</label>'
+    yield '<input type="checkbox" id="log"><label for="log">Log axis</label>'
+    yield '<span class="soft">Point at a panel to see the values there.</span>'
     for group, members in groupby(panels, lambda panel: panel.group):
         yield f"<h2>{escaped(group)}</h2>"
         yield '<div class="panels">'
@@ -96,18 +103,16 @@ def _figure(panel: Panel, axis: str) -> Iterator[str]:
     label, unit = x_label(axis, panel.x_range[1])
     yield f"<figure><figcaption>{escaped(panel.title)}</figcaption>"
     yield f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escaped(panel.title)}">'
-    (left, right), (low, high) = panel.x_range, panel.y_range
-    for value in ticks(low, high, 5):
-        at = _y(value, low, high)
-        yield f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{at}" y2="{at}"/>'
-        yield f'<text x="{LEFT - 6}" y="{at + 4:.1f}" text-anchor="end">{value:.5g}</text>'
+    left, right = panel.x_range
     for value in ticks(left / unit, right / unit, 6):
         at = _x(value * unit, left, right)
         yield f'<line class="grid" x1="{at}" x2="{at}" y1="{TOP}" y2="{HEIGHT - BOTTOM}"/>'
         yield f'<text x="{at}" y="{HEIGHT - BOTTOM + 16}" text-anchor="middle">{value:.10g}</text>'
     yield f'<text x="{LEFT + PLOT_WIDTH / 2}" y="{HEIGHT - 6}" text-anchor="middle">{label}</text>'
-    for curve in panel.curves:
-        yield from _drawn(curve, panel)
+    if (logarithmic := panel.logarithmic()) is not None:
+        yield from _lines("log", logarithmic, {each: f"{10**each:.5g}" for each in log_ticks(*logarithmic.y_range)})
+    labels = {each: f"{each:.5g}" for each in ticks(*panel.y_range, 5)}
+    yield from _lines("linear" if logarithmic else "", panel, labels)
     yield from _bands(panel, axis, label, unit)
     yield "</svg><ul>"
     for curve in panel.curves:
@@ -117,12 +122,25 @@ def _figure(panel: Panel, axis: str) -> Iterator[str]:
     yield "</ul></figure>"
 
 
-def _drawn(curve: Curve, panel: Panel) -> Iterator[str]:
+def _lines(axis: str, panel: Panel, labels: Mapping[float, str]) -> Iterator[str]:
+    """Draw the lines and the labels of the y axis, and the curves with their smooth ones."""
+    yield f'<g class="{axis}">'
+    for value, label in labels.items():
+        at = _y(value, *panel.y_range)
+        yield f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{at}" y2="{at}"/>'
+        yield f'<text x="{LEFT - 6}" y="{at + 4:.1f}" text-anchor="end">{label}</text>'
+    for curve in panel.curves:
+        yield f'<g class="raw">{"".join(_drawn(curve, panel, PLOT_WIDTH))}</g>'
+        yield f'<g class="smooth">{"".join(_drawn(smoothed(curve), panel, SMOOTH_COLUMNS))}</g>'
+    yield "</g>"
+
+
+def _drawn(curve: Curve, panel: Panel, columns: int) -> Iterator[str]:
     """Draw a curve: a path of its parts, and a dot for each part of one point, which a path does not show."""
     (left, right), (low, high) = panel.x_range, panel.y_range
     color = COLORS[curve.color % len(COLORS)]
     path = []
-    for xs, ys in line_of(curve, panel.x_range, PLOT_WIDTH).parts:
+    for xs, ys in line_of(curve, panel.x_range, columns).parts:
         points = [f"{_x(x, left, right)} {_y(y, low, high)}" for x, y in zip(xs.tolist(), ys.tolist(), strict=True)]
         if len(points) == 1:
             x, y = points[0].split()
@@ -130,7 +148,7 @@ def _drawn(curve: Curve, panel: Panel) -> Iterator[str]:
         else:
             path.append("M" + "L".join(points))
     if path:
-        yield f'<path class="curve" stroke="{color}"{_dash(curve)} d="{"".join(path)}"/>'
+        yield f'<path class="curve" stroke="{color}"{_dash(curve.dash)} d="{"".join(path)}"/>'
 
 
 def _bands(panel: Panel, axis: str, label: str, unit: float) -> Iterator[str]:
@@ -160,16 +178,14 @@ def _bands(panel: Panel, axis: str, label: str, unit: float) -> Iterator[str]:
 
 def _key(color: int, dash: int) -> str:
     """Return a piece of line, as a curve's legend shows it."""
-    shown = DASHES[dash % len(DASHES)]
-    pattern = f' stroke-dasharray="{shown}"' if shown else ""
     return (
         '<svg class="key" viewBox="0 0 30 10" aria-hidden="true"><path class="curve" d="M1 5H29" '
-        f'stroke="{COLORS[color % len(COLORS)]}"{pattern}/></svg>'
+        f'stroke="{COLORS[color % len(COLORS)]}"{_dash(dash)}/></svg>'
     )
 
 
-def _dash(curve: Curve) -> str:
-    shown = DASHES[curve.dash % len(DASHES)]
+def _dash(dash: int) -> str:
+    shown = DASHES[dash % len(DASHES)]
     return f' stroke-dasharray="{shown}"' if shown else ""
 
 

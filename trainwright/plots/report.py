@@ -46,12 +46,21 @@ class Report:
     def to_html(self, axis: str = "step") -> str:
         """Return the page."""
         lines = [
-            f'<p><span class="state {escaped(self.state)}">{escaped(self.state)}</span> {escaped(self.summary)}</p>'
+            f'<p><span class="state {escaped(self.state.split()[-1])}">{escaped(self.state)}</span> {escaped(self.summary)}</p>'
         ]
         lines += sections_of(self.first)
         lines += [f"<p>{escaped(each)}</p>" for each in self.notes]
         lines += curves_of(self.panels, axis) if self.panels else ()
         return document(self.title, [*lines, *sections_of(self.others)])
+
+
+def with_section(page: str, section: Section) -> str:
+    """Return a report's page with a section of an evaluation instead of an earlier one of the same title."""
+    begin, end = f"<!-- {escaped(section.title)} -->", "<!-- end -->\n"
+    if begin in page:
+        page = page.partition(begin)[0] + page.partition(begin)[2].partition(end)[2]
+    head, state, rest = page.partition("</p>\n")
+    return head + state + "\n".join([begin, *_section(section), end]) + rest
 
 
 def sections_of(sections: Sequence[Section]) -> Iterator[str]:

@@ -168,7 +168,8 @@ class Trackers:
         """Write images with each logger that can; see `Accelerator.log_images`."""
         if self._is_ready("log_images"):
             options = self._options("log_kwargs", log_kwargs)
-            for tracker in self._trackers:
+            able = [each for each in self._trackers if type(each.logger).log_images is not Logger.log_images]
+            for tracker in able or self._trackers:  # one that cannot warns
                 tracker.log_images(values, step, **options.get(tracker.name, {}))
 
     def states(self) -> list[dict[str, Any]]:

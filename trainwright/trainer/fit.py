@@ -5,7 +5,7 @@
     fit_epoch:   for each batch of this rank's shard, in the order of (seed, epoch):
                      train_batch; log every n steps
                      validate, if an interval within the epoch has passed and no window is open
-                 step the epoch-wise schedulers; validate, if due
+                 log the last step, if no row was due yet; step the epoch-wise schedulers; validate, if due
                  reduce the epoch's metrics over the ranks; save a checkpoint (callbacks)
     train_batch: zero_grad         at a window's start; after training_step if a hook or the module takes part in it
                  training_step
@@ -92,7 +92,6 @@ def fit(run: TrainingRun, resumption: Resumption | None) -> None:
     run.engine.strategy.check_gradients(partial(run.engine.ranks.exchange, call="the end of the fit"))
     run.set_waiting_generators()  # nothing was left to train
     stop.finish()
-    logbook.warn_of_no_rows(run.settings.log_every, run.settings.log_every_n_steps is None)
     if not stop.number:
         after_training(run.callbacks, run.trainer, run.module, partial(pass_over, run))
     logbook.stop_collecting()
@@ -218,6 +217,9 @@ def leave_epoch(run: TrainingRun) -> None:
 def close_epoch(run: TrainingRun, is_complete: bool) -> None:
     """Step the epoch-wise schedulers, validate if due, call on_train_epoch_end and reduce the metrics. Collective."""
     state, hooks, logbook = run.state, run.hooks, run.logbook
+    if state.batches_that_stepped < run.settings.log_every and not state.schedulers_stepped:
+        # A short run has rows too. A save after the whole epoch counts this one, a save of a run that stops within it does not.
+        logbook.log_step()
     # Not again in a run that was saved in this epoch's validation and resumes here.
     if is_complete and not state.schedulers_stepped:
         step_schedulers(run, "epoch", state.epoch + 1, plateau=False)

@@ -14,15 +14,11 @@ from trainwright.loggers.base import Logger
 from trainwright.loggers.folder import FolderLogger
 from trainwright.loggers.position import logger_states
 from trainwright.module import Module
-from trainwright.rank_zero import rank_zero_warn
 from trainwright.trainer.logged_value import Key, Loader, expanded, to_numbers
 from trainwright.trainer.metric_objects import metrics_in_use
 from trainwright.trainer.metrics import MetricCollector
 from trainwright.trainer.reduction import end_loader, reduce_epoch
 from trainwright.trainer.state import TrainerState
-
-FEW_STEPS = 20
-"""By default, a run of fewer steps, or one with other rows, is not warned of having no row of step values."""
 
 
 class Logbook:
@@ -44,8 +40,6 @@ class Logbook:
         self._loggers = loggers if engine.rank == 0 else ()  # only rank 0 writes
         self._engine, self._state = engine, state
         self._is_silent = False
-        self._logs_steps = self._has_rows = False
-        """Whether values of steps were logged for the loggers, and whether these have any row."""
         self._warned: set[str] = set()
         self._batches: dict[tuple[str, Loader | None], int] = {}
         """Batches of the running evaluation, by stage and loader."""
@@ -113,17 +107,6 @@ class Logbook:
         if not self._loggers or self._is_silent:
             return
         self._write(self._step_values(), self._state.logged_step)
-
-    def warn_of_no_rows(self, log_every: int, is_default: bool) -> None:
-        """Warn, at the end of training, if step values were logged and it made too few steps for a row of them."""
-        steps = self._state.batches_that_stepped
-        is_trial = is_default and (steps < FEW_STEPS or self._has_rows)
-        if self._loggers and self._logs_steps and 0 < steps < log_every and not is_trial:
-            rank_zero_warn(
-                f"the loggers have no row of step values: the run made {steps} steps, and log_every_n_steps is {log_every}; "
-                "pass a smaller one.",
-                stacklevel=2,
-            )
 
     def log_evaluation_step(self, batch_idx: int) -> None:
         """Write a row with the step values of a batch of the current loader.
@@ -313,7 +296,6 @@ class Logbook:
                     known.pop(each.step_name, None)
             if each.logger:
                 self._logged[each.step_name] = value
-                self._logs_steps = True
             if each.prog_bar:
                 self._shown[each.step_name] = value
 
@@ -350,7 +332,6 @@ class Logbook:
         """Write a row; a metric called step replaces its x value, and one called epoch the number of the epoch."""
         if not numbers or self._is_silent or not self._loggers:
             return
-        self._has_rows = True
         step = int(numbers.pop("step", step))
         for logger in self._loggers:
             logger.log_metrics({"epoch": self._state.epoch, **numbers}, step)

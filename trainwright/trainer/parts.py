@@ -166,10 +166,11 @@ def arranged_loggers(logger: Any, root: str, settings: Settings) -> list[Logger]
             )
     if settings.fast_dev_run:
         return [SilentLogger()] if logger is not False else []
+    loggers = [CSVLogger(root)] if logger is None or logger is True else loggers
     for each in loggers:
         if isinstance(each, FolderLogger):
             each.use_root(root)
-    return [CSVLogger(root)] if logger is None or logger is True else loggers
+    return loggers
 
 
 def set_switches(settings: Settings) -> None:

@@ -410,8 +410,8 @@ class Run:
         outcome.after(logger.close)
 
     def _report(self, outcome: Outcome) -> None:
-        """Let callbacks report on a fit that has begun to train, once its loggers and its profiler are closed."""
-        if self.call == "fit" and self.logbook.has_begun:
+        """Let callbacks report on a fit or an evaluation that has begun, once its loggers and its profiler are closed."""
+        if self.call != "predict" and self.logbook.has_begun:
             result, error = self._result(outcome), outcome.error
             outcome.after(report, self.callbacks, self.trainer, self.module, result, error)
 
