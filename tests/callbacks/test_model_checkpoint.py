@@ -86,7 +86,7 @@ def test_a_training_metric_scores_the_epoch_that_logs_it(tmp_path: Path) -> None
         trainer.fit(Sometimes(), make_loader(), ckpt_path="auto")
     kept = {Path(path).name: float(score) for path, score in callback.best_k_models.items()}
     assert kept == {"epoch=0.ckpt": 3.0, "epoch=2.ckpt": 2.0, "epoch=4.ckpt": 1.0}
-    assert Path(callback.last_model_path).name == "epoch=5.ckpt"
+    assert Path(callback.last_model_path).name == "epoch=5-step=66.ckpt"
 
 
 def test_a_resumed_run_keeps_judging_where_it_was(tmp_path: Path) -> None:
@@ -536,7 +536,7 @@ def test_one_name_for_all_replaces_the_one_before(tmp_path: Path) -> None:
     assert trainer.global_step == 44
     # The one that is still the best, or that the run was resumed from, is not replaced.
     callback = run(tmp_path / "last", [3.0, 1.0, 4.0], save_last=True, **kwargs)
-    assert names(tmp_path / "last") == ["best-v1.ckpt", "best.ckpt"]
+    assert names(tmp_path / "last") == ["best.ckpt", "epoch=2-step=33.ckpt"]
     assert callback.best_model_path == f"{tmp_path}/last/best.ckpt"
     source = callback.last_model_path
     run(tmp_path / "last", [3.0, 1.0, 4.0, 0.5, 0.4], save_last=True, ckpt_path=source, **kwargs)

@@ -68,7 +68,9 @@ class ModelCheckpoint(Checkpoint):
         monitor: the metric that decides; None keeps the newest.
         verbose: print the path of each save.
         save_last: True or "link": also keep the newest, whatever its metric, and let the link `last.ckpt` lead to it; where
-            symbolic links do not exist, that is a directory with a pointer. Every ckpt_path takes it.
+            symbolic links do not exist, that is a directory with a pointer. Every ckpt_path takes it. If the newest is not
+            among the best, it is named `epoch=..-step=..` instead of by `filename`. A fit that ends with an unsaved state
+            saves it as `end-step=..`.
         save_top_k: how many to keep: -1 for all, 0 for none; without monitor -1, 0 or 1.
         save_on_exception: save `exception-epoch=..-step=..` when an exception ends the run, if it can be resumed exactly from
             there; otherwise print why not. It can be on one process (a save needs all ranks) between two batches: while the
@@ -145,7 +147,8 @@ class ModelCheckpoint(Checkpoint):
         )
         self.dirpath = absolute(dirpath).rstrip("/") if dirpath is not None else None
         self._default_dirpath: str | None = None
-        self.filename = filename if filename is not None else f"{{epoch}}{self.CHECKPOINT_JOIN_CHAR}{{step}}"
+        self._default_filename = f"{{epoch}}{self.CHECKPOINT_JOIN_CHAR}{{step}}"
+        self.filename = filename if filename is not None else self._default_filename
         self.monitor, self.verbose, self.async_save = monitor, verbose, async_save
         self.mode = chosen_mode(mode, monitor, type(self).__name__)
         self.save_last, self.save_top_k, self.save_on_exception = save_last, save_top_k, save_on_exception
@@ -328,6 +331,8 @@ class ModelCheckpoint(Checkpoint):
 
     def on_train_end(self, trainer: Trainer, module: Module) -> None:
         self._conclude(trainer)
+        if self.save_last and trainer.state.total_batches and not self._moments.is_saved(trainer):
+            self.save_stop(trainer, "end", self.save_weights_only)
 
     def teardown(self, trainer: Trainer, module: Module, stage: str) -> None:
         self._sync_point = None
@@ -403,24 +408,30 @@ class ModelCheckpoint(Checkpoint):
         if is_stopgap:
             self._score.warn_of_value(trainer, score, self._awaits_score)
         dropped = self._ranking.dropped(self._kept, is_best)
-        values = name_values(trainer, self.monitor, self.filename, is_left)
+        # Kept by save_last only, it must not have the name that the user gave to the best.
+        template = self.filename if is_best or not scores else self._default_filename
+        values = name_values(trainer, self.monitor, template, is_left)
         path, written_to = choose_paths(
-            lambda version: self.format_checkpoint_name(values, ver=version),
+            lambda version: self.format_checkpoint_name(values, template, version),
             lambda path: self.file_exists(path, trainer),
             dropped,
             scores,
             trainer.resume_source or "",
             replaces_any=not self.enable_version_counter,
         )
-        name_link = partial(self._naming.path, self.CHECKPOINT_NAME_LAST, values)
-        link = free_link(name_link, (path, written_to)) if self.save_last else ""
-        return Save(path, written_to, score, is_best, dropped, link)
+        return Save(path, written_to, score, is_best, dropped, self._link(values, path, written_to))
 
-    def save_stop(self, trainer: Trainer, name: str = "stop") -> str:
+    def _link(self, values: Mapping[str, Any], *saved: str) -> str:
+        """Return the path of the link to a checkpoint; "" without save_last. On rank 0."""
+        name_link = partial(self._naming.path, self.CHECKPOINT_NAME_LAST, values)
+        return free_link(name_link, saved) if self.save_last else ""
+
+    def save_stop(self, trainer: Trainer, name: str = "stop", weights_only: bool = False) -> str:
         """Save a run that ends here as `stop-step=..`, whatever its metric and the intervals. Collective.
 
-        The first ModelCheckpoint that keeps checkpoints is called, and saves everything, even with `save_weights_only`. Return
-        the path, or that of a checkpoint of this very position; "" if nothing is saved (weights that are not finite).
+        On a stop the first ModelCheckpoint that keeps checkpoints is called, and saves everything, even with
+        `save_weights_only`. Return the path, or the path of a checkpoint of this very position; "" if nothing is saved
+        (weights that are not finite).
         """
         if not self._is_fitting or not self.keeps_any:
             return ""
@@ -435,11 +446,15 @@ class ModelCheckpoint(Checkpoint):
             return str(path)
         if self._refuses_weights(trainer):
             return ""
-        before = self._kept
+
+        def link_of() -> str:
+            return self._link(name_values(trainer, self.monitor, self.CHECKPOINT_NAME_LAST, is_left=True), path)
+
+        before, link = self._kept, trainer.engine.ranks.decide(link_of, "the save of a run that ends")
         replaced = [*before["replaced"], *self._ranking.dropped(before, is_best=False)]
-        self._keep({**before, "last": path, "written_to": path, "replaced": replaced})
-        self._write(trainer, before)
-        link_newest((before["link"], ""), path, trainer)
+        self._keep({**before, "last": path, "written_to": path, "replaced": replaced, "link": link})
+        self._write(trainer, before, weights_only)
+        link_newest((link, before["link"]), path, trainer)
         self._keep_replaced(remove_replaced(replaced, path, trainer))
         tell_loggers(self, trainer)
         return str(path)

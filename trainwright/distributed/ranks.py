@@ -11,7 +11,10 @@ from typing import Any
 
 from trainwright.distributed.rank_positions import Locate
 from trainwright.distributed.store_channel import StoreChannel
-from trainwright.errors import CheckpointError
+from trainwright.errors import CheckpointError, MissingCheckpoint
+
+KINDS = (MissingCheckpoint, CheckpointError, ValueError)
+"""The errors of one rank that all ranks raise, the most specific first."""
 
 
 class Ranks:
@@ -70,11 +73,12 @@ class Ranks:
         if self.rank == 0:
             try:
                 reply = {"value": decide()}
-            except (ValueError, CheckpointError) as error:
-                reply = {"error": str(error), "is_checkpoint_error": isinstance(error, CheckpointError)}
+            except KINDS as error:
+                kind = next(number for number, each in enumerate(KINDS) if isinstance(error, each))
+                reply = {"error": str(error), "kind": kind}
         reply = self.broadcast(reply, call)
         if "error" in reply:
-            raise (CheckpointError if reply["is_checkpoint_error"] else ValueError)(reply["error"])
+            raise KINDS[reply["kind"]](reply["error"])
         return reply["value"]
 
     def run_on_all(
@@ -94,7 +98,7 @@ class Ranks:
             reads: False on a rank that needs no results and gets None for each: unpacking large ones delays its other threads.
 
         Raises:
-            CheckpointError: the work failed on some rank; the text is the same on all.
+            CheckpointError: the work failed on some rank; the text is the same on all. MissingCheckpoint if a checkpoint is missing.
         """
         cause: Exception | None = None
         try:
@@ -102,11 +106,14 @@ class Ranks:
         except Exception as error:
             # Posted rather than raised here: the other ranks wait for this rank's payload.
             cause = error
-            payload = b"-" + (describe or _describe)(error).encode(errors="backslashreplace")
+            mark = b"?" if isinstance(error, MissingCheckpoint) else b"-"
+            payload = mark + (describe or _describe)(error).encode(errors="backslashreplace")
         replies = self._exchange(payload, call)
-        if failures := {rank: reply[1:].decode() for rank, reply in enumerate(replies) if reply[:1] == b"-"}:
+        if failures := {rank: reply[1:].decode() for rank, reply in enumerate(replies) if reply[:1] != b"+"}:
             text = _joined(failures, len(replies))
-            raise CheckpointError(f"{subject}: {text}" if subject else text) from cause
+            is_missing = all(replies[rank][:1] == b"?" for rank in failures)
+            kind = MissingCheckpoint if is_missing else CheckpointError
+            raise kind(f"{subject}: {text}" if subject else text) from cause
         return [json.loads(zlib.decompress(reply[1:])) if reads else None for reply in replies]
 
     def begin_round(self) -> None:

@@ -13,7 +13,7 @@ from trainwright.checkpoint.filesystem import resolve
 from trainwright.checkpoint.reader import StoredCheckpoint, Verify, check_verify
 from trainwright.distributed.ranks import Ranks
 from trainwright.engine.engine import Engine
-from trainwright.errors import CheckpointError, a_type_of
+from trainwright.errors import CheckpointError, MissingCheckpoint, a_type_of
 from trainwright.loggers import Logger
 from trainwright.loggers.folder import FolderLogger
 from trainwright.loggers.position import CHECKPOINTS
@@ -109,6 +109,7 @@ class CheckpointSearch:
             return self._newest(name)
         path = self.engine.ranks.decide(self._best, CALL) if name == "best" else name
         if self.engine.num_workers:
+            self.engine.verified(path, "off")  # a missing checkpoint is the caller's error, not the workers'
             return Choice(path)
         checkpoint = self.engine.verified(path, self.verify)
         continues = self.call == "fit" and self.engine.ranks.decide(lambda: is_newest(checkpoint.path), CALL)
@@ -123,7 +124,7 @@ class CheckpointSearch:
                 "ckpt_path='best': no best checkpoint, because the monitored metric had no finite value at any save (a run "
                 "that ends within an epoch does not validate there); pass 'last', or a path."
             )
-        raise CheckpointError(
+        raise MissingCheckpoint(
             "ckpt_path='best': no checkpoint was saved by this trainer's ModelCheckpoint. Run fit first, or pass 'last' or the "
             "path of an existing one."
         )
@@ -170,7 +171,7 @@ class CheckpointSearch:
             )
         if not falls_back or not is_fit:
             problem = "no complete checkpoint found" if falls_back else "no checkpoint was saved"
-            raise CheckpointError(f"ckpt_path={name!r}: {problem}{seen['where']}. Run fit first, or pass a path.")
+            raise MissingCheckpoint(f"ckpt_path={name!r}: {problem}{seen['where']}. Run fit first, or pass a path.")
         weights = f" ({seen['weights']} holds only weights, from which no run can resume)" if seen["weights"] else ""
         self.say(f"ckpt_path='auto': no checkpoint found{seen['where']}{weights}; starting from scratch.")
         # A default folder is left out, because this run gets a new one.
