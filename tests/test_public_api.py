@@ -68,7 +68,7 @@ CALLBACKS_MAY_USE = """accumulate_grad_batches batch_indices callback_metrics ca
 COUNTERS = "batch batches_that_stepped epoch_ended is_where logged_step progress total_batches validated_at validations"
 SAVING = "connection finish_save finiteness ranks reduce writer"
 METRICS = "is_outdated monitored record"
-PROGRESS = "is_leaving is_mid_epoch_validation is_within_window obstacle"
+PROGRESS = "is_in_batch is_leaving is_mid_epoch_validation is_within_window obstacle"
 LOG = """name value prog_bar logger on_step on_epoch reduce_fx enable_graph sync_dist sync_dist_group add_dataloader_idx
     batch_size metric_attribute rank_zero_only"""
 

@@ -28,6 +28,7 @@ from trainwright.loggers.base import KeptCheckpoints
 if TYPE_CHECKING:
     from trainwright.callbacks.trainer_protocol import TrainerProtocol
     from trainwright.checkpoint.store import BackgroundSave
+    from trainwright.module import Module
 
 
 def choose_paths(
@@ -69,7 +70,7 @@ def free_path(stem: str, extension: str) -> str:
     return next(path for path in chain([f"{stem}{extension}"], versions) if not is_taken(path))
 
 
-def free_link(name: Callable[[int | None], str], saved: tuple[str, str]) -> str:
+def free_link(name: Callable[[int | None], str], saved: Sequence[str]) -> str:
     """Return the first path of those `name` returns that is free, or is a link to a checkpoint, which is replaced.
 
     The paths of what is being `saved` are not free.
@@ -78,26 +79,62 @@ def free_link(name: Callable[[int | None], str], saved: tuple[str, str]) -> str:
     return next(path for path in paths if is_last_link(path) or not is_taken(path))
 
 
-def save_failed(
-    asker: str, trainer: TrainerProtocol, stem: str, extension: str, weights_only: bool, generators: dict[str, Any]
-) -> None:
-    """Save the run that an exception has ended if it can be resumed exactly, and print what was done.
+class FailedRun:
+    """Saves a run that an exception ends, if it can be resumed exactly, and prints what was done.
 
-    `asker` is what saves, and `generators` are the generators' states before the validation that failed, if one did.
+    In a training batch that is the state before the batch: no optimizer has stepped in it. The rank that fails first saves
+    without the others, which wait for it in the batch. `asker` is the name of what saves, for the text.
     """
-    try:
-        refusal = trainer.state.progress.obstacle or trainer.engine.finiteness.fault()
-        if refusal:
-            print(f"{asker}: nothing is saved: {refusal}.", file=sys.stderr)
-            return
-        path = free_path(stem, extension)
-        with isolate_rng():
-            if generators:
-                set_rng_state(generators)  # the resumed run repeats the whole validation
-            trainer.save_checkpoint(path, weights_only)
-        print(f"{asker}: the run was saved as {path}", file=sys.stderr)
-    except Exception as error:  # the user has to see the first exception, not this one
-        print(f"{asker}: the save failed: {type(error).__name__}: {error}", file=sys.stderr)
+
+    def __init__(self, asker: str, trainer: TrainerProtocol, module: Module) -> None:
+        self._asker, self._trainer, self._module = asker, trainer, module
+        self._point = trainer.engine.connection.sync_point(f"{asker}'s save")
+        self._versions = self._buffer_versions()
+        self.generators: dict[str, Any] = {}
+        """The generators' states before the current validation, which a resumed run repeats as a whole."""
+
+    def save(self, stem: str, extension: str, weights_only: bool = False, *, replaces: bool = False) -> str:
+        """Save and return the path, "" if nothing was saved; `replaces` a checkpoint at the plain path if it can."""
+        trainer, ranks = self._trainer, self._trainer.engine.ranks
+        try:
+            if not (refusal := trainer.state.progress.obstacle) and not self._point.claim():
+                refusal = "another rank saves the run"
+            with ranks.alone(), isolate_rng():
+                if not refusal and not (refusal := trainer.engine.finiteness.fault()):
+                    path = f"{stem}{extension}"
+                    overwrite = replaces and is_replaceable(path)
+                    path = path if overwrite else free_path(stem, extension)
+                    if self.generators:
+                        set_rng_state(self.generators)
+                    trainer.save_checkpoint(path, weights_only, overwrite=overwrite)
+                    print(f"{self._asker}: the run was saved as {path}{self._remark()}", file=sys.stderr)
+                    return path
+            others = (getattr(each, "last_model_path", "") for each in trainer.callbacks)
+            last = next(filter(None, others), trainer.resume_source)
+            rest = f"the last complete checkpoint is {last}" if last else "there is no earlier checkpoint"
+            print(f"{self._asker}: nothing is saved: {refusal}; {rest}.", file=sys.stderr)
+        except Exception as error:  # the user has to see the first exception, not this one
+            print(f"{self._asker}: the save failed: {type(error).__name__}: {error}", file=sys.stderr)
+        return ""
+
+    def _remark(self) -> str:
+        trainer, told = self._trainer, ""
+        if trainer.state.progress.is_in_batch:
+            now, before = self._buffer_versions(), self._versions
+            changed = [f"the buffers of {path or 'the module'}" for path in now if now[path] != before.get(path)]
+            told = (
+                f", as before batch {trainer.state.batch}, which a resumed run trains again. From that batch remain: "
+                f"{', '.join(['the RNG state', 'the logged values', *changed])}"
+            )
+        alone = f" It has the RNG state and the epoch's logged values of rank {trainer.global_rank} only."
+        return f"{told}.{alone if trainer.world_size > 1 else ''}"
+
+    def _buffer_versions(self) -> dict[str, list[tuple[int, int]]]:
+        """Return, by layer, the identity of each buffer and how often it was changed in place, as torch counts."""
+        return {
+            path: [(id(each), 0 if each.is_inference() else each._version) for each in layer.buffers(recurse=False)]
+            for path, layer in self._module.named_modules()
+        }
 
 
 def path_of_stop(trainer: TrainerProtocol, kept: Kept, own: str, extension: str) -> tuple[str, bool]:

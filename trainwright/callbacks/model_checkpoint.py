@@ -21,6 +21,7 @@ from torch import Tensor
 from trainwright.arguments import refuses_unknown
 from trainwright.callbacks.base import Checkpoint
 from trainwright.callbacks.checkpoint_files import (
+    FailedRun,
     PendingSave,
     choose_paths,
     follow_move,
@@ -31,7 +32,6 @@ from trainwright.callbacks.checkpoint_files import (
     loaded,
     path_of_stop,
     remove_replaced,
-    save_failed,
     tell_loggers,
 )
 from trainwright.callbacks.checkpoint_names import Naming, check_template, name_values
@@ -73,9 +73,11 @@ class ModelCheckpoint(Checkpoint):
             saves it as `end-step=..`.
         save_top_k: how many to keep: -1 for all, 0 for none; without monitor -1, 0 or 1.
         save_on_exception: save `exception-epoch=..-step=..` when an exception ends the run, if it can be resumed exactly from
-            there; otherwise print why not. It can be on one process (a save needs all ranks) between two batches: while the
-            next one is loaded, in a validation within an epoch until its metrics are known, or in the hooks of an epoch's
-            start. A first Ctrl-C or another signal raises nothing in the run: it is saved as `stop-step=..` without this.
+            there; otherwise print why not. It can, on one process and under ddp, in a training batch and while the next one is
+            loaded, unless an optimizer has stepped in the batch or an accumulation window is open (OnExceptionCheckpoint has
+            the details); on one process also in a validation within an epoch until its metrics are known, and in the hooks of
+            an epoch's start. A first Ctrl-C or another signal raises nothing in the run: it is saved as `stop-step=..` without
+            this.
         save_weights_only: leave out optimizers and counters; no run can resume from such a checkpoint. If a killed run wrote
             one after the checkpoint it is resumed from, it is kept in addition to those of the resumed run.
         mode: "min" or "max": which value of the metric is better; by default "min", with a warning for names such as "acc".
@@ -164,9 +166,9 @@ class ModelCheckpoint(Checkpoint):
         self._unrenamed: tuple[str, str, float | None] = ("", "", None)
         """Where the resume source was written, its final path and its score, if it was saved before it was renamed."""
         self._loaded: dict[str, Any] | None = None
-        self._has_begun = self._has_validated = self._is_deferred = self._awaits_score = False
-        self._generators: dict[str, Any] = {}
-        """Their states before the current validation, for save_on_exception."""
+        self._has_validated = self._is_deferred = self._awaits_score = False
+        self._failed: FailedRun | None = None
+        """What saves the run if it fails, with save_on_exception and once it has begun."""
         self._sync_point: Any = None
         self._pending: PendingSave | None = None
         """The save that may not have committed yet, or has not been concluded."""
@@ -226,7 +228,7 @@ class ModelCheckpoint(Checkpoint):
 
     def __getstate__(self) -> dict[str, Any]:
         # These belong to this process's run.
-        return {**super().__getstate__(), "_sync_point": None, "_pending": None, "_generators": {}}
+        return {**super().__getstate__(), "_sync_point": None, "_pending": None, "_failed": None}
 
     def setup(self, trainer: Trainer, module: Module, stage: str) -> None:
         self._is_fitting = stage == "fit" and not trainer.fast_dev_run
@@ -249,7 +251,9 @@ class ModelCheckpoint(Checkpoint):
         return None if self.dirpath == self._default_dirpath else self.dirpath
 
     def on_train_start(self, trainer: Trainer, module: Module) -> None:
-        self._saved_at, self._has_begun = time.monotonic(), True
+        self._saved_at = time.monotonic()
+        if self.save_on_exception and self._is_fitting:
+            self._failed = FailedRun("save_on_exception", trainer, module)
         load = partial(ModelCheckpoint.load_state_dict, self)
         follow_move(self._loaded, self.state_key, self.dirpath or "", load, trainer)
         self._moments.begin(trainer)
@@ -293,11 +297,12 @@ class ModelCheckpoint(Checkpoint):
         return bool(self._sync_point.is_reached(trainer.global_step))  # the clocks of the ranks differ
 
     def on_validation_start(self, trainer: Trainer, module: Module) -> None:
-        if self.save_on_exception and self._has_begun and self._is_fitting:
-            self._generators = rng_state()
+        if self._failed is not None:
+            self._failed.generators = rng_state()
 
     def on_validation_end(self, trainer: Trainer, module: Module) -> None:
-        self._generators = {}
+        if self._failed is not None:
+            self._failed.generators = {}
         if not self._is_fitting or trainer.sanity_checking:
             return
         self._has_validated = True
@@ -335,7 +340,7 @@ class ModelCheckpoint(Checkpoint):
             self.save_stop(trainer, "end", self.save_weights_only)
 
     def teardown(self, trainer: Trainer, module: Module, stage: str) -> None:
-        self._sync_point = None
+        self._sync_point = self._failed = None
 
     def _save(self, trainer: Trainer, is_left: bool = False) -> None:
         """Save if rank 0 finds it worthwhile. Collective.
@@ -463,11 +468,9 @@ class ModelCheckpoint(Checkpoint):
         pending, self._pending = self._pending, None
         if pending is not None:
             pending.conclude_alone(trainer)
-        if self.save_on_exception and self._is_fitting and self._has_begun:
+        if self._failed is not None:
             stem = f"{self.dirpath}/exception-epoch={trainer.current_epoch}-step={trainer.global_step}"
-            save_failed(
-                "save_on_exception", trainer, stem, self.FILE_EXTENSION, self.save_weights_only, self._generators
-            )
+            self._failed.save(stem, self.FILE_EXTENSION, self.save_weights_only)
 
     def file_exists(self, filepath: str, trainer: Trainer) -> bool:
         """Return whether a checkpoint, or anything else, is at this path; called on rank 0."""

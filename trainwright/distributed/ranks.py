@@ -32,6 +32,16 @@ class Ranks:
         """Return ranks for a second thread, whose calls pair up by themselves. See `StoreChannel.subchannel`."""
         return Ranks(None if self._channel is None else self._channel.subchannel(name), self.timeout_seconds)
 
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Let this rank act in the block as the only one: the others may be gone, or wait elsewhere. Not collective."""
+        shared = self._channel, self.rank, self.world_size
+        self._channel, self.rank, self.world_size = None, 0, 1
+        try:
+            yield
+        finally:
+            self._channel, self.rank, self.world_size = shared
+
     def give_up(self) -> None:
         """Make the call that waits here in another thread raise, and every later one."""
         if self._channel is not None:
@@ -98,7 +108,7 @@ class Ranks:
             reads: False on a rank that needs no results and gets None for each: unpacking large ones delays its other threads.
 
         Raises:
-            CheckpointError: the work failed on some rank; the text is the same on all. MissingCheckpoint if a checkpoint is missing.
+            CheckpointError: the work failed on some rank; the text is the same on all (MissingCheckpoint if all failures are).
         """
         cause: Exception | None = None
         try:
