@@ -50,6 +50,7 @@ from trainwright.checkpoint.filesystem import sweep_temporaries
 from trainwright.data.seeding import rng_state
 from trainwright.errors import CheckpointError
 from trainwright.loggers.position import CHECKPOINTS
+from trainwright.loggers.remote import RemoteLogger
 from trainwright.paths import absolute
 from trainwright.rank_zero import rank_zero_warn
 
@@ -63,7 +64,7 @@ class ModelCheckpoint(Checkpoint):
 
     Args:
         dirpath: where to save: a path (made absolute here) or an fsspec URL; by default `checkpoints` in the logger's run
-            folder.
+            folder. For a logger of a service that is `PROJECT/RUN_ID` under default_root_dir.
         filename: a template of the name, with {epoch}, {step} and metrics, such as "{epoch}-{val_acc:.3f}".
         monitor: the metric that decides; None keeps the newest.
         verbose: print the path of each save.
@@ -243,7 +244,11 @@ class ModelCheckpoint(Checkpoint):
 
     def folder_in(self, trainer: Trainer) -> str:
         """Return the folder that this run saves in, once its loggers have theirs."""
-        return self.given_dirpath or f"{trainer.log_dir or trainer.default_root_dir}/{CHECKPOINTS}"
+        if self.given_dirpath is not None:
+            return self.given_dirpath
+        root = trainer.default_root_dir
+        of_services = (each.run_folder(root) for each in trainer.loggers if isinstance(each, RemoteLogger))
+        return f"{trainer.log_dir or next(of_services, root)}/{CHECKPOINTS}"
 
     @property
     def given_dirpath(self) -> str | None:

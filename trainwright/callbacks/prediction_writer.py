@@ -139,6 +139,7 @@ class Stream:
 class TensorPredictionWriter(BasePredictionWriter):
     """Writes predictions as they are computed, so that no process holds them all; `load_predictions` reads them.
 
+    With fast_dev_run the predictions are checked, and nothing is written.
     predict_step returns a tensor with a row for each sample, or a nest (dict, list, tuple) of such tensors.
 
     Args:
@@ -170,7 +171,7 @@ class TensorPredictionWriter(BasePredictionWriter):
         """Create the folder; raise FileExistsError on every rank if it holds predictions already. Collective."""
         files, path = resolve(self.dirpath)
         is_taken = False
-        if trainer.is_global_zero:
+        if trainer.is_global_zero and not trainer.fast_dev_run:
             files.make_directories(path)
             is_taken = files.exists(f"{path}/{MANIFEST}")
         # The run's name keeps its files apart from those that a run without an end has left.
@@ -237,7 +238,8 @@ class TensorPredictionWriter(BasePredictionWriter):
         number = sum(len(each.files) for each in self._streams)
         name = f"part-{self._run}-{trainer.global_rank:05d}-{number:05d}.safetensors"
         tensors = {key: torch.cat(each) for key, each in stream.waiting.items()}
-        files.put(f"{path}/{name}", safetensors.torch.save(tensors))
+        if not trainer.fast_dev_run:
+            files.put(f"{path}/{name}", safetensors.torch.save(tensors))
         stream.files.append(name)
         stream.waiting, stream.waiting_bytes = {}, 0
 
@@ -257,7 +259,7 @@ class TensorPredictionWriter(BasePredictionWriter):
                 )
             names = [name for _, names in streams for name in names]
             loaders.append({"nest": nests[0] if nests else None, "files": names})
-        if trainer.is_global_zero:
+        if trainer.is_global_zero and not trainer.fast_dev_run:
             files, path = resolve(self.dirpath)
             files.put(f"{path}/{MANIFEST}", json.dumps({"format": 1, "loaders": loaders}, indent=1).encode())
         ranks.wait(call)  # on every rank the manifest is there after this

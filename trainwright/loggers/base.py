@@ -57,11 +57,22 @@ class Logger:
     """The version of this run among them."""
     experiment: Any = None
     """The underlying writer, for anything beyond this contract."""
+    _has_trained = _is_continued = False
+    """Whether a fit has used this logger, and whether the next fit resumes its run."""
 
     @classmethod
     def of_project(cls, project: str, save_dir: str | None, **options: Any) -> Self:
         """Return a logger for a raw loop that chose it by name; override it if the constructor has other arguments."""
         return cls(**options)
+
+    def begin_fit(self) -> None:
+        """Called on every rank before the `start` of a fit, which is a run of its own unless it resumes this logger's run."""
+        if self._has_trained and not self._is_continued:
+            self._leave_run()
+        self._has_trained, self._is_continued = True, False
+
+    def _leave_run(self) -> None:
+        """Leave the run, so that the next `start` begins another one."""
 
     def start(self, agreed: Callable[[str], str], *, is_writer: bool) -> None:
         """Choose where this run logs. Collective: called at the start of each run, on every rank.

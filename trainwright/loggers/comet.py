@@ -74,6 +74,7 @@ class CometLogger(RemoteLogger):
             raise ValueError(f"mode={mode!r} is not accepted; choose from {', '.join(map(repr, MODES))}.")
         super().__init__(prefix or "", log_model, experiment_key)
         self._api_key, self._workspace, self._group = api_key, workspace, project
+        self.project = project or "comet"
         self._mode, self._online, self._name, self._options = mode or MODES[0], online, name, kwargs
         self.save_dir: str = os.path.abspath(os.fspath(save_dir))
         self._experiment: Any = None
@@ -94,6 +95,10 @@ class CometLogger(RemoteLogger):
     def start(self, agreed: Callable[[str], str], *, is_writer: bool) -> None:
         self._is_open = self._is_open and not self._experiment.ended
         super().start(agreed, is_writer=is_writer)
+
+    def _leave_run(self) -> None:
+        super()._leave_run()
+        self._has_begun = False
 
     def _current(self) -> Any:
         """Return the experiment, opened again if another one has ended it since."""

@@ -13,6 +13,7 @@ import warnings
 from collections.abc import Iterator, Mapping
 from functools import partial
 from inspect import signature
+from itertools import count
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -106,6 +107,11 @@ class TensorBoardLogger(FolderLogger):
         self._latest_step = int(state.get("purge_step", 0)) - 1
         self._has_hp_metric = bool(state.get("hparams"))
 
+    def _leave_run(self) -> None:
+        self.close()
+        super()._leave_run()
+        self._hp_metrics, self._has_hp_metric, self._latest_step, self._synced = {}, False, -1, {}
+
     def drop_later_rows(self) -> None:
         files = self._position.pop("files", None)
         if files is None or self._folder is None or not self._is_writer:
@@ -152,6 +158,9 @@ class TensorBoardLogger(FolderLogger):
             if self._experiment is None:
                 from torch.utils.tensorboard import SummaryWriter
 
+                if self._is_first_here and not self._position and "purge_step" not in self._kwargs:
+                    self._set_aside()
+                self._is_first_here = False
                 purge = {"purge_step": self._position.pop("purge_step")} if "purge_step" in self._position else {}
                 self._earlier = self._event_files() if is_local(str(self.log_dir)) else {}
                 self._experiment = SummaryWriter(self.log_dir, **{**purge, **self._kwargs})
@@ -161,6 +170,20 @@ class TensorBoardLogger(FolderLogger):
                     time.sleep(1.0)
                     self._experiment = SummaryWriter(self.log_dir, **{**purge, **self._kwargs})
             return self._experiment
+
+    def _set_aside(self) -> None:
+        """Move the event files of an earlier run into a folder, which TensorBoard shows as another run."""
+        if files := self._event_files() if is_local(str(self.log_dir)) else {}:
+            names = (f"{os.path.dirname(next(iter(files)))}/earlier_{number}" for number in count())
+            folder = next(name for name in names if not os.path.lexists(name))
+            os.mkdir(folder)
+            for path in files:
+                os.rename(path, f"{folder}/{os.path.basename(path)}")
+            warnings.warn(
+                f"{self.log_dir} holds event files of an earlier run; they are kept in {folder}. Leave out version= to get a "
+                "folder per run.",
+                stacklevel=2,
+            )
 
     def _read_too_early(self) -> str:
         """Return the event file that was opened just now, if TensorBoard would read it before an earlier one; else ""."""

@@ -5,7 +5,10 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from datetime import datetime
 from typing import Any
+
+import fsspec
 
 from trainwright.callbacks.model_checkpoint import ModelCheckpoint
 from trainwright.checkpoint.discovery import CheckpointEntry, find_candidates, is_newest, same_path
@@ -17,6 +20,7 @@ from trainwright.errors import CheckpointError, MissingCheckpoint, a_type_of
 from trainwright.loggers import Logger
 from trainwright.loggers.folder import FolderLogger
 from trainwright.loggers.position import CHECKPOINTS
+from trainwright.loggers.remote import RemoteLogger
 from trainwright.rank_zero import rank_zero_warn
 
 NAMES = ("best", "last", "auto")
@@ -198,7 +202,8 @@ class CheckpointSearch:
                 return [f"{logger.log_dir_in(folder)}/{CHECKPOINTS}" for folder in logger.run_folders()]
             if logger.log_dir:
                 return [f"{logger.log_dir}/{CHECKPOINTS}"]
-        return [f"{self.root}/{CHECKPOINTS}"]
+        of_services = (_runs_of(each, self.root) for each in self.loggers if isinstance(each, RemoteLogger))
+        return [f"{folder}/{CHECKPOINTS}" for folder in next(of_services, [self.root])]
 
 
 def _check_path(ckpt_path: Any) -> None:
@@ -230,6 +235,23 @@ def _names(folder: str, extensions: tuple[str, ...]) -> list[str]:
         return sorted(name for name in files.listing(inside) if name.endswith(extensions) and not name.startswith("."))
     except OSError:
         return []
+
+
+def _runs_of(logger: RemoteLogger, root: str) -> list[str]:
+    """Return the folders of the runs that a service's logger may resume: its own, then those with the latest checkpoints."""
+    own = [logger.run_folder(root)] if logger.version is not None else []
+    if logger.given_id is not None:
+        return own
+    home = os.path.dirname(logger.run_folder(root))
+    filesystem, inside = fsspec.core.url_to_fs(home)
+    filesystem.invalidate_cache()
+    saved: dict[str, float] = {}  # the ids of a service's runs have no order, so the times of their files decide
+    for path, entry in filesystem.find(inside, maxdepth=4, detail=True).items():
+        moment = entry.get("mtime", entry.get("LastModified", entry.get("created", 0.0)))
+        seconds = moment.timestamp() if isinstance(moment, datetime) else float(moment)
+        folder = f"{home}/{path.removeprefix(f'{inside}/').partition('/')[0]}"
+        saved[folder] = max(seconds, saved.get(folder, 0.0))
+    return [*own, *sorted(saved.keys() - set(own), key=lambda folder: saved[folder], reverse=True)]
 
 
 def _first_filled(folders: list[str], takes_weights: bool) -> tuple[str | None, list[CheckpointEntry]]:
