@@ -21,7 +21,7 @@ from trainwright.checkpoint.discovery import (
 from trainwright.checkpoint.filesystem import resolve
 from trainwright.checkpoint.last_link import is_last_link, point_to, remove_link
 from trainwright.checkpoint.reader import open_checkpoint
-from trainwright.data.seeding import isolate_rng, set_rng_state
+from trainwright.data.seeding import isolate_rng
 from trainwright.errors import CheckpointError
 from trainwright.loggers.base import KeptCheckpoints
 
@@ -90,8 +90,6 @@ class FailedRun:
         self._asker, self._trainer, self._module = asker, trainer, module
         self._point = trainer.engine.connection.sync_point(f"{asker}'s save")
         self._versions = self._buffer_versions()
-        self.generators: dict[str, Any] = {}
-        """The generators' states before the current validation, which a resumed run repeats as a whole."""
 
     def save(self, stem: str, extension: str, weights_only: bool = False, *, replaces: bool = False) -> str:
         """Save and return the path, "" if nothing was saved; `replaces` a checkpoint at the plain path if it can."""
@@ -104,8 +102,6 @@ class FailedRun:
                     path = f"{stem}{extension}"
                     overwrite = replaces and is_replaceable(path)
                     path = path if overwrite else free_path(stem, extension)
-                    if self.generators:
-                        set_rng_state(self.generators)
                     trainer.save_checkpoint(path, weights_only, overwrite=overwrite)
                     print(f"{self._asker}: the run was saved as {path}{self._remark()}", file=sys.stderr)
                     return path

@@ -47,7 +47,6 @@ from trainwright.callbacks.checkpoint_policy import (
 )
 from trainwright.callbacks.chosen_mode import chosen_mode
 from trainwright.checkpoint.filesystem import sweep_temporaries
-from trainwright.data.seeding import rng_state
 from trainwright.errors import CheckpointError
 from trainwright.loggers.position import CHECKPOINTS
 from trainwright.loggers.remote import RemoteLogger
@@ -73,12 +72,9 @@ class ModelCheckpoint(Checkpoint):
             among the best, it is named `epoch=..-step=..` instead of by `filename`. A fit that ends with an unsaved state
             saves it as `end-step=..`.
         save_top_k: how many to keep: -1 for all, 0 for none; without monitor -1, 0 or 1.
-        save_on_exception: save `exception-epoch=..-step=..` when an exception ends the run, if it can be resumed exactly from
-            there; otherwise print why not. It can, on one process and under ddp, in a training batch and while the next one is
-            loaded, unless an optimizer has stepped in the batch or an accumulation window is open (OnExceptionCheckpoint has
-            the details); on one process also in a validation within an epoch until its metrics are known, and in the hooks of
-            an epoch's start. A first Ctrl-C or another signal raises nothing in the run: it is saved as `stop-step=..` without
-            this.
+        save_on_exception: save `exception-epoch=..-step=..` when an exception ends the run, where an OnExceptionCheckpoint can;
+            elsewhere print why not. A first Ctrl-C or another signal raises nothing in the run: it is saved as `stop-step=..`
+            without this.
         save_weights_only: leave out optimizers and counters; no run can resume from such a checkpoint. If a killed run wrote
             one after the checkpoint it is resumed from, it is kept in addition to those of the resumed run.
         mode: "min" or "max": which value of the metric is better; by default "min", with a warning for names such as "acc".
@@ -150,8 +146,8 @@ class ModelCheckpoint(Checkpoint):
         )
         self.dirpath = absolute(dirpath).rstrip("/") if dirpath is not None else None
         self._default_dirpath: str | None = None
-        self._default_filename = f"{{epoch}}{self.CHECKPOINT_JOIN_CHAR}{{step}}"
-        self.filename = filename if filename is not None else self._default_filename
+        self._plain_filename = f"{{epoch}}{self.CHECKPOINT_JOIN_CHAR}{{step}}"
+        self.filename = filename if filename is not None else self._plain_filename
         self.monitor, self.verbose, self.async_save = monitor, verbose, async_save
         self.mode = chosen_mode(mode, monitor, type(self).__name__)
         self.save_last, self.save_top_k, self.save_on_exception = save_last, save_top_k, save_on_exception
@@ -301,13 +297,7 @@ class ModelCheckpoint(Checkpoint):
             self._sync_point.request()
         return bool(self._sync_point.is_reached(trainer.global_step))  # the clocks of the ranks differ
 
-    def on_validation_start(self, trainer: Trainer, module: Module) -> None:
-        if self._failed is not None:
-            self._failed.generators = rng_state()
-
     def on_validation_end(self, trainer: Trainer, module: Module) -> None:
-        if self._failed is not None:
-            self._failed.generators = {}
         if not self._is_fitting or trainer.sanity_checking:
             return
         self._has_validated = True
@@ -418,8 +408,8 @@ class ModelCheckpoint(Checkpoint):
         if is_stopgap:
             self._score.warn_of_value(trainer, score, self._awaits_score)
         dropped = self._ranking.dropped(self._kept, is_best)
-        # Kept by save_last only, it must not have the name that the user gave to the best.
-        template = self.filename if is_best or not scores else self._default_filename
+        # What save_last alone keeps must not have the name that the user gave to the best.
+        template = self.filename if is_best or not scores else self._plain_filename
         values = name_values(trainer, self.monitor, template, is_left)
         path, written_to = choose_paths(
             lambda version: self.format_checkpoint_name(values, template, version),
@@ -429,11 +419,12 @@ class ModelCheckpoint(Checkpoint):
             trainer.resume_source or "",
             replaces_any=not self.enable_version_counter,
         )
-        return Save(path, written_to, score, is_best, dropped, self._link(values, path, written_to))
+        return Save(path, written_to, score, is_best, dropped, self._link(trainer, is_left, path, written_to))
 
-    def _link(self, values: Mapping[str, Any], *saved: str) -> str:
+    def _link(self, trainer: Trainer, is_left: bool, *saved: str) -> str:
         """Return the path of the link to a checkpoint; "" without save_last. On rank 0."""
-        name_link = partial(self._naming.path, self.CHECKPOINT_NAME_LAST, values)
+        template = self.CHECKPOINT_NAME_LAST
+        name_link = partial(self._naming.path, template, name_values(trainer, self.monitor, template, is_left))
         return free_link(name_link, saved) if self.save_last else ""
 
     def save_stop(self, trainer: Trainer, name: str = "stop", weights_only: bool = False) -> str:
@@ -457,10 +448,8 @@ class ModelCheckpoint(Checkpoint):
         if self._refuses_weights(trainer):
             return ""
 
-        def link_of() -> str:
-            return self._link(name_values(trainer, self.monitor, self.CHECKPOINT_NAME_LAST, is_left=True), path)
-
-        before, link = self._kept, trainer.engine.ranks.decide(link_of, "the save of a run that ends")
+        find = partial(self._link, trainer, True, path)
+        before, link = self._kept, trainer.engine.ranks.decide(find, "the save of a run that ends")
         replaced = [*before["replaced"], *self._ranking.dropped(before, is_best=False)]
         self._keep({**before, "last": path, "written_to": path, "replaced": replaced, "link": link})
         self._write(trainer, before, weights_only)

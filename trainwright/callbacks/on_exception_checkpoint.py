@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 from trainwright.arguments import refuses_unknown
 from trainwright.callbacks.base import Checkpoint
 from trainwright.callbacks.checkpoint_files import FailedRun
-from trainwright.data.seeding import rng_state
 from trainwright.paths import absolute
 
 if TYPE_CHECKING:
@@ -19,12 +18,12 @@ if TYPE_CHECKING:
 class OnExceptionCheckpoint(Checkpoint):
     """Saves the run as `dirpath/filename.ckpt` when an exception ends a fit, if it can be resumed exactly from there.
 
-    An exception in a training batch saves the state before the batch, on one process and under ddp, unless an optimizer has
-    stepped in it or an accumulation window is open. A resumed run trains the batch again. The RNG state, the values that the
-    batch has logged and buffers that its forward has changed stay as they are; a line on standard error names them.
-    If the run cannot be saved, that line says why, and names the last complete checkpoint. A checkpoint of this name is
-    replaced once the new one is complete; anything else at the path stays, and the new one gets -v1. A first Ctrl-C or
-    another signal raises nothing in the run: ModelCheckpoint saves what it stops.
+    It can on one process and under ddp: while a batch is loaded, and in a training batch unless an optimizer has stepped in it
+    or an accumulation window is open. The state before the batch is saved, and a resumed run trains the batch again. The RNG
+    state, what the batch has logged and buffers that it has changed stay as they are; a line on standard error names them.
+    On one process it also can in a validation within an epoch, and in the hooks of an epoch's start. Elsewhere that line says
+    why not, and names the last complete checkpoint. A checkpoint of the same name is replaced once the new one is complete;
+    anything else stays, and the new one gets -v1. A first Ctrl-C raises nothing in the run: ModelCheckpoint saves it.
 
     Args:
         dirpath: where to save: a path (made absolute here) or an fsspec URL.
@@ -65,14 +64,6 @@ class OnExceptionCheckpoint(Checkpoint):
 
     def on_train_start(self, trainer: Trainer, module: Module) -> None:
         self._failed = None if trainer.fast_dev_run else FailedRun("OnExceptionCheckpoint", trainer, module)
-
-    def on_validation_start(self, trainer: Trainer, module: Module) -> None:
-        if self._failed is not None:
-            self._failed.generators = rng_state()
-
-    def on_validation_end(self, trainer: Trainer, module: Module) -> None:
-        if self._failed is not None:
-            self._failed.generators = {}
 
     def on_exception(self, trainer: Trainer, module: Module, exception: BaseException) -> None:
         if self._failed is not None:

@@ -233,21 +233,16 @@ def is_secondary_failure(error: BaseException) -> bool:
     """Return whether an error, or one that led to it, only reports that a peer or the store has gone."""
     from torch.distributed import DistBackendError, DistNetworkError
 
-    return any(
-        isinstance(each, (DistBackendError, DistNetworkError))
-        or (isinstance(each, RuntimeError) and any(text in str(each).lower() for text in LOST_PEER_TEXTS))
-        for each in causes_of(error)
-    )
-
-
-def causes_of(error: BaseException) -> list[BaseException]:
-    """Return an error, and the errors that led to it."""
     chain: dict[int, BaseException] = {}  # by identity: a user's exception may define another equality
     current: BaseException | None = error
     while current is not None and id(current) not in chain:
         chain[id(current)] = current
         current = current.__cause__ or current.__context__
-    return list(chain.values())
+    return any(
+        isinstance(each, (DistBackendError, DistNetworkError))
+        or (isinstance(each, RuntimeError) and any(text in str(each).lower() for text in LOST_PEER_TEXTS))
+        for each in chain.values()
+    )
 
 
 def write_error_file(path: str, error: BaseException) -> None:

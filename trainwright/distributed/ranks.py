@@ -84,8 +84,7 @@ class Ranks:
             try:
                 reply = {"value": decide()}
             except KINDS as error:
-                kind = next(number for number, each in enumerate(KINDS) if isinstance(error, each))
-                reply = {"error": str(error), "kind": kind}
+                reply = {"error": str(error), "kind": [isinstance(error, each) for each in KINDS].index(True)}
         reply = self.broadcast(reply, call)
         if "error" in reply:
             raise KINDS[reply["kind"]](reply["error"])
@@ -108,7 +107,7 @@ class Ranks:
             reads: False on a rank that needs no results and gets None for each: unpacking large ones delays its other threads.
 
         Raises:
-            CheckpointError: the work failed on some rank; the text is the same on all (MissingCheckpoint if all failures are).
+            CheckpointError: the work failed on some rank; the text is the same on all.
         """
         cause: Exception | None = None
         try:
@@ -116,13 +115,11 @@ class Ranks:
         except Exception as error:
             # Posted rather than raised here: the other ranks wait for this rank's payload.
             cause = error
-            mark = b"?" if isinstance(error, MissingCheckpoint) else b"-"
-            payload = mark + (describe or _describe)(error).encode(errors="backslashreplace")
+            payload = b"-" + (describe or _describe)(error).encode(errors="backslashreplace")
         replies = self._exchange(payload, call)
-        if failures := {rank: reply[1:].decode() for rank, reply in enumerate(replies) if reply[:1] != b"+"}:
+        if failures := {rank: reply[1:].decode() for rank, reply in enumerate(replies) if reply[:1] == b"-"}:
             text = _joined(failures, len(replies))
-            is_missing = all(replies[rank][:1] == b"?" for rank in failures)
-            kind = MissingCheckpoint if is_missing else CheckpointError
+            kind = MissingCheckpoint if isinstance(cause, MissingCheckpoint) else CheckpointError
             raise kind(f"{subject}: {text}" if subject else text) from cause
         return [json.loads(zlib.decompress(reply[1:])) if reads else None for reply in replies]
 

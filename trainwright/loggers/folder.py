@@ -60,6 +60,7 @@ class FolderLogger(Logger):
         self._follows_root = save_dir is None
         self.name: str = name or ""
         self._version = version
+        absolute(f"{self.name}/{version}")  # ValueError for a name that is no path
         self._is_given = version is not None
         self.prefix = prefix
         self._rows_at_once = rows_at_once

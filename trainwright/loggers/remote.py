@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import random
+import re
 import time
 import warnings
 from collections import Counter, deque
@@ -111,7 +112,7 @@ class RemoteLogger(Logger):
 
     def run_folder(self, root: str) -> str:
         """Return the folder of the run's checkpoints under a root: by its project, then by its id."""
-        return f"{root.rstrip('/')}/{self.project.replace('/', '_')}/{self._id}"
+        return f"{root.rstrip('/')}/{re.sub('[/:]', '_', self.project)}/{self._id}"
 
     # -- what a subclass defines -----------------------------------------------------------------------------------------
 

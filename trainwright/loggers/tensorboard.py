@@ -13,7 +13,6 @@ import warnings
 from collections.abc import Iterator, Mapping
 from functools import partial
 from inspect import signature
-from itertools import count
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -45,7 +44,7 @@ class TensorBoardLogger(FolderLogger):
     Args:
         save_dir: a path, or an fsspec URL that tensorboard can write to; by default the trainer's default_root_dir.
         name: the folder of all runs.
-        version: the run's folder; by default version_<n> with the next free n.
+        version: the run's folder, where a new run hides the steps of earlier ones; by default version_<n> with the next free n.
         log_graph: log the model's graph; the module needs `example_input_array`.
         default_hp_metric: log hp_metric=-1 with the hyper-parameters, so that TensorBoard's HPARAMS page has a metric.
         prefix: put before the name of every metric, with a dash.
@@ -158,8 +157,10 @@ class TensorBoardLogger(FolderLogger):
             if self._experiment is None:
                 from torch.utils.tensorboard import SummaryWriter
 
-                if self._is_first_here and not self._position and "purge_step" not in self._kwargs:
-                    self._set_aside()
+                if self._is_first_here and not self._position:
+                    self._position["purge_step"] = (
+                        0  # in a folder that an earlier run has used, TensorBoard drops its steps
+                    )
                 self._is_first_here = False
                 purge = {"purge_step": self._position.pop("purge_step")} if "purge_step" in self._position else {}
                 self._earlier = self._event_files() if is_local(str(self.log_dir)) else {}
@@ -170,20 +171,6 @@ class TensorBoardLogger(FolderLogger):
                     time.sleep(1.0)
                     self._experiment = SummaryWriter(self.log_dir, **{**purge, **self._kwargs})
             return self._experiment
-
-    def _set_aside(self) -> None:
-        """Move the event files of an earlier run into a folder, which TensorBoard shows as another run."""
-        if files := self._event_files() if is_local(str(self.log_dir)) else {}:
-            names = (f"{os.path.dirname(next(iter(files)))}/earlier_{number}" for number in count())
-            folder = next(name for name in names if not os.path.lexists(name))
-            os.mkdir(folder)
-            for path in files:
-                os.rename(path, f"{folder}/{os.path.basename(path)}")
-            warnings.warn(
-                f"{self.log_dir} holds event files of an earlier run; they are kept in {folder}. Leave out version= to get a "
-                "folder per run.",
-                stacklevel=2,
-            )
 
     def _read_too_early(self) -> str:
         """Return the event file that was opened just now, if TensorBoard would read it before an earlier one; else ""."""

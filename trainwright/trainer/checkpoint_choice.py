@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from datetime import datetime
 from typing import Any
 
 import fsspec
@@ -245,13 +244,12 @@ def _runs_of(logger: RemoteLogger, root: str) -> list[str]:
     home = os.path.dirname(logger.run_folder(root))
     filesystem, inside = fsspec.core.url_to_fs(home)
     filesystem.invalidate_cache()
-    saved: dict[str, float] = {}  # the ids of a service's runs have no order, so the times of their files decide
+    saved: dict[str, Any] = {}  # the ids of a service's runs have no order, so the times of their files decide
     for path, entry in filesystem.find(inside, maxdepth=4, detail=True).items():
-        moment = entry.get("mtime", entry.get("LastModified", entry.get("created", 0.0)))
-        seconds = moment.timestamp() if isinstance(moment, datetime) else float(moment)
+        moment = entry.get("LastModified", entry.get("mtime", entry.get("created")))
         folder = f"{home}/{path.removeprefix(f'{inside}/').partition('/')[0]}"
-        saved[folder] = max(seconds, saved.get(folder, 0.0))
-    return [*own, *sorted(saved.keys() - set(own), key=lambda folder: saved[folder], reverse=True)]
+        saved[folder] = max(moment, saved.get(folder, moment))
+    return [*own, *sorted(saved.keys() - set(own), key=saved.__getitem__, reverse=True)]
 
 
 def _first_filled(folders: list[str], takes_weights: bool) -> tuple[str | None, list[CheckpointEntry]]:

@@ -16,7 +16,7 @@ from trainwright.data.datamodule import DataModule
 from trainwright.data.loaders import with_last
 from trainwright.data.seeding import set_rng_state
 from trainwright.data.transfer import Prefetcher
-from trainwright.distributed.failures import causes_of, is_secondary_failure
+from trainwright.distributed.failures import is_secondary_failure
 from trainwright.engine.optimizers import SchedulerConfig
 from trainwright.engine.prepared import PreparedOptimizer
 from trainwright.engine.window import AccumulationWindow
@@ -322,9 +322,6 @@ class TrainingRun(Run):
         state, before = self.state, (self.progress.batches_before, self.progress.steps_before)
         # Steps of torch's own optimizers are not counted under manual optimization.
         is_uncounted = self.is_manual and state.total_batches > 0 and not state.step
-        frames = (frame for each in causes_of(error) for frame, _ in walk_tb(each.__traceback__))
-        is_within = any(
-            frame.f_code.co_name == "step" and frame.f_globals.get("__name__", "").startswith("trainwright.")
-            for frame in frames
-        )
+        frames = (frame for frame, _ in walk_tb(error.__traceback__) if frame.f_code.co_name == "step")
+        is_within = any(frame.f_globals.get("__name__", "").startswith("trainwright.") for frame in frames)
         return is_uncounted or is_within or (state.total_batches, state.step) != before
