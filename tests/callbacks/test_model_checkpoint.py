@@ -494,7 +494,7 @@ def test_a_failed_run_is_not_saved_where_it_cannot(tmp_path: Path, capsys: Any) 
         return str(capsys.readouterr().err)
 
     within, at_end = {"has_validation": True, "val_check_interval": 4}, "at the end of an epoch"
-    stepped = "in a batch, during or after its optimizer step; there is no earlier checkpoint"
+    stepped = "in a batch, during or after its optimizer step; no earlier checkpoint exists"
     assert stepped in fail("on_before_optimizer_step", 2)
     assert stepped in fail("on_train_batch_end", 2)
     error = RuntimeError("this one is seen")

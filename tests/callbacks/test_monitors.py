@@ -458,7 +458,7 @@ def test_a_batch_that_has_changed_weights_or_gradients_is_not_saved(tmp_path: Pa
         return str(capsys.readouterr().err)
 
     stepped = "nothing is saved: the run failed in a batch, during or after its optimizer step"
-    assert f"{stepped}; there is no earlier checkpoint." in said(InStep())
+    assert f"{stepped}; no earlier checkpoint exists." in said(InStep())
     assert stepped in said(Adversarial())  # the first optimizer has stepped
     kept = tw.ModelCheckpoint(tmp_path / "kept")
     window = said(FailsOnce("training_step", 14), kept, accumulate_grad_batches=2, enable_checkpointing=True)

@@ -24,6 +24,8 @@ from trainwright.checkpoint.reader import open_checkpoint
 from trainwright.data.seeding import isolate_rng
 from trainwright.errors import CheckpointError
 from trainwright.loggers.base import KeptCheckpoints
+from trainwright.loggers.position import CHECKPOINTS
+from trainwright.loggers.remote import RemoteLogger
 
 if TYPE_CHECKING:
     from trainwright.callbacks.trainer_protocol import TrainerProtocol
@@ -58,6 +60,13 @@ def choose_paths(
     return path, path if not exists(path) else next(each for each in names if not exists(each))
 
 
+def default_folder(trainer: TrainerProtocol) -> str:
+    """Return the folder of a run's checkpoints without a dirpath, once its loggers have theirs."""
+    root = trainer.default_root_dir
+    of_services = (each.run_folder(root) for each in trainer.loggers if isinstance(each, RemoteLogger))
+    return f"{trainer.log_dir or next(of_services, root)}/{CHECKPOINTS}"
+
+
 def is_taken(path: str) -> bool:
     """Return whether a checkpoint, whole or damaged, or anything else is at this path."""
     files, inside = resolve(path)
@@ -82,8 +91,7 @@ def free_link(name: Callable[[int | None], str], saved: Sequence[str]) -> str:
 class FailedRun:
     """Saves a run that an exception ends, if it can be resumed exactly, and prints what was done.
 
-    In a training batch that is the state before the batch: no optimizer has stepped in it. The rank that fails first saves
-    without the others, which wait for it in the batch. `asker` is the name of what saves, for the text.
+    The rank that fails first saves without the others, which wait in the batch. The text begins with `asker`.
     """
 
     def __init__(self, asker: str, trainer: TrainerProtocol, module: Module) -> None:
@@ -107,26 +115,26 @@ class FailedRun:
                     return path
             others = (getattr(each, "last_model_path", "") for each in trainer.callbacks)
             last = next(filter(None, others), trainer.resume_source)
-            rest = f"the last complete checkpoint is {last}" if last else "there is no earlier checkpoint"
+            rest = f"the last complete checkpoint is {last}" if last else "no earlier checkpoint exists"
             print(f"{self._asker}: nothing is saved: {refusal}; {rest}.", file=sys.stderr)
         except Exception as error:  # the user has to see the first exception, not this one
             print(f"{self._asker}: the save failed: {type(error).__name__}: {error}", file=sys.stderr)
         return ""
 
     def _remark(self) -> str:
-        trainer, told = self._trainer, ""
+        trainer, batch = self._trainer, ""
         if trainer.state.progress.is_in_batch:
             now, before = self._buffer_versions(), self._versions
             changed = [f"the buffers of {path or 'the module'}" for path in now if now[path] != before.get(path)]
-            told = (
+            batch = (
                 f", as before batch {trainer.state.batch}, which a resumed run trains again. From that batch remain: "
                 f"{', '.join(['the RNG state', 'the logged values', *changed])}"
             )
         alone = f" It has the RNG state and the epoch's logged values of rank {trainer.global_rank} only."
-        return f"{told}.{alone if trainer.world_size > 1 else ''}"
+        return f"{batch}.{alone if trainer.world_size > 1 else ''}"
 
     def _buffer_versions(self) -> dict[str, list[tuple[int, int]]]:
-        """Return, by layer, the identity of each buffer and how often it was changed in place, as torch counts."""
+        """Return, by layer, the identity of each buffer and the number of its changes, as torch counts them."""
         return {
             path: [(id(each), 0 if each.is_inference() else each._version) for each in layer.buffers(recurse=False)]
             for path, layer in self._module.named_modules()

@@ -15,7 +15,6 @@ from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 
 from trainwright.arguments import refuses_unknown
@@ -24,6 +23,7 @@ from trainwright.callbacks.checkpoint_files import (
     FailedRun,
     PendingSave,
     choose_paths,
+    default_folder,
     follow_move,
     free_link,
     is_taken,
@@ -44,12 +44,11 @@ from trainwright.callbacks.checkpoint_policy import (
     SaveMoments,
     check_choices,
     checked_intervals,
+    scalar,
 )
 from trainwright.callbacks.chosen_mode import chosen_mode
 from trainwright.checkpoint.filesystem import sweep_temporaries
 from trainwright.errors import CheckpointError
-from trainwright.loggers.position import CHECKPOINTS
-from trainwright.loggers.remote import RemoteLogger
 from trainwright.paths import absolute
 from trainwright.rank_zero import rank_zero_warn
 
@@ -69,8 +68,7 @@ class ModelCheckpoint(Checkpoint):
         verbose: print the path of each save.
         save_last: True or "link": also keep the newest, whatever its metric, and let the link `last.ckpt` lead to it; where
             symbolic links do not exist, that is a directory with a pointer. Every ckpt_path takes it. If the newest is not
-            among the best, it is named `epoch=..-step=..` instead of by `filename`. A fit that ends with an unsaved state
-            saves it as `end-step=..`.
+            among the best, it is named `epoch=..-step=..`, not by `filename`. An unsaved end of a fit is saved as `end-step=..`.
         save_top_k: how many to keep: -1 for all, 0 for none; without monitor -1, 0 or 1.
         save_on_exception: save `exception-epoch=..-step=..` when an exception ends the run, where an OnExceptionCheckpoint can;
             elsewhere print why not. A first Ctrl-C or another signal raises nothing in the run: it is saved as `stop-step=..`
@@ -174,9 +172,9 @@ class ModelCheckpoint(Checkpoint):
     def _keep(self, kept: Kept) -> None:
         """Keep these checkpoints, and show them in the public attributes."""
         self._kept = kept
-        paths, worst = self._ranking.best_first(kept["scores"]), _scalar(self._ranking.worst)
+        paths, worst = self._ranking.best_first(kept["scores"]), scalar(self._ranking.worst)
         ranked = paths if self.monitor is not None else []
-        self.best_k_models = {path: _scalar(score) for path, score in kept["scores"].items() if ranked}
+        self.best_k_models = {path: scalar(score) for path, score in kept["scores"].items() if ranked}
         """The kept checkpoints and their scores, as tensors without dimensions; empty where nothing is monitored."""
         kth = ranked[-1] if len(ranked) >= max(self.save_top_k, 1) else ""
         self.best_model_path, self.kth_best_model_path = paths[0] if paths else "", kth
@@ -185,7 +183,7 @@ class ModelCheckpoint(Checkpoint):
         self.kth_value: Tensor = self.best_k_models[kth] if kth else worst
         self.last_model_path = kept["last"]
         score = kept["current_score"]
-        self.current_score: Tensor | None = None if score is None else worst if math.isnan(score) else _scalar(score)
+        self.current_score: Tensor | None = None if score is None else worst if math.isnan(score) else scalar(score)
 
     @property
     def keeps_any(self) -> bool:
@@ -240,11 +238,7 @@ class ModelCheckpoint(Checkpoint):
 
     def folder_in(self, trainer: Trainer) -> str:
         """Return the folder that this run saves in, once its loggers have theirs."""
-        if self.given_dirpath is not None:
-            return self.given_dirpath
-        root = trainer.default_root_dir
-        of_services = (each.run_folder(root) for each in trainer.loggers if isinstance(each, RemoteLogger))
-        return f"{trainer.log_dir or next(of_services, root)}/{CHECKPOINTS}"
+        return self.given_dirpath or default_folder(trainer)
 
     @property
     def given_dirpath(self) -> str | None:
@@ -484,7 +478,3 @@ class ModelCheckpoint(Checkpoint):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({json.dumps(self.monitor)}, mode={self.mode!r}, save_top_k={self.save_top_k})"
-
-
-def _scalar(value: float) -> Tensor:
-    return torch.tensor(value, dtype=torch.float64)

@@ -6,6 +6,7 @@ import argparse
 import functools
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from enum import Enum
 from typing import Any, Literal, Protocol, Self
 
 from trainwright.distributed.environment import Environment
@@ -66,7 +67,7 @@ class Logger:
         return cls(**options)
 
     def begin_fit(self) -> None:
-        """Called on every rank before the `start` of a fit, which is a run of its own unless it resumes this logger's run."""
+        """Called on every rank before the `start` of a fit: a new run, unless it resumes the run of this logger."""
         if self._has_trained and not self._is_continued:
             self._leave_run()
         self._has_trained, self._is_continued = True, False
@@ -223,3 +224,24 @@ def to_dict(params: Mapping[str, Any] | argparse.Namespace) -> dict[str, Any]:
     if not isinstance(params, Mapping):
         raise TypeError(f"log_hyperparams got {params!r:.80}, {a_type_of(params)}; expected a dict or a Namespace.")
     return dict(params)
+
+
+def to_json(value: Any) -> Any:
+    """Return the value as JSON data; other types become lists or text."""
+    if value is None or type(value) in (bool, int, float, str):
+        return value
+    if isinstance(value, Enum):
+        return to_json(value.value)
+    if isinstance(value, str):  # yaml refuses subclasses, such as numpy's
+        return str.__str__(value)
+    if isinstance(value, (int, float)):
+        return int(value) if isinstance(value, int) else float(value)
+    if isinstance(value, Mapping):
+        return {str(key): to_json(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [to_json(item) for item in value]
+    if isinstance(value, (set, frozenset)):
+        return sorted((to_json(item) for item in value), key=str)
+    if type(value).__module__.partition(".")[0] in ("torch", "numpy") and hasattr(value, "tolist"):
+        return to_json(value.tolist())
+    return str(value)

@@ -96,10 +96,6 @@ class CometLogger(RemoteLogger):
         self._is_open = self._is_open and not self._experiment.ended
         super().start(agreed, is_writer=is_writer)
 
-    def _leave_run(self) -> None:
-        super()._leave_run()
-        self._has_begun = False
-
     def _current(self) -> Any:
         """Return the experiment, opened again if another one has ended it since."""
         if self._experiment.ended:

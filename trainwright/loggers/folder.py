@@ -10,7 +10,6 @@ import os
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
-from enum import Enum
 from typing import Any, Self
 
 import fsspec
@@ -19,7 +18,7 @@ import yaml
 from trainwright.distributed.environment import Environment
 from trainwright.errors import a_type_of
 from trainwright.loggers.background import BackgroundWriter
-from trainwright.loggers.base import KeptCheckpoints, Logger, RunResult, to_dict, to_numbers
+from trainwright.loggers.base import KeptCheckpoints, Logger, RunResult, to_dict, to_json, to_numbers
 from trainwright.loggers.files import explained_for, is_local, write_file
 from trainwright.loggers.run_record import FIT, LOOP, RunRecorder
 from trainwright.paths import absolute
@@ -60,7 +59,7 @@ class FolderLogger(Logger):
         self._follows_root = save_dir is None
         self.name: str = name or ""
         self._version = version
-        absolute(f"{self.name}/{version}")  # ValueError for a name that is no path
+        absolute(f"{self.name}/{version}")  # ValueError for a name that no folder can have
         self._is_given = version is not None
         self.prefix = prefix
         self._rows_at_once = rows_at_once
@@ -316,7 +315,7 @@ class FolderLogger(Logger):
     def _submit_hparams(self) -> None:
         if not self._hparams or self._folder is None:
             return
-        plain = _jsonable(self._hparams)
+        plain = to_json(self._hparams)
         data, path = f"{json.dumps(plain, indent=2)}\n".encode(), f"{self.log_dir}/{HPARAMS_NAME}"
         twin = yaml.safe_dump(plain, sort_keys=False, allow_unicode=True).encode(), f"{self.log_dir}/{HPARAMS_YAML}"
         if (digest := hashlib.sha256(data).hexdigest()) != self._hparams_digest:
@@ -438,24 +437,3 @@ def _numbers(filesystem: Any, inside: str) -> list[int]:
 
 def _next_number(filesystem: Any, inside: str) -> int:
     return 1 + max(_numbers(filesystem, inside), default=-1)
-
-
-def _jsonable(value: Any) -> Any:
-    """Return the value as JSON data; other types become lists or text."""
-    if value is None or type(value) in (bool, int, float, str):
-        return value
-    if isinstance(value, Enum):
-        return _jsonable(value.value)
-    if isinstance(value, str):  # yaml refuses subclasses, such as numpy's
-        return str.__str__(value)
-    if isinstance(value, (int, float)):
-        return int(value) if isinstance(value, int) else float(value)
-    if isinstance(value, Mapping):
-        return {str(key): _jsonable(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_jsonable(item) for item in value]
-    if isinstance(value, (set, frozenset)):
-        return sorted((_jsonable(item) for item in value), key=str)
-    if type(value).__module__.partition(".")[0] in ("torch", "numpy") and hasattr(value, "tolist"):
-        return _jsonable(value.tolist())
-    return str(value)
