@@ -68,7 +68,7 @@ class ModelCheckpoint(Checkpoint):
         verbose: print the path of each save.
         save_last: True or "link": also keep the newest, whatever its metric, and let the link `last.ckpt` lead to it; where
             symbolic links do not exist, that is a directory with a pointer. Every ckpt_path takes it. If the newest is not
-            among the best, it is named `epoch=..-step=..`, not by `filename`. An unsaved end of a fit is saved as `end-step=..`.
+            among the best, it is named `epoch=..-step=..`, not by `filename`. A fit saves an unsaved end as `end-step=..`.
         save_top_k: how many to keep: -1 for all, 0 for none; without monitor -1, 0 or 1.
         save_on_exception: save `exception-epoch=..-step=..` when an exception ends the run, where an OnExceptionCheckpoint can;
             elsewhere print why not. A first Ctrl-C or another signal raises nothing in the run: it is saved as `stop-step=..`
@@ -442,8 +442,8 @@ class ModelCheckpoint(Checkpoint):
         if self._refuses_weights(trainer):
             return ""
 
-        find = partial(self._link, trainer, True, path)
-        before, link = self._kept, trainer.engine.ranks.decide(find, "the save of a run that ends")
+        link_of = partial(self._link, trainer, True, path)
+        before, link = self._kept, trainer.engine.ranks.decide(link_of, "the save of a run that ends")
         replaced = [*before["replaced"], *self._ranking.dropped(before, is_best=False)]
         self._keep({**before, "last": path, "written_to": path, "replaced": replaced, "link": link})
         self._write(trainer, before, weights_only)
