@@ -56,8 +56,8 @@ METHODS = {
     tw.DataModule: """load_state_dict on_after_batch_transfer on_before_batch_transfer on_exception predict_dataloader
         prepare_data save_hyperparameters setup state_dict teardown test_dataloader train_dataloader transfer_batch_to_device
         val_dataloader""",
-    tw.Logger: """after_save_checkpoint close finalize flush load_state_dict log_graph log_hyperparams log_images log_metrics
-        plot save start state_dict""",
+    tw.Logger: """after_save_checkpoint begin_fit close finalize flush load_state_dict log_graph log_hyperparams log_images
+        log_metrics plot save start state_dict""",
 }
 CALLBACKS_MAY_USE = """accumulate_grad_batches batch_indices callback_metrics callbacks ckpt_path current_epoch datamodule
     default_root_dir enable_validation engine fast_dev_run global_rank global_step is_dummy_batch is_global_zero log_dir
@@ -68,7 +68,7 @@ CALLBACKS_MAY_USE = """accumulate_grad_batches batch_indices callback_metrics ca
 COUNTERS = "batch batches_that_stepped epoch_ended is_where logged_step progress total_batches validated_at validations"
 SAVING = "connection finish_save finiteness ranks reduce seed writer"
 METRICS = "is_outdated monitored record"
-PROGRESS = "is_leaving is_mid_epoch_validation is_within_window obstacle"
+PROGRESS = "is_in_batch is_leaving is_mid_epoch_validation is_within_window obstacle"
 LOG = """name value prog_bar logger on_step on_epoch reduce_fx enable_graph sync_dist sync_dist_group add_dataloader_idx
     batch_size metric_attribute rank_zero_only"""
 

@@ -7,9 +7,14 @@ import os
 
 
 def absolute(path: str | os.PathLike[str]) -> str:
-    """Return a local path as an absolute one, with `~` expanded; a URL unchanged."""
+    """Return a local path as an absolute one, with `~` expanded; a URL unchanged. ValueError for a path with "::"."""
     text = os.path.expanduser(os.fspath(path))
-    return text if "://" in text or "::" in text else os.path.abspath(text)
+    text = text if "://" in text else os.path.abspath(text)
+    if "::" in text and "://" not in text:
+        raise ValueError(
+            f"the path {text!r} has '::', which fsspec reads as a chain of file systems; choose a name without it."
+        )
+    return text
 
 
 def open_no_link(path: str, flags: int, mode: int = 0o666) -> int:

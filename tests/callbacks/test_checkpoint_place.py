@@ -124,8 +124,8 @@ def test_one_name_for_all_is_the_plain_one(tmp_path: Path, saves: int, monkeypat
 
 def test_each_of_several_keeps_its_name(tmp_path: Path) -> None:
     callback = run(tmp_path, [3.0, 2.0, 4.0, 1.0, 0.0, 5.0], filename="best", save_top_k=2, save_last=True)
-    assert found(tmp_path) == {"best-v1.ckpt": 5, "best.ckpt": 4, "best-v2.ckpt": 6}
-    assert callback.last_model_path == f"{tmp_path}/best-v2.ckpt"
+    assert found(tmp_path) == {"best-v1.ckpt": 5, "best.ckpt": 4, "epoch=5-step=66.ckpt": 6}
+    assert callback.last_model_path == f"{tmp_path}/epoch=5-step=66.ckpt"
     assert {Path(path).name: score for path, score in callback.best_k_models.items()} == {
         "best.ckpt": 1.0,
         "best-v1.ckpt": 0.0,

@@ -126,6 +126,40 @@ def test_a_stop_moves_the_link(tmp_path: Path) -> None:
     assert open_checkpoint(f"{tmp_path}/last.ckpt").step == BATCHES + 2
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"every_n_epochs": 10},
+        {"every_n_train_steps": 1000, "save_weights_only": True},
+        {"save_on_train_epoch_end": False},
+    ],
+)
+def test_a_fit_that_ends_before_the_first_save_leaves_the_link(tmp_path: Path, options: dict[str, Any]) -> None:
+    callback = tw.ModelCheckpoint(tmp_path, save_last=True, **options)
+    fit(callback)
+    saved = open_checkpoint(f"{tmp_path}/last.ckpt")
+    assert (saved.step, saved.header["weights_only"]) == (2 * BATCHES, "save_weights_only" in options)
+    assert callback.last_model_path == saved.path == f"{tmp_path}/end-step={2 * BATCHES}.ckpt"
+    assert sorted(os.listdir(tmp_path)) == [Path(saved.path).name, "last.ckpt"]
+    if not saved.header["weights_only"]:
+        again = tw.ModelCheckpoint(tmp_path, save_last=True, **options)
+        assert fit(again, 3, ckpt_path=tmp_path / "last.ckpt").global_step == 3 * BATCHES
+        assert open_checkpoint(f"{tmp_path}/last.ckpt").step == 3 * BATCHES
+
+
+def test_a_newest_checkpoint_that_is_not_the_best_has_the_default_name(tmp_path: Path) -> None:
+    class Worse(Classifier):
+        def on_train_epoch_end(self) -> None:
+            self.log("worse", float(self.current_epoch))
+
+    saver = tw.ModelCheckpoint(tmp_path, "best-{epoch}", "worse", save_last=True)
+    trainer = tw.Trainer(max_epochs=3, callbacks=[saver], **{**QUIET, "enable_checkpointing": True})
+    trainer.fit(Worse(), make_loader())
+    newest = f"epoch=2-step={3 * BATCHES}.ckpt"
+    assert sorted(os.listdir(tmp_path)) == ["best-epoch=0.ckpt", newest, "last.ckpt"]
+    assert pointed(str(tmp_path / "last.ckpt")) == saver.last_model_path == f"{tmp_path}/{newest}"
+
+
 def test_a_link_leads_into_a_folder_of_the_name(tmp_path: Path) -> None:
     fit(tw.ModelCheckpoint(tmp_path, filename="sub/{epoch}", save_last=True))
     assert pointed(str(tmp_path / "last.ckpt")) == f"{tmp_path}/sub/epoch=1.ckpt"

@@ -365,10 +365,132 @@ def test_a_run_is_saved_when_it_fails(tmp_path: Path, capsys: pytest.CaptureFixt
     assert open_checkpoint(callback.ckpt_path).step == 11
     resumed = run(False, callback.ckpt_path)[1]
     assert all(torch.equal(resumed[name], value) for name, value in whole.items())
-    run(True)
+    run(True)  # the checkpoint of an earlier run is replaced
+    assert os.listdir(tmp_path) == ["on_exception.ckpt"]
+    (tmp_path / "on_exception.ckpt" / "notes").write_text("mine")
+    callback, _ = run(True)  # a folder that holds other files is not
+    assert callback.ckpt_path == f"{tmp_path}/on_exception-v1.ckpt"
     assert sorted(os.listdir(tmp_path)) == ["on_exception-v1.ckpt", "on_exception.ckpt"]
     with pytest.raises(ValueError, match="filename='' is empty"):
         tw.OnExceptionCheckpoint(tmp_path, "")
+
+
+class FailsOnce(Classifier):
+    """Fails in one batch of the second epoch, on the last rank, wherever it is told to."""
+
+    def __init__(self, place: str = "", step: int = 15) -> None:
+        super().__init__()
+        self.place, self.step = place, step
+        self.seen: list[int] = []
+
+    def fail(self, place: str) -> None:
+        is_last = self.trainer.global_rank == self.trainer.world_size - 1
+        if is_last and place == self.place and self.trainer.state.total_batches == self.step:
+            raise ValueError("a bad sample")
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.seen.append(self.trainer.global_step)
+        loss = super().training_step(batch, batch_idx)
+        self.fail("training_step")
+        return loss
+
+    def on_after_backward(self) -> None:
+        self.fail("on_after_backward")
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.fail("on_train_batch_start")
+
+
+def trained(module: FailsOnce, folder: Path, **settings: Any) -> FailsOnce:
+    saver = tw.OnExceptionCheckpoint(folder)
+    path = saver.ckpt_path if folder.exists() else None
+    trainer = tw.Trainer(callbacks=[saver], **{**QUIET, "max_epochs": 2, **settings})
+    torch.manual_seed(1)
+    trainer.fit(module, make_loader(shuffle=True), ckpt_path=path)
+    return module
+
+
+@pytest.mark.parametrize("place", ["training_step", "on_after_backward", "on_train_batch_start"])
+def test_a_batch_that_fails_is_trained_again(tmp_path: Path, place: str, capsys: pytest.CaptureFixture[str]) -> None:
+    whole = trained(FailsOnce(), tmp_path / "none")
+    with pytest.raises(ValueError, match="a bad sample"):
+        trained(FailsOnce(place), tmp_path / "run")
+    said = capsys.readouterr().err
+    assert f"saved as {tmp_path}/run/on_exception.ckpt, as before batch 4, which a resumed run trains again" in said
+    assert said.rstrip().endswith("From that batch remain: the RNG state, the logged values.")
+    again = trained(FailsOnce(), tmp_path / "run")
+    assert again.seen == list(range(15, 22))
+    assert all(torch.equal(again.state_dict()[name], value) for name, value in whole.state_dict().items())
+
+
+def test_a_batch_that_has_changed_weights_or_gradients_is_not_saved(tmp_path: Path, capsys: Any) -> None:
+    class Breaks(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            super().step(closure)
+            raise ValueError("a bad sample")
+
+    class InStep(FailsOnce):
+        def configure_optimizers(self) -> Any:
+            return Breaks(self.parameters(), 0.1)
+
+    class Adversarial(FailsOnce):
+        def __init__(self) -> None:
+            super().__init__("optimizer 1", 7)
+            self.automatic_optimization = False
+            self.norm = torch.nn.BatchNorm1d(8)
+
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            self.norm(batch[0])
+            for number, optimizer in enumerate(self.optimizers()):
+                self.fail(f"optimizer {number}")
+                optimizer.zero_grad()
+                self.manual_backward(super(FailsOnce, self).training_step(batch, batch_idx))
+                optimizer.step()
+
+        def configure_optimizers(self) -> Any:
+            return [torch.optim.SGD(each.parameters(), 0.1) for each in (self.net[0], self.net[-1])]
+
+    def said(module: FailsOnce, *callbacks: tw.Callback, **settings: Any) -> str:
+        saver = tw.OnExceptionCheckpoint(tmp_path / "run")
+        trainer = tw.Trainer(callbacks=[saver, *callbacks], **{**QUIET, "max_epochs": 2, **settings})
+        with pytest.raises(ValueError, match="a bad sample"):
+            trainer.fit(module, make_loader())
+        return str(capsys.readouterr().err)
+
+    stepped = "nothing is saved: the run failed in a batch, during or after its optimizer step"
+    assert f"{stepped}; no earlier checkpoint exists." in said(InStep())
+    assert stepped in said(Adversarial())  # the first optimizer has stepped
+    kept = tw.ModelCheckpoint(tmp_path / "kept")
+    window = said(FailsOnce("training_step", 14), kept, accumulate_grad_batches=2, enable_checkpointing=True)
+    assert f"an accumulation window; the last complete checkpoint is {tmp_path}/kept/epoch=0-step=6.ckpt." in window
+    assert not (tmp_path / "run").exists()
+    module = Adversarial()
+    module.place = "optimizer 0"
+    assert "remain: the RNG state, the logged values, the buffers of norm." in said(module)
+
+
+def two_ranks_of_which_one_fails(folder: Path) -> dict[str, Any]:
+    torch.set_num_threads(1)
+    place = "" if (folder / "run").exists() or (folder / "whole").exists() else "training_step"
+    module = FailsOnce(place, 4)
+    failure = ""
+    try:
+        trained(module, folder / ("none" if (folder / "whole").exists() else "run"), devices=2, max_epochs=2)
+    except Exception as error:
+        failure = f"{type(error).__name__}: {error}"
+    return {"failure": failure, "weights": dict(module.state_dict()), "seen": module.seen}
+
+
+def test_a_rank_that_fails_under_ddp_saves_for_all(tmp_path: Path) -> None:
+    failed = run_job(two_ranks_of_which_one_fails, 2, tmp_path)
+    assert failed[1]["failure"] == "ValueError: a bad sample"
+    assert os.listdir(tmp_path / "run") == ["on_exception.ckpt"]
+    resumed = run_job(two_ranks_of_which_one_fails, 2, tmp_path)
+    (tmp_path / "whole").mkdir()
+    whole = run_job(two_ranks_of_which_one_fails, 2, tmp_path)
+    for rank in (0, 1):
+        assert (resumed[rank]["failure"], resumed[rank]["seen"]) == ("", whole[rank]["seen"][4:])
+        assert all(torch.equal(value, whole[0]["weights"][name]) for name, value in resumed[rank]["weights"].items())
 
 
 def test_names_of_rates_have_a_prefix() -> None:

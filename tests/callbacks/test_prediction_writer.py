@@ -209,3 +209,11 @@ def test_wrong_uses(tmp_path: Path) -> None:
         ValueError, match=r"predictions of different shapes \(\(2,\) among them\).* pad them in predict_step"
     ):
         predict("shapes", lambda batch, index: torch.zeros(len(batch), 1 + index % 2))
+
+
+def test_a_trial_run_writes_no_predictions(tmp_path: Path) -> None:
+    for trial in (True, False):
+        trainer = tw.Trainer(fast_dev_run=trial, callbacks=tw.TensorPredictionWriter(tmp_path / "scores"), **QUIET)
+        trainer.predict(Forward(), numbers(), return_predictions=False)
+        assert (tmp_path / "scores").exists() is not trial
+    assert torch.equal(tw.load_predictions(tmp_path / "scores")["number"], torch.arange(100, 100 + SAMPLES))

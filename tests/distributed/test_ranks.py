@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from trainwright.distributed.ranks import Ranks
 from trainwright.distributed.store_channel import StoreChannel
-from trainwright.errors import CheckpointError
+from trainwright.errors import CheckpointError, MissingCheckpoint
 
 
 def run_ranks(world_size: int, work: Callable[[Ranks], Any]) -> list[Any]:
@@ -51,7 +51,7 @@ def test_only_values_that_differ_are_sent() -> None:
     assert run_ranks(2, lambda ranks: ranks.differing({"a": ranks.rank}, "a test")) == [[{"a": 0}, {"a": 1}]] * 2
 
 
-@pytest.mark.parametrize("kind", [ValueError, CheckpointError])
+@pytest.mark.parametrize("kind", [ValueError, CheckpointError, MissingCheckpoint])
 def test_rank_0_decides_for_all(kind: type[Exception]) -> None:
     def fail() -> None:
         raise kind("not here")
@@ -69,6 +69,13 @@ def test_a_failure_of_one_rank_is_raised_on_all() -> None:
 
         return ranks.run_on_all(part, "a test", subject="x was not written")
 
+    def look(ranks: Ranks) -> Any:
+        def part() -> None:
+            raise MissingCheckpoint("x does not exist")
+
+        return ranks.run_on_all(part, "a test")
+
+    assert run_ranks(3, look) == ["MissingCheckpoint: x does not exist"] * 3
     text = "CheckpointError: x was not written: rank 1: OSError: no disk on 1 (ranks 2 failed too)"
     assert run_ranks(3, work) == [text] * 3
 

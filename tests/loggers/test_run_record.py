@@ -66,10 +66,10 @@ def test_a_run_that_finishes_and_is_tested(tmp_path: Path) -> None:
     trainer.test(Classifier(), make_loader(), verbose=False)
     assert record_in(tmp_path) == done  # how the training ended
     assert [each.epoch for each in list_runs(str(tmp_path))] == [0]  # not that of the test's row
-    trainer.fit(Classifier(), make_loader())
-    again = record_in(tmp_path)
-    assert (again.began, again.checkpoints, again.state.word) == (done.began, done.checkpoints, "finished")
-    assert again.resumed is not None
+    trainer.fit(Classifier(), make_loader())  # from step 0: another run
+    again = record_in(tmp_path, "version_1")
+    assert (again.resumed, again.checkpoints, again.state.word) == (None, done.checkpoints, "finished")
+    assert record_in(tmp_path) == done
 
 
 @pytest.mark.parametrize(("error", "word"), [(ValueError("bad batch"), "failed"), (KeyboardInterrupt(), "stopped")])

@@ -323,7 +323,7 @@ def test_files_of_one_second_are_read_in_their_order(tmp_path: Path, monkeypatch
     monkeypatch.setattr(event_file_writer, "_global_uid", event_file_writer.AtomicCounter(8))
     monkeypatch.setattr(tensorboard.time, "sleep", sleep)
     for run in range(4):  # 8, 9, 10, which is replaced, 11, 12
-        logger = TensorBoardLogger(tmp_path, version=0)
+        logger = TensorBoardLogger(tmp_path, version=0, purge_step=run)
         logger.start(lambda text: text, is_writer=True)
         logger.log_metrics({"loss": float(run)}, run)
         logger.close()

@@ -102,8 +102,11 @@ def test_what_auto_and_last_say_where_there_is_none(tmp_path: Path, capsys: pyte
     assert (again.resume_source, again.global_step) == (f"{tmp_path}/epoch=0.ckpt", 11)
     other = tw.Trainer(callbacks=tw.ModelCheckpoint(str(tmp_path / "none")), **{**QUIET, "enable_checkpointing": True})
     for name, what in (("last", "no checkpoint was saved in"), ("auto", "no complete checkpoint found in")):
-        with pytest.raises(tw.CheckpointError, match=rf"ckpt_path='{name}': {what} {tmp_path}/none"):
+        with pytest.raises(FileNotFoundError, match=rf"ckpt_path='{name}': {what} {tmp_path}/none") as caught:
             other.test(Classifier(), make_loader(), ckpt_path=name)
+        assert isinstance(caught.value, tw.CheckpointError)
+    with pytest.raises(FileNotFoundError, match="it does not exist"):
+        other.fit(Classifier(), make_loader(), ckpt_path=str(tmp_path / "missing.ckpt"))
     with pytest.raises(ValueError, match=r"ckpt_path='auto' needs a ModelCheckpoint, but .* has none"):
         tw.Trainer(**QUIET).fit(Classifier(), make_loader(), ckpt_path="auto")
     trial = tw.Trainer(fast_dev_run=True, **QUIET_BAR)

@@ -32,6 +32,24 @@ def test_a_relative_dirpath_is_that_of_the_beginning(tmp_path: Path, monkeypatch
     assert tw.ModelCheckpoint("memory://kept/").dirpath == "memory://kept"
 
 
+def test_a_name_that_fsspec_reads_as_a_chain_is_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for make in (
+        lambda: tw.ModelCheckpoint(tmp_path / "a::b"),
+        lambda: tw.ModelCheckpoint(filename="a::{epoch}"),
+        lambda: tw.OnExceptionCheckpoint("a::b"),
+        lambda: tw.CSVLogger(tmp_path / "a::b"),
+        lambda: tw.CSVLogger(name="a::b"),
+        lambda: tw.TensorBoardLogger(version="a::b"),
+        lambda: tw.TensorPredictionWriter("a::b"),
+        lambda: tw.Trainer(default_root_dir="a::b", **QUIET),
+    ):
+        with pytest.raises(
+            ValueError, match="'::', which fsspec reads as a chain of file systems; choose a name without it"
+        ):
+            make()
+    assert tw.ModelCheckpoint("simplecache::memory://kept").dirpath == "simplecache::memory://kept"
+
+
 def test_the_lock_of_a_folder_is_not_written_through_a_link(tmp_path: Path) -> None:
     (tmp_path / "precious").write_text("precious")
     (tmp_path / "kept").mkdir()

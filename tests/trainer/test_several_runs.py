@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
+import csv
 import gc
+import json
+import os
 import pickle
 import threading
 import weakref
@@ -17,6 +20,8 @@ from small import QUIET, Classifier, assert_equal, make_loader, weights
 
 import trainwright as tw
 from trainwright.checkpoint.reader import open_checkpoint
+from trainwright.loggers.remote import RemoteLogger
+from trainwright.loggers.run_files import read_history
 
 
 def trained(epochs: int = 1, **loader: Any) -> Classifier:
@@ -259,3 +264,87 @@ def test_a_stop_within_an_epoch_is_saved_without_a_metric_of_its_end(tmp_path: P
     saving = tw.ModelCheckpoint(tmp_path, "{epoch}-{val_loss:.2f}")
     tw.Trainer(callbacks=[Graph(), saving], **settings).fit(Classifier(), make_loader(), make_loader(5))
     assert [path.name for path in tmp_path.iterdir()] == ["epoch=0-val_loss=nan.ckpt"]
+
+
+class Noted(Classifier):
+    """Logs its rate as a hyper-parameter."""
+
+    def __init__(self, lr: float = 0.05) -> None:
+        super().__init__(lr=lr)
+        self.save_hyperparameters()
+
+
+def steps_in(folder: str | Path) -> list[int]:
+    with open(f"{folder}/metrics.csv", newline="") as file:
+        return [int(row["step"]) for row in csv.DictReader(file) if row["loss_step"]]
+
+
+def test_a_fit_from_step_0_is_a_run_of_its_own_and_a_resumed_fit_continues(tmp_path: Path) -> None:
+    settings = {**QUIET, "enable_checkpointing": True, "logger": True, "log_every_n_steps": 1, "devices": 1}
+    trainer = tw.Trainer(max_epochs=1, default_root_dir=tmp_path, **settings)
+    logs = tmp_path / "trainwright_logs"
+    trainer.fit(Noted(), make_loader())
+    trainer.logger.log_hyperparams({"of_the_first": 1})
+    trainer.test(Noted(), make_loader(8), verbose=False)
+    assert trainer.log_dir == f"{logs}/version_0"
+    trainer.fit(Noted(0.01), make_loader())
+    assert trainer.log_dir == f"{logs}/version_1"
+    assert trainer.checkpoint_callback.best_model_path == f"{logs}/version_1/checkpoints/epoch=0-step=11.ckpt"
+    assert [steps_in(logs / f"version_{number}") for number in (0, 1)] == [list(range(11))] * 2
+    assert json.loads((logs / "version_1/hparams.json").read_text()) == {"lr": 0.01}
+    assert json.loads((logs / "version_0/hparams.json").read_text()) == {"lr": 0.05, "of_the_first": 1}
+    other = tw.Trainer(max_epochs=2, default_root_dir=tmp_path, **{**settings, "logger": trainer.logger})
+    other.fit(Noted(0.01), make_loader(), ckpt_path="last")
+    assert other.log_dir == f"{logs}/version_1"
+    assert steps_in(other.log_dir) == list(range(22))
+    other.fit(Noted(0.02), make_loader(), ckpt_path=f"{logs}/version_0/checkpoints/epoch=0-step=11.ckpt")
+    assert other.log_dir == f"{logs}/version_0"
+    other.fit(Noted(0.03), make_loader())
+    assert other.log_dir == f"{logs}/version_2"
+    assert [len(steps_in(logs / f"version_{number}")) for number in range(3)] == [22, 22, 22]
+
+
+@pytest.mark.filterwarnings("ignore:.*is from an earlier run")
+def test_a_fixed_version_shows_the_latest_run_only(tmp_path: Path) -> None:
+    loggers = [tw.CSVLogger(tmp_path, "a", "mine"), tw.TensorBoardLogger(tmp_path, "a", "mine")]
+    trainer = tw.Trainer(max_epochs=1, **{**QUIET, "logger": loggers, "log_every_n_steps": 1})
+    trainer.fit(Noted(), make_loader(48))
+    trainer.fit(Noted(), make_loader(16))
+    series = read_history(str(tmp_path / "a/mine"), kind="tensorboard").series["loss_step"]
+    assert steps_in(tmp_path / "a/mine") == series.steps.tolist() == [0, 1, 2, 3]
+
+
+class Service(RemoteLogger):
+    """A service in memory, whose runs have ids without an order."""
+
+    project = "a/project"
+    ids = iter("zyxwvu")
+
+    def _open(self, run_id: str | None) -> str:
+        return run_id or next(self.ids)
+
+    def _write(self, rows: Any) -> None:
+        rows.clear()
+
+    def _write_hyperparams(self, params: dict[str, Any]) -> None:
+        pass
+
+
+def test_a_run_of_a_service_owns_its_checkpoints(tmp_path: Path) -> None:
+    def fit(lr: float, epochs: int, path: str | None = None, logger: Any = None) -> tw.Trainer:
+        settings = {**QUIET, "enable_checkpointing": True, "logger": logger or Service()}
+        trainer = tw.Trainer(max_epochs=epochs, default_root_dir=tmp_path, **settings)
+        trainer.fit(Classifier(lr=lr), make_loader(), ckpt_path=path)
+        return trainer
+
+    first = fit(0.1, 4)
+    assert first.checkpoint_callback.best_model_path == f"{tmp_path}/a_project/z/checkpoints/epoch=3-step=44.ckpt"
+    second = fit(0.5, 1)
+    again = fit(0.5, 2, "last")
+    assert again.resume_source == second.checkpoint_callback.best_model_path
+    assert (again.logger.version, again.optimizers[0].param_groups[0]["lr"]) == ("y", 0.5)
+    given = fit(0.1, 5, "auto", Service(run_id="z"))
+    assert given.resume_source == first.checkpoint_callback.best_model_path
+    first.fit(Classifier(), make_loader())
+    assert first.logger.version == "x"
+    assert sorted(os.listdir(tmp_path / "a_project")) == ["x", "y", "z"]

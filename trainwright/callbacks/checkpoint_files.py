@@ -20,13 +20,16 @@ from trainwright.checkpoint.discovery import (
 from trainwright.checkpoint.filesystem import resolve
 from trainwright.checkpoint.last_link import is_last_link, point_to, remove_link
 from trainwright.checkpoint.reader import open_checkpoint
-from trainwright.data.seeding import isolate_rng, set_rng_state
+from trainwright.data.seeding import isolate_rng
 from trainwright.errors import CheckpointError
 from trainwright.loggers.base import KeptCheckpoints
+from trainwright.loggers.position import CHECKPOINTS
+from trainwright.loggers.remote import RemoteLogger
 
 if TYPE_CHECKING:
     from trainwright.callbacks.trainer_protocol import TrainerProtocol
     from trainwright.checkpoint.store import BackgroundSave
+    from trainwright.module import Module
 
 
 def choose_paths(
@@ -56,6 +59,13 @@ def choose_paths(
     return path, path if not exists(path) else next(each for each in names if not exists(each))
 
 
+def default_folder(trainer: TrainerProtocol) -> str:
+    """Return the folder of a run's checkpoints without a dirpath, once its loggers have theirs."""
+    root = trainer.default_root_dir
+    of_services = (each.run_folder(root) for each in trainer.loggers if isinstance(each, RemoteLogger))
+    return f"{trainer.log_dir or next(of_services, root)}/{CHECKPOINTS}"
+
+
 def is_taken(path: str) -> bool:
     """Return whether a checkpoint, whole or damaged, or anything else is at this path."""
     files, inside = resolve(path)
@@ -68,7 +78,7 @@ def free_path(stem: str, extension: str) -> str:
     return next(path for path in chain([f"{stem}{extension}"], versions) if not is_taken(path))
 
 
-def free_link(name: Callable[[int | None], str], saved: tuple[str, str]) -> str:
+def free_link(name: Callable[[int | None], str], saved: Sequence[str]) -> str:
     """Return the first path of those `name` returns that is free, or is a link to a checkpoint, which is replaced.
 
     The paths of what is being `saved` are not free.
@@ -77,26 +87,57 @@ def free_link(name: Callable[[int | None], str], saved: tuple[str, str]) -> str:
     return next(path for path in paths if is_last_link(path) or not is_taken(path))
 
 
-def save_failed(
-    asker: str, trainer: TrainerProtocol, stem: str, extension: str, weights_only: bool, generators: dict[str, Any]
-) -> None:
-    """Save the run that an exception has ended if it can be resumed exactly, and print what was done.
+class FailedRun:
+    """Saves a run that an exception ends, if it can be resumed exactly, and prints what was done.
 
-    `asker` is what saves, and `generators` are the generators' states before the validation that failed, if one did.
+    The rank that fails first saves without the others, which wait in the batch. The text begins with `asker`.
     """
-    try:
-        refusal = trainer.state.progress.obstacle or trainer.engine.finiteness.fault()
-        if refusal:
-            say(f"{asker}: nothing is saved: {refusal}.")
-            return
-        path = free_path(stem, extension)
-        with isolate_rng():
-            if generators:
-                set_rng_state(generators)  # the resumed run repeats the whole validation
-            trainer.save_checkpoint(path, weights_only)
-        say(f"{asker}: the run was saved as {path}")
-    except Exception as error:  # the user has to see the first exception, not this one
-        say(f"{asker}: the save failed: {type(error).__name__}: {error}")
+
+    def __init__(self, asker: str, trainer: TrainerProtocol, module: Module) -> None:
+        self._asker, self._trainer, self._module = asker, trainer, module
+        self._point = trainer.engine.connection.sync_point(f"{asker}'s save")
+        self._versions = self._buffer_versions()
+
+    def save(self, stem: str, extension: str, weights_only: bool = False, *, replaces: bool = False) -> str:
+        """Save and return the path, "" if nothing was saved; `replaces` a checkpoint at the plain path if it can."""
+        trainer, ranks = self._trainer, self._trainer.engine.ranks
+        try:
+            if not (refusal := trainer.state.progress.obstacle) and not self._point.claim():
+                refusal = "another rank saves the run"
+            with ranks.alone(), isolate_rng():
+                if not refusal and not (refusal := trainer.engine.finiteness.fault()):
+                    path = f"{stem}{extension}"
+                    overwrite = replaces and is_replaceable(path)
+                    path = path if overwrite else free_path(stem, extension)
+                    trainer.save_checkpoint(path, weights_only, overwrite=overwrite)
+                    say(f"{self._asker}: the run was saved as {path}{self._remark()}")
+                    return path
+            others = (getattr(each, "last_model_path", "") for each in trainer.callbacks)
+            last = next(filter(None, others), trainer.resume_source)
+            rest = f"the last complete checkpoint is {last}" if last else "no earlier checkpoint exists"
+            say(f"{self._asker}: nothing is saved: {refusal}; {rest}.")
+        except Exception as error:  # the user has to see the first exception, not this one
+            say(f"{self._asker}: the save failed: {type(error).__name__}: {error}")
+        return ""
+
+    def _remark(self) -> str:
+        trainer, batch = self._trainer, ""
+        if trainer.state.progress.is_in_batch:
+            now, before = self._buffer_versions(), self._versions
+            changed = [f"the buffers of {path or 'the module'}" for path in now if now[path] != before.get(path)]
+            batch = (
+                f", as before batch {trainer.state.batch}, which a resumed run trains again. From that batch remain: "
+                f"{', '.join(['the RNG state', 'the logged values', *changed])}"
+            )
+        alone = f" It has the RNG state and the epoch's logged values of rank {trainer.global_rank} only."
+        return f"{batch}.{alone if trainer.world_size > 1 else ''}"
+
+    def _buffer_versions(self) -> dict[str, list[tuple[int, int]]]:
+        """Return, by layer, the identity of each buffer and the number of its changes, as torch counts them."""
+        return {
+            path: [(id(each), 0 if each.is_inference() else each._version) for each in layer.buffers(recurse=False)]
+            for path, layer in self._module.named_modules()
+        }
 
 
 def path_of_stop(trainer: TrainerProtocol, kept: Kept, own: str, extension: str) -> tuple[str, bool]:

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from trainwright.paths import absolute
+
 if TYPE_CHECKING:
     from trainwright.callbacks.trainer_protocol import TrainerProtocol
 
@@ -18,7 +20,8 @@ FIELD = r"\{([^{}:]+)(:[^{}]*)?\}"
 
 
 def check_template(template: str) -> None:
-    """Raise ValueError for an unpaired brace."""
+    """Raise ValueError for an unpaired brace, and for "::"."""
+    absolute(template)
     if set("{}") & set(re.sub(FIELD, "", template)):
         raise ValueError(
             f"filename={template!r} has a brace without its pair; write fields as {{epoch}} or {{val_loss:.3f}}."

@@ -7,6 +7,9 @@ import re
 from collections.abc import Collection
 from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
 
+import torch
+from torch import Tensor
+
 from trainwright.callers import warn
 from trainwright.checkpoint.discovery import same_path
 from trainwright.duration import to_seconds
@@ -63,6 +66,10 @@ def checked_intervals(steps: Any, interval: Any, epochs: Any) -> tuple[int, floa
         return 0, None, 1
     seconds = None if interval is None else to_seconds(interval, name="train_time_interval", allows_zero=True)
     return steps or 0, seconds, epochs or 0
+
+
+def scalar(value: float) -> Tensor:
+    return torch.tensor(value, dtype=torch.float64)
 
 
 class Kept(TypedDict):

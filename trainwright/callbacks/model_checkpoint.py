@@ -14,14 +14,15 @@ from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 
 from trainwright.arguments import refuses_unknown
 from trainwright.callbacks.base import Checkpoint
 from trainwright.callbacks.checkpoint_files import (
+    FailedRun,
     PendingSave,
     choose_paths,
+    default_folder,
     follow_move,
     free_link,
     is_taken,
@@ -30,7 +31,6 @@ from trainwright.callbacks.checkpoint_files import (
     loaded,
     path_of_stop,
     remove_replaced,
-    save_failed,
     tell_loggers,
 )
 from trainwright.callbacks.checkpoint_names import Naming, check_template, name_values
@@ -43,13 +43,12 @@ from trainwright.callbacks.checkpoint_policy import (
     SaveMoments,
     check_choices,
     checked_intervals,
+    scalar,
 )
 from trainwright.callbacks.chosen_mode import chosen_mode
 from trainwright.callers import say
 from trainwright.checkpoint.filesystem import sweep_temporaries
-from trainwright.data.seeding import rng_state
 from trainwright.errors import CheckpointError
-from trainwright.loggers.position import CHECKPOINTS
 from trainwright.paths import absolute
 from trainwright.rank_zero import rank_zero_warn
 
@@ -63,17 +62,17 @@ class ModelCheckpoint(Checkpoint):
 
     Args:
         dirpath: where to save: a path (made absolute here) or an fsspec URL; by default `checkpoints` in the logger's run
-            folder.
+            folder. For a logger of a service that is `PROJECT/RUN_ID` under default_root_dir.
         filename: a template of the name, with {epoch}, {step} and metrics, such as "{epoch}-{val_acc:.3f}".
         monitor: the metric that decides; None keeps the newest.
         verbose: print the path of each save.
         save_last: True or "link": also keep the newest, whatever its metric, and let the link `last.ckpt` lead to it; where
-            symbolic links do not exist, that is a directory with a pointer. Every ckpt_path takes it.
+            symbolic links do not exist, that is a directory with a pointer. Every ckpt_path takes it. If the newest is not
+            among the best, it is named `epoch=..-step=..`, not by `filename`. A fit saves an unsaved end as `end-step=..`.
         save_top_k: how many to keep: -1 for all, 0 for none; without monitor -1, 0 or 1.
-        save_on_exception: save `exception-epoch=..-step=..` when an exception ends the run, if it can be resumed exactly from
-            there; otherwise print why not. It can be on one process (a save needs all ranks) between two batches: while the
-            next one is loaded, in a validation within an epoch until its metrics are known, or in the hooks of an epoch's
-            start. A first Ctrl-C or another signal raises nothing in the run: it is saved as `stop-step=..` without this.
+        save_on_exception: save `exception-epoch=..-step=..` when an exception ends the run, where an OnExceptionCheckpoint can;
+            elsewhere print why not. A first Ctrl-C or another signal raises nothing in the run: it is saved as `stop-step=..`
+            without this.
         save_weights_only: leave out optimizers and counters; no run can resume from such a checkpoint. If a killed run wrote
             one after the checkpoint it is resumed from, it is kept in addition to those of the resumed run.
         mode: "min" or "max": which value of the metric is better; by default "min", with a warning for names such as "acc".
@@ -145,7 +144,8 @@ class ModelCheckpoint(Checkpoint):
         )
         self.dirpath = absolute(dirpath).rstrip("/") if dirpath is not None else None
         self._default_dirpath: str | None = None
-        self.filename = filename if filename is not None else f"{{epoch}}{self.CHECKPOINT_JOIN_CHAR}{{step}}"
+        self._plain_filename = f"{{epoch}}{self.CHECKPOINT_JOIN_CHAR}{{step}}"
+        self.filename = filename if filename is not None else self._plain_filename
         self.monitor, self.verbose, self.async_save = monitor, verbose, async_save
         self.mode = chosen_mode(mode, monitor, type(self).__name__)
         self.save_last, self.save_top_k, self.save_on_exception = save_last, save_top_k, save_on_exception
@@ -161,9 +161,9 @@ class ModelCheckpoint(Checkpoint):
         self._unrenamed: tuple[str, str, float | None] = ("", "", None)
         """Where the resume source was written, its final path and its score, if it was saved before it was renamed."""
         self._loaded: dict[str, Any] | None = None
-        self._has_begun = self._has_validated = self._is_deferred = self._awaits_score = False
-        self._generators: dict[str, Any] = {}
-        """Their states before the current validation, for save_on_exception."""
+        self._has_validated = self._is_deferred = self._awaits_score = False
+        self._failed: FailedRun | None = None
+        """What saves the run if it fails, with save_on_exception and once it has begun."""
         self._sync_point: Any = None
         self._pending: PendingSave | None = None
         """The save that may not have committed yet, or has not been concluded."""
@@ -172,9 +172,9 @@ class ModelCheckpoint(Checkpoint):
     def _keep(self, kept: Kept) -> None:
         """Keep these checkpoints, and show them in the public attributes."""
         self._kept = kept
-        paths, worst = self._ranking.best_first(kept["scores"]), _scalar(self._ranking.worst)
+        paths, worst = self._ranking.best_first(kept["scores"]), scalar(self._ranking.worst)
         ranked = paths if self.monitor is not None else []
-        self.best_k_models = {path: _scalar(score) for path, score in kept["scores"].items() if ranked}
+        self.best_k_models = {path: scalar(score) for path, score in kept["scores"].items() if ranked}
         """The kept checkpoints and their scores, as tensors without dimensions; empty where nothing is monitored."""
         kth = ranked[-1] if len(ranked) >= max(self.save_top_k, 1) else ""
         self.best_model_path, self.kth_best_model_path = paths[0] if paths else "", kth
@@ -183,7 +183,7 @@ class ModelCheckpoint(Checkpoint):
         self.kth_value: Tensor = self.best_k_models[kth] if kth else worst
         self.last_model_path = kept["last"]
         score = kept["current_score"]
-        self.current_score: Tensor | None = None if score is None else worst if math.isnan(score) else _scalar(score)
+        self.current_score: Tensor | None = None if score is None else worst if math.isnan(score) else scalar(score)
 
     @property
     def keeps_any(self) -> bool:
@@ -223,7 +223,7 @@ class ModelCheckpoint(Checkpoint):
 
     def __getstate__(self) -> dict[str, Any]:
         # These belong to this process's run.
-        return {**super().__getstate__(), "_sync_point": None, "_pending": None, "_generators": {}}
+        return {**super().__getstate__(), "_sync_point": None, "_pending": None, "_failed": None}
 
     def setup(self, trainer: Trainer, module: Module, stage: str) -> None:
         self._is_fitting = stage == "fit" and not trainer.fast_dev_run
@@ -238,7 +238,7 @@ class ModelCheckpoint(Checkpoint):
 
     def folder_in(self, trainer: Trainer) -> str:
         """Return the folder that this run saves in, once its loggers have theirs."""
-        return self.given_dirpath or f"{trainer.log_dir or trainer.default_root_dir}/{CHECKPOINTS}"
+        return self.given_dirpath or default_folder(trainer)
 
     @property
     def given_dirpath(self) -> str | None:
@@ -246,7 +246,9 @@ class ModelCheckpoint(Checkpoint):
         return None if self.dirpath == self._default_dirpath else self.dirpath
 
     def on_train_start(self, trainer: Trainer, module: Module) -> None:
-        self._saved_at, self._has_begun = time.monotonic(), True
+        self._saved_at = time.monotonic()
+        if self.save_on_exception and self._is_fitting:
+            self._failed = FailedRun("save_on_exception", trainer, module)
         load = partial(ModelCheckpoint.load_state_dict, self)
         follow_move(self._loaded, self.state_key, self.dirpath or "", load, trainer)
         self._moments.begin(trainer)
@@ -289,12 +291,7 @@ class ModelCheckpoint(Checkpoint):
             self._sync_point.request()
         return bool(self._sync_point.is_reached(trainer.global_step))  # the clocks of the ranks differ
 
-    def on_validation_start(self, trainer: Trainer, module: Module) -> None:
-        if self.save_on_exception and self._has_begun and self._is_fitting:
-            self._generators = rng_state()
-
     def on_validation_end(self, trainer: Trainer, module: Module) -> None:
-        self._generators = {}
         if not self._is_fitting or trainer.sanity_checking:
             return
         self._has_validated = True
@@ -328,9 +325,11 @@ class ModelCheckpoint(Checkpoint):
 
     def on_train_end(self, trainer: Trainer, module: Module) -> None:
         self._conclude(trainer)
+        if self.save_last and trainer.state.total_batches and not self._moments.is_saved(trainer):
+            self.save_stop(trainer, "end", self.save_weights_only)
 
     def teardown(self, trainer: Trainer, module: Module, stage: str) -> None:
-        self._sync_point = None
+        self._sync_point = self._failed = None
 
     def _save(self, trainer: Trainer, is_left: bool = False) -> None:
         """Save if rank 0 finds it worthwhile. Collective.
@@ -403,24 +402,31 @@ class ModelCheckpoint(Checkpoint):
         if is_stopgap:
             self._score.warn_of_value(trainer, score, self._awaits_score)
         dropped = self._ranking.dropped(self._kept, is_best)
-        values = name_values(trainer, self.monitor, self.filename, is_left)
+        # What save_last alone keeps must not have the name that the user gave to the best.
+        template = self.filename if is_best or not scores else self._plain_filename
+        values = name_values(trainer, self.monitor, template, is_left)
         path, written_to = choose_paths(
-            lambda version: self.format_checkpoint_name(values, ver=version),
+            lambda version: self.format_checkpoint_name(values, template, version),
             lambda path: self.file_exists(path, trainer),
             dropped,
             scores,
             trainer.resume_source or "",
             replaces_any=not self.enable_version_counter,
         )
-        name_link = partial(self._naming.path, self.CHECKPOINT_NAME_LAST, values)
-        link = free_link(name_link, (path, written_to)) if self.save_last else ""
-        return Save(path, written_to, score, is_best, dropped, link)
+        return Save(path, written_to, score, is_best, dropped, self._link(trainer, is_left, path, written_to))
 
-    def save_stop(self, trainer: Trainer, name: str = "stop") -> str:
+    def _link(self, trainer: Trainer, is_left: bool, *saved: str) -> str:
+        """Return the path of the link to a checkpoint; "" without save_last. On rank 0."""
+        template = self.CHECKPOINT_NAME_LAST
+        name_link = partial(self._naming.path, template, name_values(trainer, self.monitor, template, is_left))
+        return free_link(name_link, saved) if self.save_last else ""
+
+    def save_stop(self, trainer: Trainer, name: str = "stop", weights_only: bool = False) -> str:
         """Save a run that ends here as `stop-step=..`, whatever its metric and the intervals. Collective.
 
-        The first ModelCheckpoint that keeps checkpoints is called, and saves everything, even with `save_weights_only`. Return
-        the path, or that of a checkpoint of this very position; "" if nothing is saved (weights that are not finite).
+        On a stop the first ModelCheckpoint that keeps checkpoints is called, and saves everything, even with
+        `save_weights_only`. Return the path, or the path of a checkpoint of this very position; "" if nothing is saved
+        (weights that are not finite).
         """
         if not self._is_fitting or not self.keeps_any:
             return ""
@@ -435,11 +441,13 @@ class ModelCheckpoint(Checkpoint):
             return str(path)
         if self._refuses_weights(trainer):
             return ""
-        before = self._kept
+
+        link_of = partial(self._link, trainer, True, path)
+        before, link = self._kept, trainer.engine.ranks.decide(link_of, "the save of a run that ends")
         replaced = [*before["replaced"], *self._ranking.dropped(before, is_best=False)]
-        self._keep({**before, "last": path, "written_to": path, "replaced": replaced})
-        self._write(trainer, before)
-        link_newest((before["link"], ""), path, trainer)
+        self._keep({**before, "last": path, "written_to": path, "replaced": replaced, "link": link})
+        self._write(trainer, before, weights_only)
+        link_newest((link, before["link"]), path, trainer)
         self._keep_replaced(remove_replaced(replaced, path, trainer))
         tell_loggers(self, trainer)
         return str(path)
@@ -448,11 +456,9 @@ class ModelCheckpoint(Checkpoint):
         pending, self._pending = self._pending, None
         if pending is not None:
             pending.conclude_alone(trainer)
-        if self.save_on_exception and self._is_fitting and self._has_begun:
+        if self._failed is not None:
             stem = f"{self.dirpath}/exception-epoch={trainer.current_epoch}-step={trainer.global_step}"
-            save_failed(
-                "save_on_exception", trainer, stem, self.FILE_EXTENSION, self.save_weights_only, self._generators
-            )
+            self._failed.save(stem, self.FILE_EXTENSION, self.save_weights_only)
 
     def file_exists(self, filepath: str, trainer: Trainer) -> bool:
         """Return whether a checkpoint, or anything else, is at this path; called on rank 0."""
@@ -472,7 +478,3 @@ class ModelCheckpoint(Checkpoint):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({json.dumps(self.monitor)}, mode={self.mode!r}, save_top_k={self.save_top_k})"
-
-
-def _scalar(value: float) -> Tensor:
-    return torch.tensor(value, dtype=torch.float64)

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainwright.arguments import refuses_unknown
 from trainwright.callbacks.base import Checkpoint
-from trainwright.callbacks.checkpoint_files import save_failed
-from trainwright.data.seeding import rng_state
+from trainwright.callbacks.checkpoint_files import FailedRun
 from trainwright.paths import absolute
 
 if TYPE_CHECKING:
@@ -19,9 +18,12 @@ if TYPE_CHECKING:
 class OnExceptionCheckpoint(Checkpoint):
     """Saves the run as `dirpath/filename.ckpt` when an exception ends a fit, if it can be resumed exactly from there.
 
-    If it cannot (several processes, gradients half computed), a line on standard error says why; the checkpoints of a
-    ModelCheckpoint stay. A name that is taken gets -v1, -v2. A first Ctrl-C or another signal raises nothing in the run:
-    ModelCheckpoint saves what it stops.
+    It can on one process and under ddp: while a batch is loaded, and in a training batch unless an optimizer has stepped in it
+    or an accumulation window is open. The state before the batch is saved, and a resumed run trains the batch again. The RNG
+    state, what the batch has logged and buffers that it has changed are not restored; a line on standard error names them.
+    On one process it also can in a validation within an epoch, and in the hooks of an epoch's start. Elsewhere that line says
+    why not, and names the last complete checkpoint. A checkpoint of the same name is replaced once the new one is complete;
+    anything else stays, and the new one gets -v1. A first Ctrl-C raises nothing in the run: ModelCheckpoint saves it.
 
     Args:
         dirpath: where to save: a path (made absolute here) or an fsspec URL.
@@ -49,28 +51,24 @@ class OnExceptionCheckpoint(Checkpoint):
         if not filename:
             raise ValueError("filename='' is empty; pass a name, such as 'on_exception'.")
         self.dirpath, self.filename = absolute(dirpath).rstrip("/"), filename
-        self._is_begun = False
-        self._generators: dict[str, Any] = {}
+        self._saved = ""
+        self._failed: FailedRun | None = None
 
     @property
     def ckpt_path(self) -> str:
-        """Return the path of the checkpoint."""
-        return f"{self.dirpath}/{self.filename}{self.FILE_EXTENSION}"
+        """Return the path of the latest checkpoint, or before the first one the path that it will get."""
+        return self._saved or f"{self.dirpath}/{self.filename}{self.FILE_EXTENSION}"
 
-    def setup(self, trainer: Trainer, module: Module, stage: str) -> None:
-        self._is_begun, self._generators = False, {}
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_failed": None}
 
     def on_train_start(self, trainer: Trainer, module: Module) -> None:
-        self._is_begun = not trainer.fast_dev_run
-
-    def on_validation_start(self, trainer: Trainer, module: Module) -> None:
-        if self._is_begun:
-            self._generators = rng_state()  # a resumed run repeats the whole validation
-
-    def on_validation_end(self, trainer: Trainer, module: Module) -> None:
-        self._generators = {}
+        self._failed = None if trainer.fast_dev_run else FailedRun("OnExceptionCheckpoint", trainer, module)
 
     def on_exception(self, trainer: Trainer, module: Module, exception: BaseException) -> None:
-        if self._is_begun:
+        if self._failed is not None:
             stem = f"{self.dirpath}/{self.filename}"
-            save_failed("OnExceptionCheckpoint", trainer, stem, self.FILE_EXTENSION, False, self._generators)
+            self._saved = self._failed.save(stem, self.FILE_EXTENSION, replaces=True) or self._saved
+
+    def teardown(self, trainer: Trainer, module: Module, stage: str) -> None:
+        self._failed = None

@@ -139,6 +139,7 @@ class Stream:
 class TensorPredictionWriter(BasePredictionWriter):
     """Writes predictions as they are computed, so that no process holds them all; `load_predictions` reads them.
 
+    With fast_dev_run the predictions are checked, and nothing is written.
     predict_step returns a tensor with a row for each sample, or a nest (dict, list, tuple) of such tensors.
 
     Args:
@@ -170,7 +171,7 @@ class TensorPredictionWriter(BasePredictionWriter):
         """Create the folder; raise FileExistsError on every rank if it holds predictions already. Collective."""
         files, path = resolve(self.dirpath)
         is_taken = False
-        if trainer.is_global_zero:
+        if trainer.is_global_zero and not trainer.fast_dev_run:
             for new in (path, f"{path}/{MANIFEST}") if files.has_rename else ():
                 note_new(new)
             files.make_directories(path)
@@ -239,7 +240,8 @@ class TensorPredictionWriter(BasePredictionWriter):
         number = sum(len(each.files) for each in self._streams)
         name = f"part-{self._run}-{trainer.global_rank:05d}-{number:05d}.safetensors"
         tensors = {key: torch.cat(each) for key, each in stream.waiting.items()}
-        files.put(f"{path}/{name}", safetensors.torch.save(tensors))
+        if not trainer.fast_dev_run:
+            files.put(f"{path}/{name}", safetensors.torch.save(tensors))
         stream.files.append(name)
         stream.waiting, stream.waiting_bytes = {}, 0
 
@@ -259,7 +261,7 @@ class TensorPredictionWriter(BasePredictionWriter):
                 )
             names = [name for _, names in streams for name in names]
             loaders.append({"nest": nests[0] if nests else None, "files": names})
-        if trainer.is_global_zero:
+        if trainer.is_global_zero and not trainer.fast_dev_run:
             files, path = resolve(self.dirpath)
             files.put(f"{path}/{MANIFEST}", json.dumps({"format": 1, "loaders": loaders}, indent=1).encode())
         ranks.wait(call)  # on every rank the manifest is there after this

@@ -71,6 +71,10 @@ class RunProgress(Protocol):
         """Why the failed run cannot be resumed exactly from here; "" if it can."""
 
     @property
+    def is_in_batch(self) -> bool:
+        """True from a training batch's start to the end of its hooks."""
+
+    @property
     def is_leaving(self) -> bool:
         """True in on_train_epoch_end if the run stops within the epoch."""
 
@@ -273,7 +277,9 @@ class TrainerProtocol(Protocol):
     def resume_source(self) -> str | None:
         """The checkpoint that this fit was resumed from."""
 
-    def save_checkpoint(self, filepath: str, weights_only: bool = False, *, blocking: bool = True) -> bool:
+    def save_checkpoint(
+        self, filepath: str, weights_only: bool = False, *, blocking: bool = True, overwrite: bool = False
+    ) -> bool:
         """Write a checkpoint. Collective; see `Trainer.save_checkpoint`."""
 
     def print(self, *args: Any, **kwargs: Any) -> None:

@@ -11,7 +11,10 @@ from typing import Any
 
 from trainwright.distributed.rank_positions import Locate
 from trainwright.distributed.store_channel import StoreChannel
-from trainwright.errors import CheckpointError
+from trainwright.errors import CheckpointError, MissingCheckpoint
+
+KINDS = (MissingCheckpoint, CheckpointError, ValueError)
+"""The errors of one rank that all ranks raise, the most specific first."""
 
 
 class Ranks:
@@ -28,6 +31,16 @@ class Ranks:
     def subchannel(self, name: str) -> Ranks:
         """Return ranks for a second thread, whose calls pair up by themselves. See `StoreChannel.subchannel`."""
         return Ranks(None if self._channel is None else self._channel.subchannel(name), self.timeout_seconds)
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Let this rank act in the block as the only one: the others may be gone, or wait elsewhere. Not collective."""
+        shared = self._channel, self.rank, self.world_size
+        self._channel, self.rank, self.world_size = None, 0, 1
+        try:
+            yield
+        finally:
+            self._channel, self.rank, self.world_size = shared
 
     def give_up(self) -> None:
         """Make the call that waits here in another thread raise, and every later one."""
@@ -70,11 +83,11 @@ class Ranks:
         if self.rank == 0:
             try:
                 reply = {"value": decide()}
-            except (ValueError, CheckpointError) as error:
-                reply = {"error": str(error), "is_checkpoint_error": isinstance(error, CheckpointError)}
+            except KINDS as error:
+                reply = {"error": str(error), "kind": [isinstance(error, each) for each in KINDS].index(True)}
         reply = self.broadcast(reply, call)
         if "error" in reply:
-            raise (CheckpointError if reply["is_checkpoint_error"] else ValueError)(reply["error"])
+            raise KINDS[reply["kind"]](reply["error"])
         return reply["value"]
 
     def run_on_all(
@@ -106,7 +119,8 @@ class Ranks:
         replies = self._exchange(payload, call)
         if failures := {rank: reply[1:].decode() for rank, reply in enumerate(replies) if reply[:1] == b"-"}:
             text = _joined(failures, len(replies))
-            raise CheckpointError(f"{subject}: {text}" if subject else text) from cause
+            kind = MissingCheckpoint if isinstance(cause, MissingCheckpoint) else CheckpointError
+            raise kind(f"{subject}: {text}" if subject else text) from cause
         return [json.loads(zlib.decompress(reply[1:])) if reads else None for reply in replies]
 
     def begin_round(self) -> None:

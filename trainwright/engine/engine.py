@@ -383,7 +383,7 @@ class Engine:
                 header={
                     "step": step,
                     "epoch": epoch,
-                    "world_size": self.world_size,
+                    "world_size": self.ranks.world_size,  # 1 if this rank saves alone
                     "strategy": self.strategy.name,
                     "weights_only": weights_only,
                     "number": number,

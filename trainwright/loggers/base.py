@@ -7,6 +7,7 @@ import functools
 import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from enum import Enum
 from typing import Any, Literal, Protocol, Self
 
 from trainwright.distributed.environment import Environment
@@ -59,11 +60,22 @@ class Logger:
     experiment: Any = None
     """The underlying writer, for anything beyond this contract."""
     _has_warned_of_images = False
+    _has_trained = _is_continued = False
+    """Whether a fit has used this logger, and whether the next fit resumes its run."""
 
     @classmethod
     def of_project(cls, project: str, save_dir: str | None, **options: Any) -> Self:
         """Return a logger for a raw loop that chose it by name; override it if the constructor has other arguments."""
         return cls(**options)
+
+    def begin_fit(self) -> None:
+        """Called on every rank before the `start` of a fit: a new run, unless it resumes the run of this logger."""
+        if self._has_trained and not self._is_continued:
+            self._leave_run()
+        self._has_trained, self._is_continued = True, False
+
+    def _leave_run(self) -> None:
+        """Leave the run, so that the next `start` begins another one."""
 
     def start(self, agreed: Callable[[str], str], *, is_writer: bool) -> None:
         """Choose where this run logs. Collective: called at the start of each run, on every rank.
@@ -222,3 +234,24 @@ def to_dict(params: Mapping[str, Any] | argparse.Namespace) -> dict[str, Any]:
     if not isinstance(params, Mapping):
         raise TypeError(f"log_hyperparams got {params!r:.80}, {a_type_of(params)}; expected a dict or a Namespace.")
     return dict(params)
+
+
+def to_json(value: Any) -> Any:
+    """Return the value as JSON data; other types become lists or text."""
+    if value is None or type(value) in (bool, int, float, str):
+        return value
+    if isinstance(value, Enum):
+        return to_json(value.value)
+    if isinstance(value, str):  # yaml refuses subclasses, such as numpy's
+        return str.__str__(value)
+    if isinstance(value, (int, float)):
+        return int(value) if isinstance(value, int) else float(value)
+    if isinstance(value, Mapping):
+        return {str(key): to_json(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [to_json(item) for item in value]
+    if isinstance(value, (set, frozenset)):
+        return sorted((to_json(item) for item in value), key=str)
+    if type(value).__module__.partition(".")[0] in ("torch", "numpy") and hasattr(value, "tolist"):
+        return to_json(value.tolist())
+    return str(value)

@@ -74,6 +74,7 @@ class CometLogger(RemoteLogger):
             raise ValueError(f"mode={mode!r} is not accepted; choose from {', '.join(map(repr, MODES))}.")
         super().__init__(prefix or "", log_model, experiment_key)
         self._api_key, self._workspace, self._group = api_key, workspace, project
+        self.project = project or "comet"
         self._mode, self._online, self._name, self._options = mode or MODES[0], online, name, kwargs
         self.save_dir: str = os.path.abspath(os.fspath(save_dir))
         self._experiment: Any = None

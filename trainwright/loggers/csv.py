@@ -80,6 +80,10 @@ class CSVLogger(FolderLogger):
         super().load_state_dict(state)
         self._file = None  # the next one starts at that position
 
+    def _leave_run(self) -> None:
+        super()._leave_run()
+        self._file = None
+
     def _written(self) -> dict[str, Any]:
         """Write all rows, and return their number."""
         self._take_open_row()

@@ -6,9 +6,7 @@ import contextlib
 import os
 import re
 import threading
-from collections.abc import Iterator, Mapping
-from enum import Enum
-from typing import Any
+from collections.abc import Iterator
 
 import fsspec
 from fsspec.implementations.local import LocalFileSystem
@@ -66,24 +64,3 @@ def _sweep(path: str) -> None:
             if match is not None and not is_process_alive(int(match[1]), match[2]):
                 with contextlib.suppress(FileNotFoundError):
                     os.unlink(f"{folder}/{other}")
-
-
-def jsonable(value: Any) -> Any:
-    """Return the value as JSON data; other types become lists or text."""
-    if value is None or type(value) in (bool, int, float, str):
-        return value
-    if isinstance(value, Enum):
-        return jsonable(value.value)
-    if isinstance(value, str):  # yaml refuses subclasses, such as numpy's
-        return str.__str__(value)
-    if isinstance(value, (int, float)):
-        return int(value) if isinstance(value, int) else float(value)
-    if isinstance(value, Mapping):
-        return {str(key): jsonable(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [jsonable(item) for item in value]
-    if isinstance(value, (set, frozenset)):
-        return sorted((jsonable(item) for item in value), key=str)
-    if type(value).__module__.partition(".")[0] in ("torch", "numpy") and hasattr(value, "tolist"):
-        return jsonable(value.tolist())
-    return str(value)

@@ -18,9 +18,9 @@ import yaml
 from trainwright.distributed.environment import Environment
 from trainwright.errors import a_type_of
 from trainwright.loggers.background import BackgroundWriter, flush_at_exit
-from trainwright.loggers.base import KeptCheckpoints, Logger, RunResult, to_dict, to_numbers
-from trainwright.loggers.files import explained_for, is_local, jsonable, write_file
-from trainwright.loggers.run_record import LOOP, RunRecorder
+from trainwright.loggers.base import KeptCheckpoints, Logger, RunResult, to_dict, to_json, to_numbers
+from trainwright.loggers.files import explained_for, is_local, write_file
+from trainwright.loggers.run_record import FIT, LOOP, RunRecorder
 from trainwright.paths import absolute
 from trainwright.plots.history import History
 
@@ -60,6 +60,7 @@ class FolderLogger(Logger):
         self._follows_root = save_dir is None
         self.name: str = name or ""
         self._version = version
+        absolute(f"{self.name}/{version}")  # ValueError for a name that no folder can have
         self._is_given = version is not None
         self.prefix = prefix
         self._rows_at_once = rows_at_once
@@ -150,11 +151,18 @@ class FolderLogger(Logger):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if self._folder is not None and not self._is_given and self._version != state["version"]:
-            self.flush()  # what was logged before this run, perhaps by hand, stays in that folder
-            self._folder = self._version = None
+            self._leave_run()  # it is another run's, or of rows that were logged by hand
         if self._folder is None and self._version is None:
             self._version, self._is_resumed = state["version"], True
         self._position, self._hparams_digest = dict(state), str(state.get("hparams", ""))
+        self._is_continued = True
+
+    def _leave_run(self) -> None:
+        self.flush()
+        self._folder, self._has_started, self._is_resumed = None, False, False
+        self._version = self._version if self._is_given else None
+        self._position, self._hparams, self._hparams_digest = {}, {}, ""
+        self._step, self._has_rows, self._epoch = 0, False, None
 
     def drop_later_rows(self) -> None:
         """Drop everything after the position of the checkpoint that the run resumes from, since the run writes it again."""
@@ -194,11 +202,11 @@ class FolderLogger(Logger):
         """Continue in this logger's folder, join the `shared` one, or claim one. Collective."""
         self._has_started = True
         self._is_writer = is_writer
-        self._is_new = self._folder is None and self._version is None
-        self._is_first_here = self._folder is None and self._version is not None and not self._is_resumed
         if self._folder is not None:
             self._is_resumed = self._is_new = False
-            return  # a trainer's next run continues in its folder
+            return  # a test after a fit continues in its folder
+        self._is_new = self._version is None
+        self._is_first_here = self._version is not None and not self._is_resumed
         folder = shared or agreed(claim_folder(self.root_dir, self._version) if is_writer else "")
         if not folder:
             return  # a raw loop's rank that does not write, and does not know where rank 0 does
@@ -326,7 +334,7 @@ class FolderLogger(Logger):
     def _submit_hparams(self) -> None:
         if not self._hparams or self._folder is None:
             return
-        plain = jsonable(self._hparams)
+        plain = to_json(self._hparams)
         data, path = f"{json.dumps(plain, indent=2)}\n".encode(), f"{self.log_dir}/{HPARAMS_NAME}"
         twin = yaml.safe_dump(plain, sort_keys=False, allow_unicode=True).encode(), f"{self.log_dir}/{HPARAMS_YAML}"
         if (digest := hashlib.sha256(data).hexdigest()) != self._hparams_digest:
@@ -359,6 +367,8 @@ def start_loggers(
     """
     started: list[FolderLogger] = []
     for logger in loggers:
+        if call == FIT:
+            logger.begin_fit()
         if not isinstance(logger, FolderLogger):
             logger.start(agreed, is_writer=is_writer)
             continue

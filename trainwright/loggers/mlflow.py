@@ -69,6 +69,7 @@ class MLFlowLogger(RemoteLogger):
         self.save_dir = os.path.abspath(os.fspath(save_dir if save_dir is not None else "./mlruns"))
         self._uri = tracking_uri
         self._experiment_name, self._run_name, self._tags = experiment_name, run_name, dict(tags or {})
+        self.project = experiment_name
         self._artifacts = artifact_location
         self._client: Any = None
         self._has_refused = False

@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import random
+import re
 import time
 import warnings
 from collections import Counter, deque
@@ -78,6 +79,8 @@ class RemoteLogger(Logger):
     arrived there before the kill are left out when they come again.
     """
 
+    project = "runs"
+    """The name of the folder that has the checkpoints of all runs of this project."""
     shown_in = "the pages of its service"
     """Where users see the curves."""
 
@@ -106,6 +109,10 @@ class RemoteLogger(Logger):
         """The step and time of the checkpoint that the run resumes from, until `_arrived` knows what follows it."""
         self._arrived = Arrived()
         self._writer = BackgroundWriter()
+
+    def run_folder(self, root: str) -> str:
+        """Return the folder of the run's checkpoints under a root: by its project, then by its id."""
+        return f"{root.rstrip('/')}/{re.sub('[/:]', '_', self.project)}/{self._id}"
 
     # -- what a subclass defines -----------------------------------------------------------------------------------------
 
@@ -165,6 +172,10 @@ class RemoteLogger(Logger):
         if "error" in reply:
             raise RuntimeError(f"{type(self).__name__} could not open its run: {reply['error']}")
         self._id, self._group = reply.get("id") or self._id, reply.get("group") or self._group
+
+    def _leave_run(self) -> None:
+        self.end_run()
+        self._id, self._step, self._time, self._uploaded = self._given_id, 0, 0, []
 
     def _open_once(self) -> None:
         if not self._is_open:
@@ -276,6 +287,7 @@ class RemoteLogger(Logger):
         run_id = str(state["id"])
         if self._given_id not in (None, run_id):
             return  # the user has chosen another run
+        self._is_continued = True
         if self._is_open:
             self.flush()  # rows of this process that come again have to be there before `_rows_there`
             if self._id != run_id:

@@ -44,7 +44,7 @@ class TensorBoardLogger(FolderLogger):
     Args:
         save_dir: a path, or an fsspec URL that tensorboard can write to; by default the trainer's default_root_dir.
         name: the folder of all runs.
-        version: the run's folder; by default version_<n> with the next free n.
+        version: the run's folder, where a new run hides the steps of earlier ones; by default version_<n> with the next free n.
         log_graph: log the model's graph; the module needs `example_input_array`.
         default_hp_metric: log hp_metric=-1 with the hyper-parameters, so that TensorBoard's HPARAMS page has a metric.
         prefix: put before the name of every metric, with a dash.
@@ -106,6 +106,11 @@ class TensorBoardLogger(FolderLogger):
         self._latest_step = int(state.get("purge_step", 0)) - 1
         self._has_hp_metric = bool(state.get("hparams"))
 
+    def _leave_run(self) -> None:
+        self.close()
+        super()._leave_run()
+        self._hp_metrics, self._has_hp_metric, self._latest_step, self._synced = {}, False, -1, {}
+
     def drop_later_rows(self) -> None:
         files = self._position.pop("files", None)
         if files is None or self._folder is None or not self._is_writer:
@@ -152,6 +157,11 @@ class TensorBoardLogger(FolderLogger):
             if self._experiment is None:
                 from torch.utils.tensorboard import SummaryWriter
 
+                if self._is_first_here and not self._position:
+                    self._position["purge_step"] = (
+                        0  # in a folder that an earlier run has used, TensorBoard drops its steps
+                    )
+                self._is_first_here = False
                 purge = {"purge_step": self._position.pop("purge_step")} if "purge_step" in self._position else {}
                 self._earlier = self._event_files() if is_local(str(self.log_dir)) else {}
                 self._experiment = SummaryWriter(self.log_dir, **{**purge, **self._kwargs})

@@ -80,6 +80,7 @@ class WandbLogger(RemoteLogger):
             raise ModuleNotFoundError("WandbLogger needs wandb: pip install wandb, or use CSVLogger.")
         super().__init__(prefix, log_model, version or id or (experiment.id if experiment is not None else None))
         self._name, self._group, self._offline, self._options = name, project, offline, kwargs
+        self.project = project or "wandb"
         self.save_dir: str = os.path.abspath(os.fspath(dir if dir is not None else save_dir))
         self._artifact_name, self._policy = checkpoint_name, add_file_policy
         self._run: Any = experiment

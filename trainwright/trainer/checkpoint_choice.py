@@ -7,16 +7,19 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+import fsspec
+
 from trainwright.callbacks.model_checkpoint import ModelCheckpoint
 from trainwright.checkpoint.discovery import CheckpointEntry, find_candidates, is_newest, same_path
 from trainwright.checkpoint.filesystem import resolve
 from trainwright.checkpoint.reader import StoredCheckpoint, Verify, check_verify
 from trainwright.distributed.ranks import Ranks
 from trainwright.engine.engine import Engine
-from trainwright.errors import CheckpointError, a_type_of
+from trainwright.errors import CheckpointError, MissingCheckpoint, a_type_of
 from trainwright.loggers import Logger
 from trainwright.loggers.folder import FolderLogger
 from trainwright.loggers.position import CHECKPOINTS
+from trainwright.loggers.remote import RemoteLogger
 from trainwright.rank_zero import rank_zero_warn
 
 NAMES = ("best", "last", "auto")
@@ -109,6 +112,7 @@ class CheckpointSearch:
             return self._newest(name)
         path = self.engine.ranks.decide(self._best, CALL) if name == "best" else name
         if self.engine.num_workers:
+            self.engine.verified(path, "off")  # a missing checkpoint is the caller's error, not the workers'
             return Choice(path)
         checkpoint = self.engine.verified(path, self.verify)
         continues = self.call == "fit" and self.engine.ranks.decide(lambda: is_newest(checkpoint.path), CALL)
@@ -123,7 +127,7 @@ class CheckpointSearch:
                 "ckpt_path='best': no best checkpoint, because the monitored metric had no finite value at any save (a run "
                 "that ends within an epoch does not validate there); pass 'last', or a path."
             )
-        raise CheckpointError(
+        raise MissingCheckpoint(
             "ckpt_path='best': no checkpoint was saved by this trainer's ModelCheckpoint. Run fit first, or pass 'last' or the "
             "path of an existing one."
         )
@@ -170,7 +174,7 @@ class CheckpointSearch:
             )
         if not falls_back or not is_fit:
             problem = "no complete checkpoint found" if falls_back else "no checkpoint was saved"
-            raise CheckpointError(f"ckpt_path={name!r}: {problem}{seen['where']}. Run fit first, or pass a path.")
+            raise MissingCheckpoint(f"ckpt_path={name!r}: {problem}{seen['where']}. Run fit first, or pass a path.")
         weights = f" ({seen['weights']} holds only weights, from which no run can resume)" if seen["weights"] else ""
         self.say(f"ckpt_path='auto': no checkpoint found{seen['where']}{weights}; starting from scratch.")
         # A default folder is left out, because this run gets a new one.
@@ -197,7 +201,8 @@ class CheckpointSearch:
                 return [f"{logger.log_dir_in(folder)}/{CHECKPOINTS}" for folder in logger.run_folders()]
             if logger.log_dir:
                 return [f"{logger.log_dir}/{CHECKPOINTS}"]
-        return [f"{self.root}/{CHECKPOINTS}"]
+        of_services = (_runs_of(each, self.root) for each in self.loggers if isinstance(each, RemoteLogger))
+        return [f"{folder}/{CHECKPOINTS}" for folder in next(of_services, [self.root])]
 
 
 def _check_path(ckpt_path: Any) -> None:
@@ -229,6 +234,22 @@ def _names(folder: str, extensions: tuple[str, ...]) -> list[str]:
         return sorted(name for name in files.listing(inside) if name.endswith(extensions) and not name.startswith("."))
     except OSError:
         return []
+
+
+def _runs_of(logger: RemoteLogger, root: str) -> list[str]:
+    """Return the folders of the runs that a service's logger may resume: its own, then those with the latest checkpoints."""
+    own = [logger.run_folder(root)] if logger.version is not None else []
+    if logger.given_id is not None:
+        return own
+    home = os.path.dirname(logger.run_folder(root))
+    filesystem, inside = fsspec.core.url_to_fs(home)
+    filesystem.invalidate_cache()
+    saved: dict[str, Any] = {}  # the ids of a service's runs have no order, so the times of their files decide
+    for path, entry in filesystem.find(inside, maxdepth=4, detail=True).items():
+        moment = entry.get("LastModified", entry.get("mtime", entry.get("created")))
+        folder = f"{home}/{path.removeprefix(f'{inside}/').partition('/')[0]}"
+        saved[folder] = max(moment, saved.get(folder, moment))
+    return [*own, *sorted(saved.keys() - set(own), key=saved.__getitem__, reverse=True)]
 
 
 def _first_filled(folders: list[str], takes_weights: bool) -> tuple[str | None, list[CheckpointEntry]]:

@@ -135,7 +135,7 @@ def fit_epoch(run: TrainingRun) -> None:
     stop.agree()
     is_stopped = stop.is_due(window.is_open)  # before it has begun
     for batch, is_last in () if is_stopped else batches:
-        progress.begin_batch(is_last, state.total_batches)
+        progress.begin_batch(is_last, state.total_batches, state.step)
         collector.begin_batch(batch)
         index = state.batch
         if index in run.data.uneven:

@@ -18,7 +18,7 @@ class Phase(Enum):
     SANITY_CHECK = auto()
     BETWEEN_BATCHES = auto()
     BATCH = auto()
-    """From a training batch's fetch to the end of its on_train_batch_end hooks: no run can resume from there exactly."""
+    """From a training batch's fetch to the end of its on_train_batch_end hooks."""
     VALIDATION_WITHIN = auto()
     """A validation within an epoch."""
     EPOCH_END = auto()
@@ -53,8 +53,8 @@ class Progress:
         """Whether the current training batch is the epoch's last."""
         self.batches_begun = 0
         """Training batches begun, the same on every rank unless one is further on."""
-        self.batches_before = 0
-        """The run's batches before the current training batch."""
+        self.batches_before = self.steps_before = 0
+        """The run's batches and optimizer steps before the current training batch."""
 
     def begin(self, call: str) -> None:
         """Begin a call of the Trainer."""
@@ -76,9 +76,10 @@ class Progress:
             return RunningStage.SANITY_CHECKING if self.is_sanity_check else RunningStage.VALIDATING
         return RunningStage.TRAINING
 
-    def begin_batch(self, is_last: bool, batches_before: int) -> None:
-        """Begin a training batch; the run has finished `batches_before`."""
-        self.phase, self.is_last_batch, self.batches_before = Phase.BATCH, is_last, batches_before
+    def begin_batch(self, is_last: bool, batches_before: int, steps_before: int) -> None:
+        """Begin a training batch, before which the run has made so many batches and optimizer steps."""
+        self.phase, self.is_last_batch = Phase.BATCH, is_last
+        self.batches_before, self.steps_before = batches_before, steps_before
         self.batches_begun += 1
 
     def leave_batch(self) -> None:

@@ -179,8 +179,7 @@ class Run:
         """Return whether the run is a fit that validates."""
         return False
 
-    @property
-    def obstacle(self) -> str:
+    def obstacle(self, error: BaseException) -> str:
         """Return why a run that fails here cannot be resumed exactly; "" if it can."""
         return ""
 
@@ -312,7 +311,7 @@ class Run:
                 outcome.error = error
                 engine.strategy.annotate(error)
                 if self.is_prepared:
-                    self.state.progress.fail(self.obstacle)
+                    self.state.progress.fail(self.obstacle(error))
                 self.stop.note_end(error)
                 # A save in flight can commit while every rank lives, whatever they raise; not if a rank is gone.
                 outcome.after(engine.writer.drop if is_secondary_failure(error) else engine.finish_save)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import chain, islice
+from traceback import walk_tb
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from trainwright.data.datamodule import DataModule
 from trainwright.data.loaders import with_last
 from trainwright.data.seeding import set_rng_state
 from trainwright.data.transfer import Prefetcher
+from trainwright.distributed.failures import is_secondary_failure
 from trainwright.engine.optimizers import SchedulerConfig
 from trainwright.engine.prepared import PreparedOptimizer
 from trainwright.engine.window import AccumulationWindow
@@ -294,14 +296,19 @@ class TrainingRun(Run):
         is_within_batch = self.progress.is_in_batch and not is_counted and not self.stop.was_cut
         return not self.window.is_open and (weights_only or not (is_within_batch or self.progress.phase in ENDING))
 
-    @property
-    def obstacle(self) -> str:
+    def obstacle(self, error: BaseException) -> str:
         """Return why a run that fails here cannot be resumed exactly; "" if it can."""
-        state, phase = self.state, self.progress.phase
+        state, phase, strategy = self.state, self.progress.phase, self.engine.strategy
         if self.engine.world_size > 1:
-            return f"it would take all {self.engine.world_size} ranks"
-        if phase is Phase.BATCH or self.window.is_open:
-            return "the run failed in the middle of a batch, or of an accumulation window"
+            if is_secondary_failure(error):
+                return "another rank failed first"
+            is_whole = strategy.holds_modules and not strategy.divides_optimizers
+            if not is_whole or phase not in (Phase.BATCH, Phase.BETWEEN_BATCHES):
+                return f"it would take all {self.engine.world_size} ranks"
+        if self.window.is_open:
+            return "the run failed within an accumulation window"
+        if phase is Phase.BATCH:
+            return "the run failed in a batch, during or after its optimizer step" if self._has_stepped(error) else ""
         is_at_end = phase in (Phase.EPOCH_END, Phase.VALIDATION_AT_END) or self.stages.train_dataloader is None
         if is_at_end or state.epoch_ended or state.batch >= self.stages.num_training_batches:
             return "the run failed at the end of an epoch"
@@ -309,3 +316,12 @@ class TrainingRun(Run):
         if self.progress.is_evaluating and state.validated_at == state.total_batches:
             return "the run failed at the end of a validation"
         return ""
+
+    def _has_stepped(self, error: BaseException) -> bool:
+        """Return whether an optimizer may have changed weights in the batch that failed with this error."""
+        state, before = self.state, (self.progress.batches_before, self.progress.steps_before)
+        # Steps of torch's own optimizers are not counted under manual optimization.
+        is_uncounted = self.is_manual and state.total_batches > 0 and not state.step
+        frames = (frame for frame, _ in walk_tb(error.__traceback__) if frame.f_code.co_name == "step")
+        is_within = any(frame.f_globals.get("__name__", "").startswith("trainwright.") for frame in frames)
+        return is_uncounted or is_within or (state.total_batches, state.step) != before

@@ -72,20 +72,22 @@ def step_followers(run: TrainingRun, is_last: bool) -> None:
 
 @contextmanager
 def abandonable(run: TrainingRun) -> Iterator[None]:
-    """Run a validation in the block; if it is abandoned, the run is saved as it was before. Collective.
+    """Run a validation in the block; if it fails or is abandoned, the run is saved as it was before. Collective.
 
     Raises:
         EvaluationAbandoned: it was.
     """
-    stop, logbook = run.stop, run.logbook
-    kept = (rng_state(), logbook.state_dict()) if stop.may_abandon(run.window.is_open) else None
+    stop, logbook, generators = run.stop, run.logbook, rng_state()
+    latest = logbook.state_dict() if stop.may_abandon(run.window.is_open) else None
     try:
         yield
     except EvaluationAbandoned:
-        assert kept is not None
-        generators, latest = kept
+        assert latest is not None
         logbook.drop_evaluation(latest)
         run.progress.enter(Phase.STOPPED)  # the epoch-wise schedulers that have stepped are noted in the state
         stop.commit(generators)
         logbook.end_evaluation()
+        raise
+    except BaseException:
+        run.state.load_generators(generators)  # a run resumed from a save on this error repeats the whole validation
         raise
