@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import time
+from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -127,8 +128,9 @@ def test_a_folder_of_another_run_is_no_moved_one(tmp_path: Path) -> None:
     shutil.move(tmp_path / "first" / "epoch=1-step=22.ckpt", tmp_path / "second")
     source = str(tmp_path / "second" / "epoch=1-step=22.ckpt")
     callback = run(tmp_path / "second", [1.0, 3.0, 2.0], ckpt_path=source, save_top_k=2)
-    kept = {Path(path).name: score for path, score in callback.best_k_models.items()}
-    assert kept == {"epoch=1-step=22.ckpt": 3.0, "epoch=2-step=33.ckpt": 2.0}
+    kept = {str(Path(path).relative_to(tmp_path)): score for path, score in callback.best_k_models.items()}
+    # The best one of the resumed run still ranks, and the other run's of the same name does not.
+    assert kept == {"first/epoch=0-step=11.ckpt": 1.0, "second/epoch=2-step=33.ckpt": 2.0}
 
 
 def test_names_and_versions(tmp_path: Path) -> None:
@@ -174,7 +176,8 @@ def test_each_fit_keeps_its_own(tmp_path: Path) -> None:
     trainer.validate(second, make_loader(4), ckpt_path="best", verbose=False)
     assert_equal(weights(second), trained)
     # A fit that goes on keeps what it goes on from; one that is refused before it begins changes nothing.
-    trainer.fit(Scored([1.0]), make_loader(), make_loader(4), ckpt_path="last")
+    with pytest.warns(UserWarning, match="lr of group 0 of optimizer 0 is 0.5 there and 0.05 here"):
+        trainer.fit(Scored([1.0]), make_loader(), make_loader(4), ckpt_path="last")
     assert callback.best_model_score == 2.0
     with pytest.raises(tw.CheckpointError):
         trainer.fit(Scored([1.0]), make_loader(), make_loader(4), ckpt_path=str(tmp_path / "none"))
@@ -223,6 +226,30 @@ def test_a_failed_save_is_told_and_the_kept_ones_stay(tmp_path: Path) -> None:
 def test_refusals(kwargs: dict[str, Any], match: str) -> None:
     with pytest.raises(ValueError, match=match):
         tw.ModelCheckpoint(**kwargs)
+
+
+@pytest.mark.parametrize("changes", [{"filename": "{step}"}, {"save_top_k": 3}, {"every_n_epochs": 2}])
+def test_a_resume_with_other_settings_remembers_the_best(changes: dict[str, Any], tmp_path: Path) -> None:
+    first = run(tmp_path, [1.0, 2.0], save_last=True)
+    resumed = run(tmp_path, [1.0, 2.0, 4.0, 3.0], ckpt_path=first.last_model_path, save_last=True, **changes)
+    assert (resumed.best_model_path, resumed.best_model_score) == (first.best_model_path, 1.0)
+    assert Path(first.best_model_path).exists()
+
+
+def test_a_resume_in_another_folder_remembers_the_best(tmp_path: Path) -> None:
+    first = run(tmp_path / "a", [1.0, 2.0], save_last=True)
+    resumed = run(tmp_path / "b", [1.0, 2.0, 3.0], ckpt_path=first.last_model_path, save_last=True)
+    assert resumed.best_model_path == first.best_model_path
+    run(tmp_path / "b", [1.0, 2.0, 3.0, 0.5], ckpt_path=resumed.last_model_path, save_last=True)
+    assert Path(first.best_model_path).exists(), "the run in b replaces no file of a"
+
+
+def test_a_resume_that_keeps_fewer_drops_the_worst(tmp_path: Path) -> None:
+    first = run(tmp_path, [3.0, 1.0, 2.0], save_top_k=3)
+    source = f"{tmp_path}/epoch=2-step=33.ckpt"
+    resumed = run(tmp_path, [3.0, 1.0, 2.0, 1.5, 0.5], ckpt_path=source, save_top_k=1)
+    assert [Path(path).name for path in resumed.best_k_models] == ["epoch=4-step=55.ckpt"]
+    assert names(tmp_path) == ["epoch=2-step=33.ckpt", "epoch=4-step=55.ckpt"], first
 
 
 def test_a_run_deletes_only_in_its_own_folder(tmp_path: Path) -> None:
@@ -605,7 +632,9 @@ def two_ranks(folder: Path) -> dict[str, Any]:
     exceptional = tw.ModelCheckpoint(str(folder / "exception"), save_on_exception=True, every_n_epochs=0)
     trained([by_time, by_metric, by_first, exceptional], 6)
     resumed = by_step("metric", Blind, monitor="own")
-    trained([resumed], 7, by_metric.best_model_path)
+    # Rank 0 names the ModelCheckpoint that this fit lacks.
+    with pytest.warns(UserWarning, match="monitor=first") if os.environ["RANK"] == "0" else nullcontext():
+        trained([resumed], 7, by_metric.best_model_path)
     missing = tw.ModelCheckpoint(str(folder / "missing"), monitor="second")
     with pytest.raises(ValueError, match="ModelCheckpoint follows 'second', which was not logged") as caught:
         trained([missing], 1)

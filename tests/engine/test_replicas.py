@@ -55,6 +55,26 @@ class Chosen(Classifier):
         self.more = nn.Dropout(dropout / 10)
 
 
+def other_arguments(rank: int) -> dict[str, str]:
+    """Return the errors of calls that have other arguments on rank 1; the first call differs only where ranks may."""
+    tw.Trainer(max_steps=2, **{**QUIET, "enable_progress_bar": rank == 0}, detect_anomaly=rank == 1).fit(
+        Classifier(), make_loader()
+    )
+    told: dict[str, str] = {}
+    for name, settings in {
+        "max_steps": {"max_steps": 2 + rank},
+        "window": {"accumulate_grad_batches": 1 + rank, "limit_val_batches": None if rank else 3},
+        "saving": {"callbacks": [] if rank else [tw.ModelCheckpoint()], "enable_checkpointing": rank == 0},
+    }.items():
+        trainer = tw.Trainer(max_epochs=1, **{**QUIET, "enable_checkpointing": None, **settings})
+        with pytest.raises(ValueError) as caught:
+            trainer.fit(Classifier(), make_loader())
+        told[name] = str(caught.value)
+    with pytest.raises(ValueError) as caught:
+        tw.Accelerator(cpu=ON_HOST, gradient_accumulation_steps=1 + rank)
+    return {**told, "loop": str(caught.value)}
+
+
 TOLD = {
     "shape": "rank 0 has 'extra.weight', a parameter of shape (3, 3) and torch.float32 where rank 1 has 'extra.weight', "
     "a parameter of shape (4, 3) and torch.float32",
@@ -96,6 +116,7 @@ def job(folder: Path) -> dict[str, Any]:
     with pytest.warns(UserWarning, match="of different settings") if dist.get_rank() == 0 else nullcontext() as warned:
         tw.Trainer(max_epochs=1, **QUIET).fit(Chosen(0.1 + dist.get_rank()), make_loader())
     told["settings"] = [str(each.message) for each in warned or ()]
+    told |= other_arguments(dist.get_rank())
     took = time.monotonic() - began
     trainer = tw.Trainer(max_epochs=1, **QUIET)
     trainer.fit(Classifier(), make_loader())  # the job goes on
@@ -115,6 +136,13 @@ def test_different_models_are_named_and_hang_nobody(tmp_path: Path) -> None:
         "the ranks train modules of different settings: hyper-parameter 'dropout' is 0.1 on rank 0 and 1.1 on rank 1; "
         "attribute 'more.p' is 0.01 on rank 0 and 0.11"
     )
+    for name, setting in {
+        "max_steps": "max_steps is 2 on rank 0 and 3 on rank 1",
+        "window": "accumulate_grad_batches is 1 on rank 0 and 2 on rank 1",
+        "saving": "callbacks that save is ['ModelCheckpoint'] on rank 0 and [] on rank 1",
+        "loop": "gradient_accumulation_steps is 1 on rank 0 and 2 on rank 1",
+    }.items():
+        assert setting in zero["told"][name]
     for respect, text in TOLD.items():
         said = zero["told"][respect]
         assert said.startswith("rank 1 built a different Other than rank 0: ")

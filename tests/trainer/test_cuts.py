@@ -269,7 +269,8 @@ def test_a_run_that_was_killed_in_its_end(tmp_path: Path, settings: dict[str, An
     assert run(tmp_path / "part") == whole
     again = Falling()
     callbacks = (every_step(tmp_path / "part", 2), *([StopsAt(stop)] if stop else []))
-    fit(again, *callbacks, path="auto", **settings)
+    with pytest.warns(UserWarning, match="no callback loads, .*monitor=val_loss"):
+        fit(again, *callbacks, path="auto", **settings)
     assert again.seen == []  # it has come to its end
 
 

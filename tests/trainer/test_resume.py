@@ -179,7 +179,7 @@ def test_what_cannot_be_resumed_is_refused_and_changes_nothing(tmp_path: Path) -
     for module, match in (
         (Wider(), "another model .not in it: more.bias .*, more.weight"),
         (Other(), "saved by AdamW, but this run's is a SGD"),
-        (Unscheduled(), "saved with 1 scheduler, but this run has 0"),
+        (Unscheduled(), "saved with CosineAnnealingLR as schedulers, and this run has 0"),
     ):
         with pytest.raises(tw.CheckpointError, match=match):
             tw.Trainer(max_epochs=2, **QUIET).fit(module, make_loader(), ckpt_path=path)

@@ -343,12 +343,11 @@ class Averaging(Callback):
 
     def _load_parts(
         self, trainer: Trainer, module: Module, checkpoint: StoredCheckpoint, edited: Mapping[str, Tensor] | None
-    ) -> bool:
+    ) -> None:
         if self.n_averaged and not {AVERAGE, TRAINING} & set(checkpoint.sections):  # saved by a copy without its pieces
             self.n_averaged, self._is_loaded = 0, False
         if self.n_averaged:
             self.pieces.load(trainer.strategy, module, checkpoint, edited, self._is_model)
-        return self._is_loaded
 
     def _on_restored(self, trainer: Trainer) -> None:
         if not self._is_loaded:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 from torch.optim import Optimizer
+
+from trainwright.callbacks.checkpoint_policy import are_similar
 
 if TYPE_CHECKING:
     from trainwright.checkpoint.reader import StoredCheckpoint
@@ -67,12 +69,11 @@ class Callback:
 
     def _load_parts(
         self, trainer: Trainer, module: Module, checkpoint: StoredCheckpoint, edited: Mapping[str, Tensor] | None
-    ) -> bool:
-        """Load, into a resumed run with its weights, what `_parts_to_save` returned; return whether they are this callback's.
+    ) -> None:
+        """Load, into a resumed run with its weights, what `_parts_to_save` returned.
 
         `edited` is the checkpoint's model, if hooks have changed it. It must not communicate.
         """
-        return False
 
     def _after_training(self, trainer: Trainer, module: Module, pass_over: Callable[[], bool]) -> None:
         """Called after the last epoch of a fit that no signal has stopped, before on_train_end.
@@ -250,6 +251,16 @@ def detach(callbacks: Iterable[Callback]) -> None:
         callback.__dict__.pop("_running_module", None)
 
 
+def load_states(callbacks: Sequence[Callback], states: Mapping[str, Any]) -> list[str]:
+    """Let callbacks load their states, a ModelCheckpoint also under a similar key; return the keys of the others."""
+    left, own = dict(states), [each.state_key for each in callbacks]
+    for callback, key in zip(callbacks, own, strict=True):
+        others = (each for each in left if each not in own and are_similar(key, each))
+        if (found := key if key in left else next(others, None)) is not None:
+            callback.load_state_dict(left.pop(found))
+    return list(left)
+
+
 def note_restored(callbacks: Iterable[Callback], trainer: Trainer) -> None:
     """Tell callbacks that the state of a resumed run is loaded."""
     for callback in callbacks:
@@ -279,11 +290,10 @@ def load_parts(
     module: Module,
     checkpoint: StoredCheckpoint,
     edited: Mapping[str, Tensor] | None,
-) -> bool:
-    """Let callbacks load what they have stored in pieces; return whether one has."""
-    # A list, since any() alone would stop at the first that has loaded.
-    taken = [callback._load_parts(trainer, module, checkpoint, edited) for callback in callbacks]
-    return any(taken)
+) -> None:
+    """Let callbacks load what they have stored in pieces."""
+    for callback in callbacks:
+        callback._load_parts(trainer, module, checkpoint, edited)
 
 
 def after_training(

@@ -92,15 +92,12 @@ class BatchSizeFinder(Callback):
         return {} if self.optimal_batch_size is None else {"optimal_batch_size": self.optimal_batch_size}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.optimal_batch_size = int(state["optimal_batch_size"])
-
-    def on_fit_start(self, trainer: Trainer, module: Module) -> None:
-        """Set the size that the search of the saved run has found, before the loaders are made."""
-        size = self.optimal_batch_size
-        if size is None:
+        """Restore the size that the saved run has found, and set it before a resumed run makes its loaders."""
+        self.optimal_batch_size = size = int(state["optimal_batch_size"])
+        if (module := vars(self).get("_running_module")) is None:
             return
         try:
-            setting = self._setting(module, trainer.datamodule)
+            setting = self._setting(module, module.trainer.datamodule)
         except AttributeError as error:
             rank_zero_warn(f"The saved run has found the batch size {size}, which this one does not use: {error}")
             return

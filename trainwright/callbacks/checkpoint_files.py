@@ -188,16 +188,17 @@ def tell_loggers(kept: KeptCheckpoints, trainer: TrainerProtocol) -> None:
         logger.after_save_checkpoint(kept)
 
 
-def loaded(state: Mapping[str, Any], folder: str) -> Kept:
-    """Return what a saved state keeps, as far as it still exists in this folder."""
+def loaded(state: Mapping[str, Any], folder: str, *, ranks_others: bool) -> Kept:
+    """Return what a saved state keeps, as far as it still exists in this folder, or `ranks_others`: the best in any."""
 
     def is_ours(path: str) -> bool:
         return same_path(path.rpartition("/")[0], folder) and is_checkpoint(path)
 
+    may_rank = is_checkpoint if ranks_others else is_ours
     last = state["last_model_path"]
     home, _, name = state.get("link", "").rpartition("/")
     return {
-        "scores": {path: float(score) for path, score in state["best_k_models"].items() if is_ours(path)},
+        "scores": {path: float(score) for path, score in state["best_k_models"].items() if may_rank(path)},
         "last": last if is_ours(last) else "",
         "written_to": state.get("place", ""),
         "replaced": [path for path in state.get("replaced", []) if is_ours(path)],

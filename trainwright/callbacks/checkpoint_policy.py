@@ -30,6 +30,12 @@ def monitor_of(state_key: str) -> tuple[str, str] | None:
     return (found[1], found[2]) if found and found[1] != "None" else None
 
 
+def are_similar(state_key: str, other: str) -> bool:
+    """Return whether these are keys of ModelCheckpoints of the same class, monitor and mode."""
+    begin, settings, _ = state_key.partition("save_top_k=")
+    return bool(settings) and other.startswith(begin)
+
+
 COUNTERS = ("epoch", "step")
 """What a ModelCheckpoint may monitor without logging it."""
 
@@ -123,24 +129,23 @@ class Ranking:
             return False
         if self._top_k == -1 or len(scores) < self._top_k or score is None:
             return True
-        return self._sign * score < max(self._sign * each for each in scores.values())
+        # There are more if an earlier run has kept more.
+        return self._sign * score < sorted(self._sign * each for each in scores.values())[self._top_k - 1]
 
     def dropped(self, kept: Kept, is_best: bool) -> list[str]:
         """Return the checkpoints that a new one replaces."""
-        scores, dropped = kept["scores"], []
+        scores, dropped = kept["scores"], list[str]()
         if is_best and -1 < self._top_k <= len(scores):
-            dropped.append(
-                max(scores, key=lambda path: self._sign * scores[path])
-            )  # the first of equal ones: the oldest
+            worst_first = sorted(scores, key=lambda path: -self._sign * scores[path])  # of equal ones the oldest first
+            dropped = worst_first[: len(scores) - self._top_k + 1]
         if kept["last"] and kept["last"] not in scores:
             dropped.append(kept["last"])
         return dropped
 
-    def kept_after(self, kept: Kept, save: Save) -> Kept:
-        """Return what is kept with a save."""
-        replaced = [
-            each for each in dict.fromkeys([*kept["replaced"], *save.dropped]) if not same_path(each, save.path)
-        ]
+    def kept_after(self, kept: Kept, save: Save, folder: str) -> Kept:
+        """Return what is kept with a save; checkpoints outside of the folder are not replaced."""
+        old = [each for each in dict.fromkeys([*kept["replaced"], *save.dropped]) if not same_path(each, save.path)]
+        old = [each for each in old if each.startswith(f"{folder}/") or same_path(each.rpartition("/")[0], folder)]
         scores = {path: score for path, score in kept["scores"].items() if path not in save.dropped}
         if save.is_best:
             scores[save.path] = 0.0 if save.score is None else save.score
@@ -148,7 +153,7 @@ class Ranking:
             scores=scores,
             last=save.path,
             written_to=save.written_to,
-            replaced=replaced,
+            replaced=old,
             current_score=save.score,
             link=save.link,
         )

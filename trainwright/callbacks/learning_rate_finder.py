@@ -67,18 +67,14 @@ class LearningRateFinder(Callback):
         self.optimal_lr: LearningRateSearch | None = None
         self._rate: float | None = None
         """What the search has set."""
-        self._is_restored = False
 
     def state_dict(self) -> dict[str, Any]:
         return {} if self._rate is None else {"rate": self._rate}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._rate, self._is_restored = float(state["rate"]), True
-
-    def on_fit_start(self, trainer: Trainer, module: Module) -> None:
-        """Set the rate that the search of the saved run has found, which its checkpoints hold."""
-        is_restored, self._is_restored = self._is_restored, False
-        if is_restored and self.update_attr:
+        """Restore the rate that the saved run has found, and set it before a resumed run makes its optimizers."""
+        self._rate, module = float(state["rate"]), vars(self).get("_running_module")
+        if module is not None and self.update_attr:
             try:
                 self._setting(module).set(self._rate)
             except AttributeError as error:

@@ -212,9 +212,9 @@ class ModelCheckpoint(Checkpoint):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load the kept checkpoints, as far as they still exist in this run's own folder."""
+        """Load the kept checkpoints, as far as they exist in this run's folder; with a dirpath also the best in others."""
         self._loaded = state
-        kept = loaded(state, self.dirpath or "")
+        kept = loaded(state, self.dirpath or "", ranks_others=bool(self.monitor and self.given_dirpath))
         self._keep(kept)
         self._is_deferred, self._awaits_score = bool(state.get("is_put_off")), bool(state.get("awaits_score"))
         self._moments.load_state_dict(state.get("moments", {"step": state.get("step_seen", -1)}), bool(kept["last"]))
@@ -347,7 +347,7 @@ class ModelCheckpoint(Checkpoint):
         save = Save(*plan)
         before = self._kept
         # What is saved includes this save: a resumed run finds its own checkpoint among the kept ones.
-        self._keep(self._ranking.kept_after(before, save))
+        self._keep(self._ranking.kept_after(before, save, self.dirpath or ""))
         self._moments.note_save(trainer, (save.path, save.written_to), self._kept["scores"])
         is_begun = self._write(trainer, before, self.save_weights_only, blocking=not self.async_save)
         if is_begun:

@@ -4,6 +4,7 @@
     state.json                  "optimizers": parameter groups, and what in their state is not a tensor
                                 "precision": the loss scale        "seed": the seed of the data's order
                                 "strategy": what it needs to resume bitwise
+                                "settings": the optimizers' and schedulers', as text
                                 "extra": values in the modules' state_dicts that are not tensors (from get_extra_state, say)
                                 "position": epoch, batch, step        "lr_schedulers", "callbacks"
                                 "metrics": the latest value of each

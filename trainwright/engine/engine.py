@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, NamedTuple
@@ -46,6 +46,7 @@ from trainwright.engine.replaced import ReplacedParameters
 from trainwright.engine.replicas import refuse_groups, refuse_unlike_models, refuse_unlike_optimizers
 from trainwright.engine.restored import Restored, restored
 from trainwright.engine.rung_settings import under_rung
+from trainwright.engine.script_settings import ScriptSettings
 from trainwright.engine.worker_calls import start_job
 from trainwright.precision import Precision, resolve_precision
 from trainwright.precision.base import Closure, Sender
@@ -160,7 +161,7 @@ class Engine:
         """The seed of the data's order, the same on every rank: see `take_seed`."""
         self.modules: list[nn.Module] = []
         self.optimizers: list[Optimizer] = []
-        self.optimization = Optimization()
+        self.optimization, self.script = Optimization(), ScriptSettings()
         self.finiteness = Finiteness(self.ranks, lambda: (self.modules, model_pieces(self.strategy, self.modules)))
         self.replaced = ReplacedParameters()
         self._trains_apart = False
@@ -223,6 +224,7 @@ class Engine:
         self.replaced.update(each for each in optimizers if each not in self.optimizers)
         self.strategy.make_whole(optimizers)
         refuse_unlike_optimizers(optimizers, self.ranks)
+        self.script.note_optimizers(optimizers, is_first=not self.optimizers)
         self.optimizers = self.strategy.setup_optimizers(self.modules, optimizers, self.optimization)
         self.precision.track(self.optimizers)
         self.finiteness.begin()
@@ -367,8 +369,8 @@ class Engine:
                 sections["optimizer"] = optimizer_pieces(self.strategy, named)
                 if strays := stray_pieces(self.strategy, self.modules, self.optimizers):
                     sections["parameters"] = strays
-                contents["precision"] = self.precision.state_dict()
-                contents["strategy"] = self.strategy.state
+                contents |= {"precision": self.precision.state_dict(), "strategy": self.strategy.state}
+                contents["settings"] = self.script.stored
                 contents["optimizers"] = describe_optimizers(self.strategy, named, self.ranks)
                 # A generator's state belongs to this rank's device, whichever device was current when it was taken.
                 rank_state = {
@@ -431,7 +433,8 @@ class Engine:
         *,
         weights_only: bool = False,
         strict: bool = True,
-        check: Callable[[dict[str, Any]], None] | None = None,
+        check: Callable[[dict[str, Any]], None] = lambda _: None,
+        fresh: Collection[str] = (),
     ) -> Restored:
         """Load the state of the modules and the optimizers from a checkpoint of any strategy and number of ranks.
 
@@ -442,6 +445,7 @@ class Engine:
             weights_only: load the model's weights and nothing else.
             strict: False skips tensors of the model that only one side has.
             check: called with the checkpoint's state; raises if the caller cannot use it.
+            fresh: "optimizer_settings" keeps those that the optimizers have now, "schedulers" their learning rates.
 
         Raises:
             CheckpointError: no checkpoint, a damaged one, or one of another model or optimizer.
@@ -460,8 +464,6 @@ class Engine:
 
         def fits() -> None:
             nonlocal result
-            if check is not None:
-                check(state)
             stored = checkpoint.tensors("model") if tensors is None else tensors
             loads.check(strict)
             shapes.update((name, tuple(each.shape)) for name, each in stored.items() if loads.is_filled(name))
@@ -476,6 +478,7 @@ class Engine:
                 check_optimizers(checkpoint, state, named_optimizers(self.modules, self.optimizers))
                 check_model(checkpoint.path, _shapes(checkpoint, "parameters"), strays, strict=True)
                 result = restored(checkpoint, state, seed, self.rank, self.world_size, self.device)
+            check(state)
 
         # A checkpoint that one rank refuses is refused on all of them, before any changes anything.
         run_on_all = partial(
@@ -489,7 +492,7 @@ class Engine:
             pieces = [piece for piece in present if piece.name in shapes]
             trained = [piece for piece in present if piece.name in there]
         if not weights_only:
-            load_optimizers(checkpoint, state, self.strategy, named_optimizers(self.modules, self.optimizers))
+            load_optimizers(checkpoint, state, self.strategy, named_optimizers(self.modules, self.optimizers), fresh)
         if tensors is None:
             checkpoint.read_into("model", pieces)
         else:
@@ -499,7 +502,7 @@ class Engine:
         if strays:
             checkpoint.read_into("parameters", strays)
         same_job = (checkpoint.header.get("strategy"), checkpoint.world_size) == (self.strategy.name, self.world_size)
-        kept = {} if weights_only or not same_job else state.get("strategy", {})
+        kept = {} if weights_only or fresh or not same_job else state.get("strategy", {})
         self.strategy.after_load(self.modules, self.optimizers, kept)
         run_on_all(loads.finish)  # a module's own hooks see the loaded tensors
         if not weights_only:

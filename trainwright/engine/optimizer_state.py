@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 from torch import Tensor
@@ -12,6 +13,7 @@ from trainwright.checkpoint.reader import StoredCheckpoint
 from trainwright.distributed.nests import broadcast_tensors, table_of
 from trainwright.distributed.ranks import Ranks
 from trainwright.engine.named_state import Named, optimizer_pieces
+from trainwright.engine.script_settings import fresh_group
 from trainwright.errors import CheckpointError
 from trainwright.strategies import Strategy
 
@@ -67,8 +69,10 @@ def check_optimizers(checkpoint: StoredCheckpoint, state: dict[str, Any], named:
         check_optimizer(number, optimizer, names, described[number], checkpoint.path)
 
 
-def load_optimizers(checkpoint: StoredCheckpoint, state: dict[str, Any], strategy: Strategy, named: Named) -> None:
-    """Load the optimizers' state, each process its part."""
+def load_optimizers(
+    checkpoint: StoredCheckpoint, state: dict[str, Any], strategy: Strategy, named: Named, fresh: Collection[str]
+) -> None:
+    """Load the optimizers' state, each process its part; the settings in `fresh` stay those of the script."""
     model = checkpoint.tensors("model")
     entries = checkpoint.tensors("optimizer") if "optimizer" in checkpoint.sections else {}
     for number, (optimizer, names) in enumerate(named):
@@ -76,6 +80,9 @@ def load_optimizers(checkpoint: StoredCheckpoint, state: dict[str, Any], strateg
         own = {name.removeprefix(prefix): entry for name, entry in entries.items() if name.startswith(prefix)}
         # The state's tensors have to exist before pieces of them can be read in place.
         strategy.allocate_optimizer_state(optimizer, names, with_dtypes_of(names, own, model))
-        restore_optimizer(optimizer, names, state["optimizers"][number], model)
+        described = state["optimizers"][number]
+        groups = zip(described["groups"], optimizer.param_groups, strict=True)
+        described = {**described, "groups": [fresh_group(stored, present, fresh) for stored, present in groups]}
+        restore_optimizer(optimizer, names, described, model)
     if pieces := optimizer_pieces(strategy, named):  # plain SGD has no state at all
         checkpoint.read_into("optimizer", pieces)

@@ -18,6 +18,7 @@ from trainwright.compiled_names import clean_name
 from trainwright.distributed.ranks import Ranks
 from trainwright.errors import a_type_of
 from trainwright.rank_zero import rank_zero_warn
+from trainwright.strategies.base import UNSAVED_KEYS
 
 Row = tuple[str, str]
 """A tensor's name, and its description for the comparison."""
@@ -78,15 +79,19 @@ def refuse_groups(module: nn.Module) -> None:
 
 def refuse_unlike_optimizers(optimizers: Sequence[Optimizer], ranks: Ranks) -> None:
     """Refuse optimizers whose kinds or options differ across ranks (ValueError, on every rank). Collective."""
-    if unlike := _unlike(_optimizer_settings(optimizers), ranks):
+    if unlike := _unlike(optimizer_settings(optimizers), ranks):
         raise ValueError(f"the optimizers of the ranks differ, and so would their weights: {_listed(unlike)}. {ADVICE}")
+
+
+def refuse_unlike_arguments(arguments: Mapping[str, Any], owner: str, ranks: Ranks) -> None:
+    """Refuse plain arguments that differ across ranks (ValueError, on every rank). Collective."""
+    if unlike := _unlike({name: repr(value) for name, value in arguments.items() if is_plain(value)}, ranks, owner):
+        raise ValueError(f"the ranks gave the {owner} other arguments: {_listed(unlike)}. {ADVICE}")
 
 
 def warn_of_unlike_settings(module: nn.Module, hyper_parameters: Mapping[str, Any], ranks: Ranks) -> None:
     """Warn if hyper-parameters, or numbers among a module's attributes, differ across ranks. Collective."""
-    settings = {
-        f"hyper-parameter {name!r}": repr(value) for name, value in hyper_parameters.items() if _is_plain(value)
-    }
+    settings = {f"hyper-parameter {name!r}": repr(value) for name, value in hyper_parameters.items() if is_plain(value)}
     unlike = _unlike(settings | _attribute_settings(module), ranks)
     # A module that keeps its rank's number does so on purpose.
     numbers = [str(rank) for rank in range(ranks.world_size)]
@@ -95,7 +100,8 @@ def warn_of_unlike_settings(module: nn.Module, hyper_parameters: Mapping[str, An
         rank_zero_warn(f"the ranks train modules of different settings: {_listed(unlike)}. {ADVICE}", stacklevel=2)
 
 
-def _optimizer_settings(optimizers: Iterable[Optimizer]) -> Settings:
+def optimizer_settings(optimizers: Iterable[Optimizer]) -> Settings:
+    """Return the kinds of optimizers and their options, apart from those that choose an implementation."""
     settings: Settings = {}
     for number, optimizer in enumerate(optimizers):
         where = f"optimizer {number}"
@@ -105,7 +111,7 @@ def _optimizer_settings(optimizers: Iterable[Optimizer]) -> Settings:
             for name, value in group.items():
                 # A rate may be a tensor, for torch.compile.
                 plain = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
-                if name != "params" and _is_plain(plain):
+                if name not in UNSAVED_KEYS and is_plain(plain):
                     settings[f"{name} of group {index} of {where}"] = repr(plain)
     return settings
 
@@ -119,9 +125,9 @@ def _attribute_settings(module: nn.Module) -> Settings:
     }
 
 
-def _unlike(settings: Settings, ranks: Ranks) -> dict[str, list[str]]:
+def _unlike(settings: Settings, ranks: Ranks, owner: str = "run") -> dict[str, list[str]]:
     """Return the settings that differ across ranks, each with its values by rank."""
-    by_rank: list[Settings] = ranks.differing(settings, "comparing settings")
+    by_rank: list[Settings] = ranks.differing(settings, f"comparing settings of the {owner}")
     names = dict.fromkeys(name for each in by_rank for name in each)
     values = {name: [each.get(name, "nothing") for each in by_rank] for name in names}
     return {name: each for name, each in values.items() if len(set(each)) > 1}
@@ -129,15 +135,21 @@ def _unlike(settings: Settings, ranks: Ranks) -> dict[str, list[str]]:
 
 def _listed(unlike: dict[str, list[str]]) -> str:
     texts = []
-    for name, values in list(unlike.items())[:SHOWN]:
+    for name, values in unlike.items():
         rank = next(rank for rank, value in enumerate(values) if value != values[0])
         texts.append(f"{name} is {values[0]} on rank 0 and {values[rank]} on rank {rank}")
-    return "; ".join(texts) + (f", and {len(unlike) - SHOWN} more" if len(unlike) > SHOWN else "")
+    return joined(texts)
 
 
-def _is_plain(value: Any) -> bool:
+def joined(texts: Sequence[str]) -> str:
+    """Return the first of the texts as one, with the number of the others."""
+    return "; ".join(texts[:SHOWN]) + (f", and {len(texts) - SHOWN} more" if len(texts) > SHOWN else "")
+
+
+def is_plain(value: Any) -> bool:
+    """Return whether a value is a number, a text, a boolean, None, or made of these."""
     if isinstance(value, (list, tuple)):
-        return all(_is_plain(each) for each in value)
+        return all(is_plain(each) for each in value)
     if isinstance(value, dict):
-        return all(isinstance(name, str) and _is_plain(each) for name, each in value.items())
+        return all(map(is_plain, [*value, *value.values()]))
     return value is None or type(value) in (bool, int, float, str)

@@ -525,6 +525,7 @@ class Accelerator(Collectives):
         *,
         weights_only: bool = False,
         strict: bool = True,
+        fresh: str | Sequence[str] = (),
         **unknown: Any,
     ) -> None:
         """Resume from a checkpoint of `save_state`, or of a Trainer with the same model, optimizers and schedulers.
@@ -539,14 +540,15 @@ class Accelerator(Collectives):
             verify: how the files are checked first: "full" (every digest), "size", or "off".
             weights_only: load the model's weights and nothing else, also from an imported checkpoint.
             strict: False skips tensors of the model that only one side has.
+            fresh: settings that are the script's and not the checkpoint's, as in `Trainer.fit`.
 
         Raises:
-            CheckpointError: no checkpoint, a damaged one, or one of another model or optimizer.
+            CheckpointError: no checkpoint, a damaged one, or one of another model, optimizer or scheduler.
             RuntimeError: nothing was prepared.
-            ValueError: no path, and no project.
+            ValueError: no path, and no project; or another name in `fresh`.
         """
         refuse_load_options(unknown)
-        self._states.load(self._preparations, input_dir, verify, weights_only=weights_only, strict=strict)
+        self._states.load(self._preparations, input_dir, verify, weights_only=weights_only, strict=strict, fresh=fresh)
 
     def register_for_checkpointing(self, *objects: Any) -> None:
         """Save and load the state of these objects in checkpoints, too: what rank 0's `state_dict` returns.

@@ -19,6 +19,7 @@ from trainwright.engine.prepared import (
     stepped_by,
 )
 from trainwright.engine.prepared_loader import Iterations, PreparedLoader
+from trainwright.engine.replicas import refuse_unlike_arguments
 from trainwright.engine.window import AccumulationWindows
 from trainwright.errors import a_type_of
 from trainwright.ladder.loop_recorder import loop_recorder
@@ -70,6 +71,9 @@ class Preparation(Preparations):
             syncs_each_batch=accumulation.sync_each_batch,
         )
         self._engine, self._optimization, self._options = engine, optimization, options
+        shared = {"split_batches": options.loaders.configuration.split_batches, "precision": engine.precision.name}
+        shared["gradient_accumulation_steps"] = optimization.accumulate
+        refuse_unlike_arguments(shared, "Accelerator", engine.ranks)
         self._has_warned_of_norm = False
         self._trained: list[nn.Module] = []
         """Models that the first loss trained."""
@@ -229,6 +233,7 @@ class Preparation(Preparations):
             repeats=self._options.scheduler_steps,
         )
         self.schedulers.append(prepared)
+        self._engine.script.note_schedulers([each.scheduler for each in self.schedulers])
 
     def _count_step(self, result: StepResult) -> None:
         self.step_count += 1

@@ -18,6 +18,7 @@ from trainwright.checkpoint.discovery import is_newest
 from trainwright.checkpoint.reader import Verify
 from trainwright.data.seeding import set_rng_state
 from trainwright.engine.engine import Engine
+from trainwright.engine.script_settings import SCHEDULERS, checked_fresh
 from trainwright.errors import CheckpointError, a_type_of
 from trainwright.rank_zero import rank_zero_warn
 from trainwright.raw_loop.preparation import Preparation
@@ -151,9 +152,10 @@ class SavedStates:
         *,
         weights_only: bool,
         strict: bool,
+        fresh: Any,
     ) -> None:
         """Continue from a checkpoint; see `Accelerator.load_state`. Collective."""
-        engine = self._engine
+        engine, fresh = self._engine, checked_fresh(fresh)
         if not preparation.models:
             raise RuntimeError(
                 "load_state was called before prepare, and loads into what was prepared; call accelerator.prepare(model, "
@@ -161,14 +163,9 @@ class SavedStates:
             )
         opened = engine.open(self.numbered.newest(verify) if input_dir is None else os.fspath(input_dir), verify=verify)
         path = opened.checkpoint.path
-        schedulers = preparation.schedulers
 
         def check(state: dict[str, Any]) -> None:
-            if (saved := len(state.get("lr_schedulers", []))) != len(schedulers):
-                raise CheckpointError(
-                    f"{path}: it was saved with {saved} schedulers, but {len(schedulers)} were prepared. Prepare the same "
-                    "ones."
-                )
+            engine.script.check(state, path, fresh)
             self._check_objects(state.get("registered", []), path)
 
         if self._load_hooks:
@@ -176,11 +173,11 @@ class SavedStates:
         if weights_only:
             engine.load(opened, weights_only=True, strict=strict)
             return
-        restored = engine.load(opened, strict=strict, check=check)
+        restored = engine.load(opened, strict=strict, check=check, fresh=fresh)
         state = restored.state
-        for scheduler, saved in zip(schedulers, state.get("lr_schedulers", []), strict=True):
-            scheduler.load_state_dict(saved)
-        for scheduler, since in zip(schedulers, state.get("steps_of_schedulers", []), strict=False):
+        engine.script.resume(state, path, fresh)
+        steps = () if SCHEDULERS in fresh else state.get("steps_of_schedulers", ())
+        for scheduler, since in zip(preparation.schedulers, steps, strict=False):
             scheduler.take_steps(*since)
         position = state["position"]
         preparation.resume_at(int(position["step"]))
@@ -287,4 +284,4 @@ def refuse_save_options(given: dict[str, Any]) -> None:
 def refuse_load_options(given: dict[str, Any]) -> None:
     """Raise TypeError for arguments that load_state does not have."""
     replaced = {"map_location": "tensors are loaded to where the prepared objects are; leave it out"}
-    refuse_unknown("load_state", given, ["input_dir", "verify", "weights_only", "strict"], replaced)
+    refuse_unknown("load_state", given, ["input_dir", "verify", "weights_only", "strict", "fresh"], replaced)

@@ -67,7 +67,6 @@ def prepare_optimizers(run: TrainingRun) -> None:
     returned = run.profiler.timed(module.configure_optimizers, "[module] configure_optimizers")()
     makes_none = returned is None and engine.strategy.makes_optimizer
     optimizers, schedulers = ([], []) if makes_none else read_optimizers(returned, is_manual=run.is_manual)
-    run.take_schedulers(schedulers)
     if not run.is_manual and len(optimizers) > 1:
         raise ValueError(
             f"configure_optimizers returned {len(optimizers)} optimizers, but automatic optimization steps one; set "
@@ -79,6 +78,7 @@ def prepare_optimizers(run: TrainingRun) -> None:
         for optimizer in optimizers:
             use_fused(optimizer, [module])
     wrapped = engine.prepare_optimizers(optimizers)
+    run.take_schedulers(schedulers)
     warn_of_memory(engine, module, optimizers)
 
     def count(result: StepResult) -> None:

@@ -7,6 +7,8 @@ from typing import Any, NamedTuple
 
 from trainwright.checkpoint.reader import Verify
 from trainwright.data.datamodule import DataModule
+from trainwright.engine.replicas import refuse_unlike_arguments
+from trainwright.engine.script_settings import checked_fresh
 from trainwright.module import Module
 from trainwright.rung import active_rung
 from trainwright.trainer.checkpoint_choice import CheckpointSearch, Choice
@@ -25,12 +27,14 @@ class Request(NamedTuple):
     source: LoaderSource
     ckpt_path: str | os.PathLike[str] | None
     verify: Verify
+    fresh: tuple[str, ...] = ()
 
 
 def read_fit(
-    model: Any, train_loaders: Any, val_loaders: Any, datamodule: Any, ckpt_path: Any, verify: Verify
+    model: Any, train_loaders: Any, val_loaders: Any, datamodule: Any, ckpt_path: Any, verify: Verify, fresh: Any
 ) -> Request:
     """Return the request of a fit; refuse a module or data that cannot be trained (TypeError, ValueError)."""
+    fresh = checked_fresh(fresh, ckpt_path)
     check_module(model, ["training_step", "configure_optimizers"], "fit")
     if ckpt_path == "auto" and (active := active_rung()) is not None:
         ckpt_path = active.replace("ckpt_path", ckpt_path, None)  # an earlier rung has trained into the same folder
@@ -38,7 +42,7 @@ def read_fit(
     source = find_source("train", loaders, datamodule, model, "train_dataloaders", "fit")
     if not source.is_defined:
         source.load()  # which says what is missing
-    return Request("fit", model, loaders, datamodule, source, ckpt_path, verify)
+    return Request("fit", model, loaders, datamodule, source, ckpt_path, verify, fresh)
 
 
 def read_evaluation(
@@ -69,7 +73,8 @@ def read_evaluation(
 
 
 def choose_checkpoint(parts: Parts, callbacks: list[Any], request: Request) -> Choice:
-    """Return the verified checkpoint that ckpt_path means. Collective: call on every rank."""
+    """Return the verified checkpoint that ckpt_path means, once the ranks agree on settings. Collective."""
+    refuse_unlike_arguments(parts.settings.shared(callbacks), "Trainer", parts.engine.ranks)
     search = CheckpointSearch(
         parts.engine,
         callbacks,

@@ -8,13 +8,12 @@ from typing import Any
 
 from torch import Tensor
 
-from trainwright.callbacks.base import load_parts, make_up, note_restored
-from trainwright.checkpoint.contents import AVERAGE, TRAINING
+from trainwright.callbacks.base import load_parts, load_states, make_up, note_restored
+from trainwright.callbacks.checkpoint_policy import monitor_of
 from trainwright.checkpoint.reader import StoredCheckpoint
 from trainwright.data.seeding import isolate_rng, set_rng_state
 from trainwright.engine.engine import OpenCheckpoint
 from trainwright.engine.named_state import hold_gradients
-from trainwright.errors import CheckpointError
 from trainwright.rank_zero import rank_zero_warn
 from trainwright.trainer.metrics import merged
 from trainwright.trainer.run import Run
@@ -40,8 +39,10 @@ class Resumption:
     Each method is collective: call it on every rank.
     """
 
-    def __init__(self, run: TrainingRun, checkpoint: StoredCheckpoint) -> None:
-        self._run, self._checkpoint = run, checkpoint
+    def __init__(self, run: TrainingRun, checkpoint: StoredCheckpoint, fresh: tuple[str, ...]) -> None:
+        self._run, self._checkpoint, self._fresh = run, checkpoint, fresh
+        self._unused: list[str] = []
+        """The keys of the callback states that no callback has loaded."""
         self._opened: OpenCheckpoint | None = None
         self._generators: dict[str, Any] | None = None
         """This rank's, as the checkpoint holds them."""
@@ -51,10 +52,10 @@ class Resumption:
         run = self._run
         with isolate_rng():
             self._opened = open_with_hooks(run, self._checkpoint)
-            callbacks = self._opened.state.get("callbacks", {})  # a raw loop saves none
-            for callback in run.callbacks:
-                if callback.state_key in callbacks:
-                    callback.load_state_dict(callbacks[callback.state_key])
+            # A raw loop saves none. Only another ModelCheckpoint can miss the scores of one.
+            unused = load_states(run.callbacks, self._opened.state.get("callbacks", {}))
+            scores = bool(run.checkpoint_callbacks)
+            self._unused = [key for key in unused if ", save_top_k=" not in key or (scores and monitor_of(key))]
             restore_datamodule(run, self._opened.state)
 
     def state(self) -> None:
@@ -66,8 +67,10 @@ class Resumption:
         run, path = self._run, self._checkpoint.path
         assert self._opened is not None
         strict = run.module.strict_loading is not False
-        restored = run.engine.load(self._opened, strict=strict, check=self._check)
-        self._load_parts()
+        check = partial(run.engine.script.check, path=path, fresh=self._fresh)
+        restored = run.engine.load(self._opened, strict=strict, check=check, fresh=self._fresh)
+        load = partial(load_parts, run.callbacks, run.trainer, run.module, self._checkpoint, self._opened.tensors)
+        run.engine.ranks.run_on_all(load, "the load of a checkpoint")
         state, own = restored.state, restored.rank_state or {}
         run.state.resume(state["position"], own.get("epoch_rng"))
         sources = restored.nearest_rank_state.get("sources") or [()]
@@ -80,7 +83,10 @@ class Resumption:
             )
         if run.state.holds_gradients:
             self._load_gradients(own.get("gradients", []))
-        self._load_schedulers(state.get("lr_schedulers", []))
+        run.engine.script.resume(state, path, self._fresh, self._unused)
+        for config in run.schedulers if run.state.step else ():
+            if (optimizer := getattr(config.scheduler, "optimizer", None)) is not None:
+                optimizer._opt_called = True  # it stepped before this process began; else torch warns of the order
         run.logbook.load_state_dict(state.get("metrics", {}))
         if run.state.batch:
             run.logbook.keep_unfinished(self._unfinished_metrics(restored.rank_state))
@@ -113,36 +119,6 @@ class Resumption:
         set_rng_state(run.state.epoch_generators or generators)
         if run.state.batch:
             run.wait_with(generators)
-
-    def _load_parts(self) -> None:
-        """Let callbacks load what they have stored in pieces, as averaged weights are. Collective."""
-        run, opened = self._run, self._opened
-        assert opened is not None
-        checkpoint = opened.checkpoint
-        load = partial(load_parts, run.callbacks, run.trainer, run.module, checkpoint, opened.tensors)
-        are_taken = run.engine.ranks.run_on_all(load, "the load of a checkpoint")[run.engine.rank]
-        if not are_taken and not {TRAINING, AVERAGE}.isdisjoint(checkpoint.sections):
-            rank_zero_warn(
-                f"{checkpoint.path} holds averaged weights, and this run has no callback that averages in the same way: it "
-                "resumes from the weights that were trained, without the average. Pass the callback that the saved run had "
-                "(EMAWeightAveraging, say) to continue it.",
-                stacklevel=2,
-            )
-
-    def _check(self, state: dict[str, Any]) -> None:
-        saved, present = len(state.get("lr_schedulers", [])), len(self._run.schedulers)
-        if saved != present and "lr_schedulers" in state:  # a hook may have removed them
-            raise CheckpointError(
-                f"{self._checkpoint.path}: it was saved with {saved} scheduler{'s' * (saved != 1)}, but this run has "
-                f"{present}. Build the same schedulers to resume."
-            )
-
-    def _load_schedulers(self, states: list[dict[str, Any]]) -> None:
-        for config, state in zip(self._run.schedulers, states, strict=False):
-            config.scheduler.load_state_dict(state)
-            optimizer = getattr(config.scheduler, "optimizer", None)
-            if self._run.state.step and optimizer is not None:
-                optimizer._opt_called = True  # it stepped before this process began; else torch warns of the order
 
     def _load_gradients(self, held: Sequence[Mapping[str, Tensor]]) -> None:
         """Load the gradients that wait for a step of manual optimization, in a job like the one that saved them."""

@@ -204,6 +204,7 @@ class Trainer(Status):
         ckpt_path: str | os.PathLike[str] | None = None,
         weights_only: bool | None = None,
         verify: Verify = "full",
+        fresh: str | Sequence[str] = (),
     ) -> None:
         """Train a module. Collective: call on every rank.
 
@@ -218,9 +219,13 @@ class Trainer(Status):
                 run is finished. From the newest checkpoint the loggers continue in its run folder.
             weights_only: accepted and not needed: a checkpoint holds nothing but plain data and tensors.
             verify: how the checkpoint is checked before anything changes: "full" (every file's digest), "size" or "off".
+            fresh: what a resume takes from the script instead of from the checkpoint, one name or both. "schedulers": they
+                begin at their step 0, at the script's learning rate. "optimizer_settings": learning rate, weight decay and
+                other options, but not the state, such as momentum; a schedule continues in proportion to the new initial rate.
+                Without it the checkpoint's settings are used, and one warning names those that differ.
 
         Raises:
-            TypeError, ValueError: a module or a loader that cannot be trained.
+            TypeError, ValueError: a module or a loader that cannot be trained, or another name in `fresh`.
             CheckpointError: the checkpoint is missing, damaged or another model's, or another run holds the folder.
             RunStopped: SIGTERM, SIGUSR1 or Ctrl-C has stopped the run, saved if a ModelCheckpoint keeps any; ends the process.
         """
@@ -229,12 +234,12 @@ class Trainer(Status):
         if path is None and not self.fast_dev_run and not self.engine.num_workers:
             loaders = {"train_dataloaders": train_dataloaders, "val_dataloaders": val_dataloaders}
             tune(self.callbacks, self.trial, model, {**loaders, "datamodule": datamodule})
-        request = read_fit(model, train_dataloaders, val_dataloaders, datamodule, path, verify)
+        request = read_fit(model, train_dataloaders, val_dataloaders, datamodule, path, verify, fresh)
         parts, choice = self._begin(request)
         if self.engine.num_workers:
             run = Run(parts, "fit", model, request.datamodule, choice, self.run)
             options = {"train_dataloaders": request.loaders, "val_dataloaders": val_dataloaders, "verify": verify}
-            self._call_workers(run, options)
+            self._call_workers(run, {**options, "fresh": request.fresh})
             return
         self.run = run = TrainingRun(
             parts, model, request.datamodule, choice, self.run, request.source, val_dataloaders
@@ -242,7 +247,7 @@ class Trainer(Status):
         # The stop is outermost, because it raises RunStopped once everything else is closed.
         with run.stop, run.opened(), torch.autograd.set_detect_anomaly(self._settings.detect_anomaly):
             run.stop.open()
-            resumption = None if choice.checkpoint is None else Resumption(run, choice.checkpoint)
+            resumption = None if choice.checkpoint is None else Resumption(run, choice.checkpoint, request.fresh)
             if resumption is not None:
                 resumption.parts()
             prepare_fit(run)

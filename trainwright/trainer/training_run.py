@@ -139,8 +139,9 @@ class TrainingRun(Run):
         self._train_data().load()
 
     def take_schedulers(self, schedulers: list[SchedulerConfig]) -> None:
-        """Take what configure_optimizers has returned of schedulers."""
+        """Take what configure_optimizers has returned of schedulers, once the engine has the optimizers."""
         self.trained.schedulers = self.schedulers = schedulers
+        self.engine.script.note_schedulers([each.scheduler for each in schedulers])
         self.follows_by_step = any(each.interval == "step" and each.is_plateau for each in schedulers)
 
     def replace_schedulers(self) -> None:
