@@ -23,6 +23,7 @@ from trainwright.rank_zero import rank_zero_warn
 from trainwright.raw_loop.preparation import Preparation
 from trainwright.raw_loop.project import NumberedCheckpoints, ProjectConfiguration
 from trainwright.raw_loop.tracking import Trackers
+from trainwright.raw_loop.unwrapping import extract_model_from_parallel
 
 Hook = Callable[..., None]
 
@@ -172,7 +173,8 @@ class SavedStates:
             self._check_objects(state.get("registered", []), path)
 
         if self._load_hooks:
-            self._run(self._load_hooks, "load_state", list(preparation.models), path)
+            models = [extract_model_from_parallel(model) for model in preparation.models]
+            self._run(self._load_hooks, "load_state", models, path)
         if weights_only:
             engine.load(opened, weights_only=True, strict=strict)
             return
@@ -190,7 +192,7 @@ class SavedStates:
         sources = chain(restored.nearest_rank_state.get("sources", ()), repeat(()))
         # A Trainer's checkpoint has a position for the first loader only.
         for loader, each, source in zip(preparation.loaders, states, sources, strict=False):
-            loader.load_state_dict({**each, "sources": source})
+            loader.resume({**each, "sources": source})
         self._load_objects(state.get("registered", []), path)
         # After the loads, which may draw.
         if restored.rng is not None:
@@ -211,6 +213,7 @@ class SavedStates:
         try:
             is_whole = self._engine.strategy.holds_modules
             weights = [model.state_dict() for model in models] if is_whole else []
+            models = [extract_model_from_parallel(model) for model in models]
             self._run(self._save_hooks, "save_state", models, weights, directory)
             yield directory
         except BaseException:
