@@ -26,7 +26,10 @@ class WandbLogger(RemoteLogger):
     Without an API key the run is offline, and a warning says how to upload it. A run that resumes from a checkpoint continues
     the service's run of the same id.
 
-    After a call that succeeds the run stays open, for `wandb.log` and the Trainer's next call. It is finished by
+    A run that `wandb.init` has opened in the script, as in a sweep, is used and stays open; it keeps its own name, project and
+    other settings.
+
+    After a call that succeeds a run of the logger stays open, for `wandb.log` and the Trainer's next call. It is finished by
     `wandb.finish()`, by a WandbLogger that begins another run, or by the end of the process; after a call that fails, at once.
 
     Args:
@@ -37,7 +40,7 @@ class WandbLogger(RemoteLogger):
         dir: the same as save_dir.
         id: the same as version.
         project: the project; None for WANDB_PROJECT, or the client's default.
-        experiment: a run that `wandb.init` has made, to be used instead of a new one; finishing it is left to its maker.
+        experiment: a run that `wandb.init` has made, to be used instead of the one that is open; finishing it is left to its maker.
         log_model: True uploads the checkpoints of each ModelCheckpoint as artifacts at the end of the run, "all" each one
             once it is complete.
         prefix: put before the name of every metric, with a dash.
@@ -57,6 +60,11 @@ class WandbLogger(RemoteLogger):
 
     _idle: ClassVar[list[WandbLogger]] = []
     """Those whose runs calls have left open."""
+    _opened: ClassVar[set[str]] = set()
+    """The ids of the runs that loggers have opened."""
+
+    loggable = object
+    """The values that `log_texts` takes: the client has more types than texts, such as wandb.Image."""
 
     shown_in = "the run's page (experiment.url; that of an offline run exists after `wandb sync`)"
 
@@ -117,7 +125,9 @@ class WandbLogger(RemoteLogger):
         if self._run is None:
             for each in [*self._idle]:
                 each.end_run()
-            self._run, self._is_own = self._begun(run_id), True
+            run = _client().run
+            self._is_own = run is None or run.id in self._opened or self._given_id not in (None, run.id)
+            self._run = self._begun(run_id) if self._is_own else run
             self._define_axis()
         if not getattr(self._run, "disabled", False):
             self._group = self._run.project or self._group
@@ -142,14 +152,16 @@ class WandbLogger(RemoteLogger):
             options["reinit"] = "create_new"  # otherwise init returns that run; and only without it does wandb.log work
         options |= self._options
         try:
-            return wandb.init(**options)
+            run = wandb.init(**options)
         except wandb.errors.UsageError as error:
             warnings.warn(
                 f"wandb: {error} The run is kept in {self.save_dir}/wandb; upload it with `wandb sync` once you are logged "
                 "in. Set WANDB_MODE=offline to leave out this warning.",
                 stacklevel=2,
             )
-            return wandb.init(**{**options, "mode": "offline"})
+            run = wandb.init(**{**options, "mode": "offline"})
+        self._opened.add(run.id)
+        return run
 
     @property
     def _steps(self) -> Path | None:
@@ -255,11 +267,11 @@ class WandbLogger(RemoteLogger):
         """Write texts as a table."""
         self.log_table(key, columns, data, dataframe, step)
 
-    def log_texts(self, values: Mapping[str, str], step: int | None = None) -> bool:
-        """Write texts by name."""
+    def log_texts(self, values: Mapping[str, Any], step: int | None = None) -> bool:
+        """Write texts, and any other values that the client takes, by name."""
         if self._begin():
-            for key, text in values.items():
-                self._log_value(key, text, step)
+            for key, value in values.items():
+                self._log_value(key, value, step)
         return True
 
     def _log_value(self, key: str, value: Any, step: int | None) -> None:
