@@ -483,8 +483,10 @@ def test_a_failing_hook_leaves_nothing(tmp_path: Path) -> None:
         assert list(tmp_path.iterdir()) == []
     taken = loop.accelerator.save_state(tmp_path / "state.ckpt")
     loop.accelerator.register_save_state_pre_hook(fail)
-    with pytest.raises(tw.CheckpointError, match="exists already"):
+    with pytest.raises(tw.CheckpointError, match="the hook's disk"):
         loop.accelerator.save_state(taken)
+    with pytest.raises(tw.CheckpointError, match="exists already"):
+        loop.accelerator.save_state(taken, overwrite=False)
     assert [each.name for each in tmp_path.iterdir()] == ["state.ckpt"]
 
 

@@ -486,7 +486,7 @@ class Accelerator(Collectives):
         safe_serialization: bool = True,
         *,
         blocking: bool = True,
-        overwrite: bool = False,
+        overwrite: bool = True,
         **unknown: Any,
     ) -> str:
         """Write a checkpoint of everything that was prepared or registered, in the Trainer's format; return its path.
@@ -498,11 +498,12 @@ class Accelerator(Collectives):
         Args:
             safe_serialization: True; a checkpoint holds no pickle.
             blocking: False returns once all is copied to host memory, and a thread writes: see `finish_save`.
-            overwrite: replace a complete checkpoint at that path, once the new one is committed.
+            overwrite: replace an earlier checkpoint at that path, once the new one is complete. Other files in the folder
+                stay. False rejects a path that exists.
 
         Raises:
-            CheckpointError: on every rank, if it was not written, the path exists (with overwrite, as something else), or
-                another run uses the project's checkpoints.
+            CheckpointError: on every rank, if it was not written, something at the path cannot be replaced (a file, a link, a
+                damaged checkpoint, anything in an object store), or another run uses the project's checkpoints.
             ValueError: no path, and no project.
             RuntimeError: within an accumulation window, since checkpoints hold no gradients.
         """
