@@ -82,6 +82,7 @@ def client(monkeypatch: pytest.MonkeyPatch) -> Client:
     client = Client()
     monkeypatch.setitem(sys.modules, "wandb", client)
     monkeypatch.setattr(tw.WandbLogger, "_idle", [])  # runs of other tests
+    monkeypatch.setattr(tw.WandbLogger, "_opened", set())
     return client
 
 

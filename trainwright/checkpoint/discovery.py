@@ -300,11 +300,11 @@ def replace_checkpoint(newer: str, path: str) -> None:
     files, source = resolve(newer)
     target = resolve(path)[1]
     parent = os.path.dirname(target)
-    if not is_checkpoint(newer):
+    replaces, old, is_exchanged = files.exists(target), "", False
+    if replaces and not is_checkpoint(newer):
         raise CheckpointError(f"{newer} is not a complete checkpoint, so {path} is kept.")
-    old, is_exchanged = "", False
     try:
-        if files.exists(target):
+        if replaces:
             refuse_irreplaceable(files, target)
             for name in _others(files, target) - files.tree(source).keys():
                 files.link(f"{target}/{name}", f"{source}/{name}")
@@ -330,7 +330,7 @@ def replace_checkpoint(newer: str, path: str) -> None:
                 files.rename(old, target)
         text = describe(error, target)
         if os.path.basename(source).startswith("."):
-            raise CheckpointError(f"the new checkpoint could not take the place of {path}, which stays: {text}") from error
+            raise CheckpointError(f"the complete checkpoint could not be renamed to {path}: {text}") from error
         raise CheckpointError(f"{source} is complete, but could not be renamed to {path}: {text}") from error
     if old or is_exchanged:
         _remove_replaced(files, old or source, target)

@@ -95,16 +95,13 @@ class PreparedLoader:
     def _choose_start(self) -> None:
         """Begin a resumed epoch at its start, unless the loop has read `epoch`: loops for Accelerate skip batches themselves."""
         place = f"batch {self._batch} of epoch {self._epoch}"
-        is_within = self._continues or self._iterations.has_read_epoch
-        if not is_within:
+        text = f"load_state: the loader continues at {place}."
+        if not (self._continues or self._iterations.has_read_epoch):
             self.load_state_dict({"epoch": self._epoch, "batch": 0})
+            text = f"load_state: the loader begins with batch 0, as in Accelerate, though the checkpoint was saved at {place}. "
+            text += "A loop that skips no batches itself continues there with skip_first_batches or range(loader.epoch, ...)."
         if self._engine.rank == 0:
-            print(
-                f"load_state: the loader continues at {place}."
-                if is_within
-                else f"load_state: the loader begins with batch 0, as in Accelerate, though the checkpoint was saved at {place}. "
-                "A loop that skips no batches itself continues there with skip_first_batches or range(loader.epoch, ...)."
-            )
+            print(text)
 
     def set_epoch(self, epoch: int) -> None:
         """Let the next iteration be that of an epoch, from its start; the current epoch continues from its position."""

@@ -59,7 +59,7 @@ class Logger:
     """The underlying writer, for anything beyond this contract."""
 
     @classmethod
-    def of_project(cls, project: str, save_dir: str | None, **options: Any) -> Self:
+    def of_project(cls, project: str, save_dir: str | None, /, **options: Any) -> Self:
         """Return a logger for a raw loop that chose it by name; override it if the constructor has other arguments."""
         return cls(**options)
 

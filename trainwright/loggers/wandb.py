@@ -96,7 +96,7 @@ class WandbLogger(RemoteLogger):
         self._noted = NotedRows("WandbLogger")
 
     @classmethod
-    def of_project(cls, project: str, save_dir: str | None, **options: Any) -> Self:
+    def of_project(cls, project: str, save_dir: str | None, /, **options: Any) -> Self:
         return cls(**{"project": project, "save_dir": save_dir or ".", **options})
 
     @property
@@ -128,6 +128,7 @@ class WandbLogger(RemoteLogger):
             run = _client().run
             self._is_own = run is None or run.id in self._opened or self._given_id not in (None, run.id)
             self._run = self._begun(run_id) if self._is_own else run
+            self._opened |= {self._run.id} if self._is_own else set()
             self._define_axis()
         if not getattr(self._run, "disabled", False):
             self._group = self._run.project or self._group
@@ -152,16 +153,14 @@ class WandbLogger(RemoteLogger):
             options["reinit"] = "create_new"  # otherwise init returns that run; and only without it does wandb.log work
         options |= self._options
         try:
-            run = wandb.init(**options)
+            return wandb.init(**options)
         except wandb.errors.UsageError as error:
             warnings.warn(
                 f"wandb: {error} The run is kept in {self.save_dir}/wandb; upload it with `wandb sync` once you are logged "
                 "in. Set WANDB_MODE=offline to leave out this warning.",
                 stacklevel=2,
             )
-            run = wandb.init(**{**options, "mode": "offline"})
-        self._opened.add(run.id)
-        return run
+            return wandb.init(**{**options, "mode": "offline"})
 
     @property
     def _steps(self) -> Path | None:

@@ -259,7 +259,7 @@ class Accelerator(Collectives):
         save_object(obj, f, is_writer=self.is_local_main_process if on_each else self.is_main_process)
 
     def load(self, f: str | os.PathLike[str]) -> Any:
-        """Return what `save` wrote, or the tensors of any safetensors file, in host memory.
+        """Return what `save` wrote, a dict in its order, or the tensors of any safetensors file, in host memory.
 
         Raises:
             CheckpointError: the file is missing, damaged or of another kind.
@@ -401,9 +401,10 @@ class Accelerator(Collectives):
     def free_memory(self, *objects: Any) -> Any:
         """Release all that was prepared, collect garbage, and return None for each object given, to assign to its variable.
 
-        Collective: call on every rank.
+        Objects of `register_for_checkpointing` are forgotten too, with a warning. Collective: call on every rank.
         """
         self.engine.close()
+        self._states.forget_objects()
         self._preparations = self._new_preparation()
         self._loss_check = LossCheck(self.engine, self._preparations)
         return release_memory(*objects)
@@ -439,6 +440,11 @@ class Accelerator(Collectives):
     def mixed_precision(self) -> str:
         """Return "no", "fp16" or "bf16"; for a precision that has no such name, its own."""
         return word_for(self.engine.precision)
+
+    @property
+    def scaler(self) -> torch.amp.GradScaler | None:
+        """Return the loss scaler of fp16; None under any other precision."""
+        return getattr(self.engine.precision, "scaler", None)
 
     @property
     def sync_gradients(self) -> bool:

@@ -66,6 +66,13 @@ class SavedStates:
             if all(each is not one for one in self._objects):
                 self._objects.append(each)
 
+    def forget_objects(self) -> None:
+        """Forget the registered objects, whose models and optimizers are released."""
+        if self._objects:
+            text = "free_memory forgets the registered objects; register those again that checkpoints should hold."
+            rank_zero_warn(text, stacklevel=3)
+        self._objects = []
+
     def add_save_hook(self, hook: Hook) -> RemovableHandle:
         return _added(self._save_hooks, hook, "register_save_state_pre_hook", ("models", "weights", "output_dir"))
 

@@ -63,8 +63,7 @@ class Tracker:
                 numbers |= to_numbers({key: value})
             except TypeError:
                 others[key] = value
-        takes = getattr(self.logger, "loggable", str)
-        writable = {key: value for key, value in others.items() if isinstance(value, takes)}
+        writable = {key: each for key, each in others.items() if isinstance(each, getattr(self.logger, "loggable", str))}
         is_written = bool(writable) and write_others(writable, step)
         left_out = others.keys() - (writable.keys() if is_written else set()) - self._left_out
         if left_out:
