@@ -110,6 +110,8 @@ _GROUPS = {
     "device_placement dispatch_batches even_batches log_with non_blocking rng_types split_batches dataloader_config "
     "step_scheduler_with_optimizer use_stateful_dataloader deepspeed_plugin autocast_handler ddp_handler init_handler "
     "profile_handler scaler_handler": "keep the value that the script passes to Accelerator",
+    "verify_device_map": "device maps are not supported; strategy='fsdp' shards a model",
+    "lomo_backward": "LOMO is not supported; strategy='fsdp' with cpu_offload saves memory",
     "multi_device native_amp": "use_distributed and mixed_precision replace it",
     "backend initialized destroy_process_group": "torch.distributed has functions of that purpose",
 }

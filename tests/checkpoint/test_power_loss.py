@@ -33,7 +33,9 @@ class Journal:
         monkeypatch.setattr(filesystem, "open", self.open_file, raising=False)
         monkeypatch.setattr(filesystem.shutil, "rmtree", self.noted("rmtree", filesystem.shutil.rmtree))
         exchange = filesystem.LocalFiles().exchange
-        monkeypatch.setattr(filesystem.LocalFiles, "exchange", lambda _, *paths: self.noted("exchange", exchange)(*paths))
+        monkeypatch.setattr(
+            filesystem.LocalFiles, "exchange", lambda _, *paths: self.noted("exchange", exchange)(*paths)
+        )
 
     def __getattr__(self, name: str) -> Any:
         value = getattr(os, name)

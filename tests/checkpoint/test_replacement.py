@@ -11,7 +11,7 @@ import fsspec
 import pytest
 
 from trainwright.checkpoint import discovery
-from trainwright.checkpoint.discovery import find_checkpoints, is_checkpoint, is_replaceable, replace_checkpoint
+from trainwright.checkpoint.discovery import find_checkpoints, is_checkpoint, is_replaceable
 from trainwright.checkpoint.filesystem import LocalFiles
 from trainwright.checkpoint.reader import open_checkpoint
 from trainwright.errors import CheckpointError
@@ -37,8 +37,10 @@ def test_the_path_has_a_checkpoint_at_each_rename_where_directories_can_be_excha
         function = getattr(LocalFiles, call)
 
         def watched(files: LocalFiles, source: str, target: str) -> Any:
-            seen.append((sorted(each.name for each in tmp_path.glob("[!.]*") if is_checkpoint(str(each)))))
-            return exchanges and function(files, source, target) if call == "exchange" else function(files, source, target)
+            seen.append(sorted(each.name for each in tmp_path.glob("[!.]*") if is_checkpoint(str(each))))
+            return (
+                exchanges and function(files, source, target) if call == "exchange" else function(files, source, target)
+            )
 
         monkeypatch.setattr(LocalFiles, call, watched)
 
@@ -100,9 +102,7 @@ def test_anything_else_is_refused_and_stays(
     save(path, 1)
     change(path)
     before = sorted(str(each) for each in tmp_path.rglob("*"))
-    match = (
-        rf"a\.ckpt exists already and cannot be replaced by a checkpoint: .*{text}.*\. Remove it, or"
-    )
+    match = rf"a\.ckpt exists already and cannot be replaced by a checkpoint: .*{text}.*\. Remove it, or"
     errors = save(path, 2, world_size=2, overwrite=True)
     assert all(isinstance(error, CheckpointError) for error in errors)
     assert len({str(error) for error in errors}) == 1
@@ -156,7 +156,9 @@ def test_a_replacement_that_fails_is_taken_back(
         check(open_checkpoint(path), 2)
         return
     is_beside = failing == "second rename"
-    text = "v1.ckpt is complete, but could not be renamed to .*a.ckpt" if is_beside else "could not be renamed to .*a.ckpt"
+    text = (
+        "v1.ckpt is complete, but could not be renamed to .*a.ckpt" if is_beside else "could not be renamed to .*a.ckpt"
+    )
     with pytest.raises(CheckpointError, match=f"{text}: OSError: no"):
         save(path, 2, overwrite=True)
     check(open_checkpoint(path), 1)

@@ -46,9 +46,7 @@ def test_an_existing_target_is_refused_on_all_ranks(tmp_path: Path, save: Any, c
     errors = save(tmp_path / "a.ckpt", 2, world_size=2)
     assert all(isinstance(error, CheckpointError) for error in errors)
     assert len({str(error) for error in errors}) == 1
-    with pytest.raises(
-        CheckpointError, match=r"a\.ckpt exists already, and overwrite=False was given; leave that out"
-    ):
+    with pytest.raises(CheckpointError, match=r"a\.ckpt exists already, and overwrite=False was given; leave that out"):
         save(tmp_path / "a.ckpt", 2)
     check(open_checkpoint(str(tmp_path / "a.ckpt")), 1)
     (tmp_path / "file").touch()

@@ -373,9 +373,7 @@ def test_a_stop_within_an_epoch_is_exact(tmp_path: Path) -> None:
     assert_equal(weights(again.net), weights(whole.net))
 
 
-def test_a_resumed_loop_gets_the_batches_that_it_counts_on(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_resumed_loop_gets_the_batches_that_it_counts_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def loaded(**settings: Any) -> tuple[tw.Accelerator, Any, Any, Any]:
         torch.manual_seed(5)
         accelerator = tw.Accelerator(cpu=ON_HOST, project_dir=tmp_path, **settings)
@@ -400,7 +398,9 @@ def test_a_resumed_loop_gets_the_batches_that_it_counts_on(
     capsys.readouterr()
     loader = loaded()[2]
     assert rest(loader) == whole  # a loop that skips the first batches by itself, as with Accelerate
-    assert capsys.readouterr().out.startswith("load_state: the loader begins with batch 0, as in Accelerate, though the")
+    assert capsys.readouterr().out.startswith(
+        "load_state: the loader begins with batch 0, as in Accelerate, though it was"
+    )
     assert rest(loader) != whole  # the next epoch
     accelerator, _, loader, _ = loaded()
     assert rest(tw.skip_first_batches(loader, 4)) == whole[4:]

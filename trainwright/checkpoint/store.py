@@ -341,9 +341,11 @@ def _begin(files: Files, target: str, header: Mapping[str, Any], overwrite: bool
 
 def _stage(files: Files, target: str, overwrite: bool) -> str:
     """Check the target, create the directory to write into and return it."""
-    if not overwrite:
-        _refuse_existing(files, target)
-    elif files.exists(target if files.has_rename else f"{target}/{MANIFEST_NAME}"):
+    if files.exists(target if files.has_rename else f"{target}/{MANIFEST_NAME}"):
+        if not overwrite:
+            raise CheckpointError(
+                f"{target} exists already, and overwrite=False was given; leave that out to replace it, or choose another name."
+            )
         refuse_irreplaceable(files, target)
     if not files.has_rename:
         files.make_directories(target)
@@ -352,13 +354,6 @@ def _stage(files: Files, target: str, overwrite: bool) -> str:
     files.make_directories(os.path.dirname(directory))
     files.make_new_directory(directory)
     return directory
-
-
-def _refuse_existing(files: Files, target: str) -> None:
-    if files.exists(target if files.has_rename else f"{target}/{MANIFEST_NAME}"):
-        raise CheckpointError(
-            f"{target} exists already, and overwrite=False was given; leave that out to replace it, or choose another name."
-        )
 
 
 def _commit(
@@ -398,9 +393,16 @@ def _commit(
     files.put(f"{directory}/{MANIFEST_NAME}", data)
     # Before the rename: a power loss after it could otherwise leave the final name on a directory without all of its files.
     files.sync_directory(directory)
-    if not overwrite:
-        _refuse_existing(files, target)  # another process may have written it meanwhile
-    replace_checkpoint(directory, target)
+    if overwrite and files.exists(target):
+        replace_checkpoint(directory, target)
+        return
+    files.rename(directory, target)
+    try:
+        files.sync_directory(os.path.dirname(target))
+    except Exception:
+        with contextlib.suppress(OSError):
+            files.rename(target, directory)  # undone, since it may not be durable
+        raise
 
 
 def _attached(files: Files, directory: str, records: Mapping[str, FileRecord]) -> dict[str, FileRecord]:

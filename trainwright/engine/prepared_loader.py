@@ -93,12 +93,12 @@ class PreparedLoader:
         self._is_resumed, self._iterations.has_read_epoch = True, False
 
     def _choose_start(self) -> None:
-        """Begin a resumed epoch at its start, unless the loop has read `epoch`: loops for Accelerate skip batches themselves."""
-        place = f"batch {self._batch} of epoch {self._epoch}"
-        text = f"load_state: the loader continues at {place}."
+        """Begin a resumed epoch at its start if the loop has not read `epoch`: loops for Accelerate skip batches themselves."""
+        position = f"batch {self._batch} of epoch {self._epoch}"
+        text = f"load_state: the loader continues at {position}."
         if not (self._continues or self._iterations.has_read_epoch):
             self.load_state_dict({"epoch": self._epoch, "batch": 0})
-            text = f"load_state: the loader begins with batch 0, as in Accelerate, though the checkpoint was saved at {place}. "
+            text = f"load_state: the loader begins with batch 0, as in Accelerate, though it was saved at {position}. "
             text += "A loop that skips no batches itself continues there with skip_first_batches or range(loader.epoch, ...)."
         if self._engine.rank == 0:
             print(text)

@@ -26,10 +26,9 @@ class WandbLogger(RemoteLogger):
     Without an API key the run is offline, and a warning says how to upload it. A run that resumes from a checkpoint continues
     the service's run of the same id.
 
-    A run that `wandb.init` has opened in the script, as in a sweep, is used and stays open; it keeps its own name, project and
-    other settings.
+    A run that the script has opened with `wandb.init`, as in a sweep, is used with its own name and project, and stays open.
 
-    After a call that succeeds a run of the logger stays open, for `wandb.log` and the Trainer's next call. It is finished by
+    After a call that succeeds the logger's run stays open, for `wandb.log` and the Trainer's next call. It is finished by
     `wandb.finish()`, by a WandbLogger that begins another run, or by the end of the process; after a call that fails, at once.
 
     Args:
@@ -40,7 +39,7 @@ class WandbLogger(RemoteLogger):
         dir: the same as save_dir.
         id: the same as version.
         project: the project; None for WANDB_PROJECT, or the client's default.
-        experiment: a run that `wandb.init` has made, to be used instead of the one that is open; finishing it is left to its maker.
+        experiment: a run that `wandb.init` has made, to be used instead of a new one; finishing it is left to its maker.
         log_model: True uploads the checkpoints of each ModelCheckpoint as artifacts at the end of the run, "all" each one
             once it is complete.
         prefix: put before the name of every metric, with a dash.

@@ -401,25 +401,15 @@ class Accelerator(Collectives):
     def free_memory(self, *objects: Any) -> Any:
         """Release all that was prepared, collect garbage, and return None for each object given, to assign to its variable.
 
-        Objects of `register_for_checkpointing` are forgotten too, with a warning. Collective: call on every rank.
+        Objects of `register_for_checkpointing` are dropped too, with a warning. Collective: call on every rank.
         """
         self.engine.close()
-        self._states.forget_objects()
+        self._states.drop_objects()
         self._preparations = self._new_preparation()
         self._loss_check = LossCheck(self.engine, self._preparations)
         return release_memory(*objects)
 
     clear = free_memory
-
-    def verify_device_map(self, model: nn.Module) -> bool:
-        """Refused: models are sharded by a strategy, never spread over devices by a device map."""
-        raise NotImplementedError("verify_device_map: device maps are not supported; strategy='fsdp' shards a model.")
-
-    def lomo_backward(self, loss: Tensor, learning_rate: float) -> None:
-        """Refused: LOMO steps within backward, so that no strategy could average its gradients."""
-        raise NotImplementedError(
-            "lomo_backward: LOMO is not supported; strategy='fsdp' with cpu_offload saves memory."
-        )
 
     @property
     def state(self) -> AcceleratorState:

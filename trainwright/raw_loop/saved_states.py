@@ -66,10 +66,10 @@ class SavedStates:
             if all(each is not one for one in self._objects):
                 self._objects.append(each)
 
-    def forget_objects(self) -> None:
-        """Forget the registered objects, whose models and optimizers are released."""
+    def drop_objects(self) -> None:
+        """Drop the registered objects, with a warning."""
         if self._objects:
-            text = "free_memory forgets the registered objects; register those again that checkpoints should hold."
+            text = "free_memory drops the registered objects; register those again that checkpoints should hold."
             rank_zero_warn(text, stacklevel=3)
         self._objects = []
 

@@ -63,7 +63,9 @@ class Tracker:
                 numbers |= to_numbers({key: value})
             except TypeError:
                 others[key] = value
-        writable = {key: each for key, each in others.items() if isinstance(each, getattr(self.logger, "loggable", str))}
+        writable = {
+            key: each for key, each in others.items() if isinstance(each, getattr(self.logger, "loggable", str))
+        }
         is_written = bool(writable) and write_others(writable, step)
         left_out = others.keys() - (writable.keys() if is_written else set()) - self._left_out
         if left_out:

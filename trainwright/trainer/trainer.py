@@ -361,9 +361,9 @@ class Trainer(Status):
                 its error.
             overwrite: replace an earlier checkpoint at this path, even the one that the run was resumed from, so that a script
                 can be repeated. Other files in its folder stay. A kill at any moment leaves the old or the new checkpoint at
-                the path; on a file system that cannot exchange two directories (NFS), the new one may then be beside it as
-                `-v1`. A file, a link, a damaged checkpoint, and on an object store any checkpoint, are rejected. False rejects
-                every path that exists.
+                the path; where the file system cannot exchange two directories (NFS), the new one may be at a path with `-v1`.
+                A file, a link, a damaged checkpoint, and on an object store any checkpoint, are rejected. False rejects every
+                path that exists.
 
         From on_train_batch_start to the schedulers' steps the save waits for the batch's end, or a resumed run would repeat it;
         within an accumulation window for its end, since a checkpoint within an epoch holds no gradients; between an epoch's
