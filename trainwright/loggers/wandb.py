@@ -127,7 +127,7 @@ class WandbLogger(RemoteLogger):
             run = _client().run
             self._is_own = run is None or run.id in self._opened or self._given_id not in (None, run.id)
             self._run = self._begun(run_id) if self._is_own else run
-            self._opened |= {self._run.id} if self._is_own else set()
+            self._opened.update([self._run.id] if self._is_own else [])
             self._define_axis()
         if not getattr(self._run, "disabled", False):
             self._group = self._run.project or self._group
