@@ -39,12 +39,12 @@ METHODS = {
         take_seed train_apart verified""",
     tw.Accelerator: """accumulate autocast backward broadcast check_trigger clear clip_grad_norm_
         clip_grad_value_ end_training finish_save free_memory gather gather_for_metrics get_state_dict get_tracker
-        init_trackers join_uneven_inputs load load_state local_main_process_first log log_images lomo_backward
+        init_trackers join_uneven_inputs load load_state local_main_process_first log log_images
         main_process_first no_sync on_last_process on_local_main_process on_local_process on_main_process on_process
         pad_across_processes prepare prepare_data_loader prepare_model prepare_optimizer prepare_scheduler print profile
         reduce register_for_checkpointing register_load_state_pre_hook register_save_state_pre_hook save save_model
         save_state set_trigger skip_first_batches split_between_processes step trigger_sync_in_backward
-        unscale_gradients unwrap_model verify_device_map wait_for_everyone""",
+        unscale_gradients unwrap_model wait_for_everyone""",
     tw.Strategy: """after_load after_run all_gather allocate_optimizer_state annotate backward barrier before_evaluation
         broadcast check check_gradients clip_gradients close connect describe_optimizer finalize finalize_gradients
         gathered_groups has_replaced join_job make_whole model_pieces move_to_device note_module optimizer_pieces piece reduce

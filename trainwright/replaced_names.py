@@ -101,6 +101,19 @@ _GROUPS = {
     "FP8RecipeKwargs": "fp8 is missing",
     "MegatronLMPlugin ParallelismConfig": "tensor parallelism is missing; FullyShardedDataParallelPlugin and "
     "DeepSpeedPlugin shard a model",
+    "is_initialized": "leave it out; torch.distributed.is_initialized() says whether there are other processes",
+    # Attributes of an Accelerator and its states.
+    "fp8_backend fp8_enabled fp8_recipe_handler has_fp8_handler delayed_fp8_autocast": "fp8 is missing",
+    "parallelism_config torch_device_mesh tensor_parallel_rank pipeline_parallel_rank context_parallel_rank "
+    "data_parallel_rank data_parallel_shard_rank maybe_context_parallel": "tensor parallelism is missing; process_index "
+    "is the rank",
+    "device_placement dispatch_batches even_batches log_with non_blocking rng_types split_batches dataloader_config "
+    "step_scheduler_with_optimizer use_stateful_dataloader deepspeed_plugin autocast_handler ddp_handler init_handler "
+    "profile_handler scaler_handler": "keep the value that the script passes to Accelerator",
+    "verify_device_map": "device maps are not supported; strategy='fsdp' shards a model",
+    "lomo_backward": "LOMO is not supported; strategy='fsdp' with cpu_offload saves memory",
+    "multi_device native_amp": "use_distributed and mixed_precision replace it",
+    "backend initialized destroy_process_group": "torch.distributed has functions of that purpose",
 }
 ELSEWHERE = {name: instead for names, instead in _GROUPS.items() for name in names.split()}
 """What to use instead of each name; one that another name here means elsewhere has its module before it."""

@@ -11,7 +11,7 @@ import fsspec
 import pytest
 
 from trainwright.checkpoint import discovery
-from trainwright.checkpoint.discovery import find_checkpoints, is_checkpoint, is_replaceable, replace_checkpoint
+from trainwright.checkpoint.discovery import find_checkpoints, is_checkpoint, is_replaceable
 from trainwright.checkpoint.filesystem import LocalFiles
 from trainwright.checkpoint.reader import open_checkpoint
 from trainwright.errors import CheckpointError
@@ -27,22 +27,50 @@ def test_a_whole_one_is_replaced(world_size: int, name: str, tmp_path: Path, sav
         assert os.listdir(tmp_path) == [name]
 
 
-def test_the_place_beside_is_one_that_nothing_has(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, save: Any, check: Any
+@pytest.mark.parametrize("exchanges", [True, False])
+def test_the_path_has_a_checkpoint_at_each_rename_where_directories_can_be_exchanged(
+    exchanges: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, save: Any, check: Any
 ) -> None:
-    places = []
+    seen = []
 
-    def noted(place: str, path: str) -> None:
-        places.append((is_checkpoint(place), is_checkpoint(path), Path(place).name))
-        replace_checkpoint(place, path)
+    def noted(call: str) -> None:
+        function = getattr(LocalFiles, call)
 
-    monkeypatch.setattr("trainwright.checkpoint.store.replace_checkpoint", noted)
+        def watched(files: LocalFiles, source: str, target: str) -> Any:
+            seen.append(sorted(each.name for each in tmp_path.glob("[!.]*") if is_checkpoint(str(each))))
+            return (
+                exchanges and function(files, source, target) if call == "exchange" else function(files, source, target)
+            )
+
+        monkeypatch.setattr(LocalFiles, call, watched)
+
     save(tmp_path / "a.ckpt", 1)
     save(tmp_path / "a-v1.ckpt", 5)
+    noted("rename")
+    noted("exchange")
     save(tmp_path / "a.ckpt", 2, overwrite=True)
-    assert places == [(True, True, "a-v2.ckpt")]
+    both = ["a-v1.ckpt", "a.ckpt"]
+    beside = [both, ["a-v1.ckpt", "a-v2.ckpt", "a.ckpt"], ["a-v1.ckpt", "a-v2.ckpt"]]
+    assert seen == [both, *([] if exchanges else beside)]
     check(open_checkpoint(str(tmp_path / "a-v1.ckpt")), 5)
-    assert sorted(os.listdir(tmp_path)) == ["a-v1.ckpt", "a.ckpt"]
+    check(open_checkpoint(str(tmp_path / "a.ckpt")), 2)
+    assert sorted(os.listdir(tmp_path)) == both
+
+
+def test_other_files_of_the_folder_stay(tmp_path: Path, save: Any, check: Any) -> None:
+    path = tmp_path / "out"
+    (path / "logs").mkdir(parents=True)  # as a script makes its folder before it saves there
+    (path / "logs" / "events").write_text("one")
+    (path / "link").symlink_to("logs")
+    (path / "empty").mkdir()
+    with open(path / "logs" / "events", "a") as log:
+        for step in (1, 2):
+            save(path, step, overwrite=True)
+            check(open_checkpoint(str(path)), step)
+            log.write(f" {step}")
+    assert (path / "logs" / "events").read_text() == "one 1 2"
+    assert ((path / "link").readlink(), (path / "empty").is_dir()) == (Path("logs"), True)
+    assert os.listdir(tmp_path) == ["out"]
 
 
 def linked(path: Path) -> None:
@@ -60,29 +88,28 @@ OTHERS: dict[str, tuple[Callable[[Path], Any], str]] = {
     "file": (a_file, "is not a checkpoint: it is a file"),
     "damaged": (lambda path: (path / "manifest.json").write_text("{}"), "a.ckpt: "),
     "no manifest": (lambda path: (path / "manifest.json").unlink(), "it has no manifest.json"),
-    "more in it": (
-        lambda path: (path / "notes.txt").touch(),
-        r"it also holds notes\.txt, which is not the checkpoint's",
-    ),
+    "the working directory": (os.chdir, "the working directory is in it"),
 }
 
 
 @pytest.mark.parametrize("kind", OTHERS)
-def test_anything_else_is_refused_and_stays(kind: str, tmp_path: Path, save: Any) -> None:
+def test_anything_else_is_refused_and_stays(
+    kind: str, tmp_path: Path, save: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)  # and back
     change, text = OTHERS[kind]
     path = tmp_path / "a.ckpt"
     save(path, 1)
     change(path)
     before = sorted(str(each) for each in tmp_path.rglob("*"))
-    match = (
-        rf"a\.ckpt exists already, and overwrite=True only replaces a complete checkpoint: .*{text}.*\. Remove it, or"
-    )
+    match = rf"a\.ckpt exists already and cannot be replaced by a checkpoint: .*{text}.*\. Remove it, or"
     errors = save(path, 2, world_size=2, overwrite=True)
     assert all(isinstance(error, CheckpointError) for error in errors)
     assert len({str(error) for error in errors}) == 1
     with pytest.raises(CheckpointError, match=match):
         save(path, 2, overwrite=True)
-    assert not is_replaceable(str(path))
+    monkeypatch.chdir(tmp_path)
+    assert is_replaceable(str(path)) is (kind == "the working directory")
     assert sorted(str(each) for each in tmp_path.rglob("*")) == before
 
 
@@ -106,6 +133,9 @@ def test_a_replacement_that_fails_is_taken_back(
     save(path, 1)
 
     class Failing(LocalFiles):
+        def exchange(self, left: str, right: str) -> bool:
+            return failing != "second rename" and super().exchange(left, right)
+
         def rename(self, source: str, target: str) -> None:
             if failing == "second rename" and source.endswith("a-v1.ckpt"):
                 raise OSError("no")
@@ -125,10 +155,13 @@ def test_a_replacement_that_fails_is_taken_back(
             save(path, 2, overwrite=True)
         check(open_checkpoint(path), 2)
         return
-    with pytest.raises(
-        CheckpointError, match=r"a-v1\.ckpt is complete, but could not be renamed to .*a\.ckpt: OSError: no"
-    ):
+    is_beside = failing == "second rename"
+    text = (
+        "v1.ckpt is complete, but could not be renamed to .*a.ckpt" if is_beside else "could not be renamed to .*a.ckpt"
+    )
+    with pytest.raises(CheckpointError, match=f"{text}: OSError: no"):
         save(path, 2, overwrite=True)
     check(open_checkpoint(path), 1)
-    check(open_checkpoint(str(tmp_path / "a-v1.ckpt")), 2)
-    assert sorted(os.listdir(tmp_path)) == ["a-v1.ckpt", "a.ckpt"]
+    if is_beside:
+        check(open_checkpoint(str(tmp_path / "a-v1.ckpt")), 2)
+    assert sorted(os.listdir(tmp_path)) == [*(["a-v1.ckpt"] if is_beside else []), "a.ckpt"]

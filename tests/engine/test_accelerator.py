@@ -103,7 +103,7 @@ def test_two_models_and_their_state(tmp_path: Path) -> None:
         for a, b in zip(one.state.values(), other.state.values(), strict=True):
             assert_equal({k: torch.as_tensor(v) for k, v in a.items()}, {k: torch.as_tensor(v) for k, v in b.items()})
     with pytest.raises(tw.CheckpointError, match=r"state\.ckpt"):
-        accelerator.save_state(str(tmp_path / "state.ckpt"))
+        accelerator.save_state(str(tmp_path / "state.ckpt"), overwrite=False)
 
 
 def test_damage_that_only_the_load_sees_changes_nothing(tmp_path: Path) -> None:
@@ -152,6 +152,8 @@ def test_calls_refused() -> None:
         accelerator.step(torch.optim.SGD(model.parameters(), 0.1))
     with pytest.raises(ValueError, match="not those of one prepared optimizer"):
         accelerator.clip_grad_norm_(nn.Linear(1, 1).parameters(), 1.0)
+    with pytest.raises(ValueError, match="no parameters to clip were passed; pass a list, since an iterator is empty"):
+        accelerator.clip_grad_norm_(iter([]), 1.0)
 
 
 def test_a_loader_within_a_loader() -> None:

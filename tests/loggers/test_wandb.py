@@ -57,7 +57,7 @@ class Client(types.ModuleType):
         self.runs: list[Run] = []
         self.active: list[Run] = []
         self.rows: dict[str, list[dict[str, Any]]] = {}
-        self.run = None
+        self.run: Run | None = None
         self.has_login = True
 
     def setup(self) -> Any:
@@ -82,6 +82,7 @@ def client(monkeypatch: pytest.MonkeyPatch) -> Client:
     client = Client()
     monkeypatch.setitem(sys.modules, "wandb", client)
     monkeypatch.setattr(tw.WandbLogger, "_idle", [])  # runs of other tests
+    monkeypatch.setattr(tw.WandbLogger, "_opened", set())
     return client
 
 
@@ -260,6 +261,32 @@ def test_end_training_finishes_the_run(client: Client, tmp_path: Path) -> None:
     accelerator.log({"loss": 1.0}, step=3)
     accelerator.end_training()
     assert (client.steps("a"), client.runs[0].exit_code, client.active) == ([3], 0, [])
+
+
+@pytest.mark.parametrize("is_loop", [True, False])
+def test_a_logger_uses_the_run_that_the_script_has_opened(client: Client, tmp_path: Path, is_loop: bool) -> None:
+    own = client.run = client.init(dir=tmp_path, project="sweep")  # as wandb.agent and wandb.init do
+    if is_loop:
+        accelerator = tw.Accelerator(cpu=True, log_with="wandb", project_dir=tmp_path)
+        accelerator.init_trackers("loop", config={"lr": 0.1})
+        picture = object()  # as wandb.Image
+        accelerator.log({"loss": 1.0, "validation": [picture], "ema": None}, step=3)
+        accelerator.get_tracker("wandb").log({"validation": picture}, step=4)
+        accelerator.end_training()
+        shown = [row["validation"] for row in client.rows[own.id] if "validation" in row]
+        assert (shown, own.config["lr"]) == ([[picture], picture], 0.1)
+        assert [row["ema"] for row in client.rows[own.id] if "ema" in row] == [None]
+    else:
+        logger = began(tw.WandbLogger(save_dir=tmp_path))
+        log_steps(logger, 3)
+        logger.finalize("failed")
+        assert logger.name == "sweep"
+        log_steps(began(logger), 3)
+        logger.end_run()
+    assert client.steps(own.id) == ([3] if is_loop else [3, 3])
+    assert (client.runs, own.is_finished) == ([own], False)
+    log_steps(began(tw.WandbLogger(save_dir=tmp_path, id="another")), 5)
+    assert (client.steps(own.id)[1:], client.steps("another")) == ([] if is_loop else [3], [5])
 
 
 def test_a_logger_that_resumes_another_run_leaves_its_own(client: Client, tmp_path: Path) -> None:

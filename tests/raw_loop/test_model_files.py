@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors import safe_open
-from safetensors.torch import load_file, load_model
+from safetensors.torch import load_file, load_model, save_file
 from small import ON_HOST, assert_equal, make_net, weights
 from torch import nn
 
@@ -136,6 +136,14 @@ def test_objects(tmp_path: Path) -> None:
         (plain, tensors), (same, others) = encode(accelerator.load(tmp_path / "new" / name)), encode(value)
         assert plain == same
         assert_equal(tensors, others)
+    for key in (str, lambda number: f"{number}.weight"):  # of two dtypes, since those of one are together in the file
+        dtypes = [torch.float64, torch.bfloat16, torch.float64, torch.float32]
+        ordered = {key(number): torch.ones(2, dtype=dtypes[number % 4]) for number in range(12)}
+        accelerator.save(ordered, tmp_path / "ordered")
+        assert list(accelerator.load(tmp_path / "ordered")) == list(ordered)
+    save_file(ordered, tmp_path / "theirs")
+    header = json.loads((tmp_path / "theirs").read_bytes()[8:].partition(b"}}")[0] + b"}}")
+    assert list(accelerator.load(tmp_path / "theirs")) == list(header)
     assert json.loads((tmp_path / "new" / "list.json").read_text())[:4] == [1, 2.5, "text", None]
     assert_equal(load_file(tmp_path / "new" / "weights.safetensors"), state)
     accelerator.save([1], "memory://raw/one.json")

@@ -373,11 +373,56 @@ def test_a_stop_within_an_epoch_is_exact(tmp_path: Path) -> None:
     assert_equal(weights(again.net), weights(whole.net))
 
 
+def test_a_resumed_loop_gets_the_batches_that_it_counts_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def loaded(**settings: Any) -> tuple[tw.Accelerator, Any, Any, Any]:
+        torch.manual_seed(5)
+        accelerator = tw.Accelerator(cpu=ON_HOST, project_dir=tmp_path, **settings)
+        net = make_net()
+        optimizer = torch.optim.SGD(net.parameters(), 0.1)
+        net, _, loader, other = accelerator.prepare(net, optimizer, make_loader(24, shuffle=True), make_loader(16))
+        if (tmp_path / "checkpoints").exists():
+            accelerator.load_state()
+        return accelerator, net, loader, other
+
+    accelerator, net, loader, _ = loaded()
+    whole = []
+    for number, batch in enumerate(loader):
+        whole.append(batch[0].tolist())
+        accelerator.backward(loss_of(net, batch))
+        if number == 3:
+            accelerator.save_state()
+
+    def rest(loader: Any) -> list[Any]:
+        return [batch[0].tolist() for batch in loader]
+
+    capsys.readouterr()
+    loader = loaded()[2]
+    assert rest(loader) == whole  # a loop that skips the first batches by itself, as with Accelerate
+    assert capsys.readouterr().out.startswith(
+        "load_state: the loader begins with batch 0, as in Accelerate, though it was"
+    )
+    assert rest(loader) != whole  # the next epoch
+    accelerator, _, loader, _ = loaded()
+    assert rest(tw.skip_first_batches(loader, 4)) == whole[4:]
+    assert capsys.readouterr().out == ""
+    _, _, loader, other = loaded()
+    assert other.epoch == 0  # one of several loaders is enough
+    assert rest(loader) == whole[4:]
+    assert capsys.readouterr().out == "load_state: the loader continues at batch 4 of epoch 0.\n"
+    loader = loaded(dataloader_config=tw.DataLoaderConfiguration(use_stateful_dataloader=True))[2]
+    assert rest(loader) == whole[4:]
+    accelerator, _, loader, _ = loaded()
+    accelerator.save_state()
+    loader = loaded()[2]
+    assert (loader.epoch, rest(loader)) == (0, whole[4:])  # a save before the first pass holds the position
+
+
 def test_hooks_write_into_the_checkpoint(tmp_path: Path) -> None:
-    loop = Loop(project_config=project(tmp_path, total_limit=1))
+    loop = Loop(project_config=project(tmp_path, total_limit=1), mixed_precision="bf16")
     accelerator, read = loop.accelerator, []
 
     def save(models: list[Any], weights: list[Any], output_dir: str) -> None:
+        assert [type(each) for each in models] == [type(accelerator.unwrap_model(loop.net))]
         assert weights.pop().keys() == models[0].state_dict().keys()
         folder = Path(output_dir, "adapter", "inner")
         folder.mkdir(parents=True)
@@ -385,7 +430,7 @@ def test_hooks_write_into_the_checkpoint(tmp_path: Path) -> None:
         Path(output_dir, "note.txt").write_text("first")
 
     def load(models: list[Any], input_dir: str) -> None:
-        models.pop()
+        assert isinstance(models.pop(), type(accelerator.unwrap_model(loop.net)))
         read.append(Path(input_dir, "adapter", "inner", "config.json").read_text())
 
     handle = accelerator.register_save_state_pre_hook(save)
@@ -438,8 +483,10 @@ def test_a_failing_hook_leaves_nothing(tmp_path: Path) -> None:
         assert list(tmp_path.iterdir()) == []
     taken = loop.accelerator.save_state(tmp_path / "state.ckpt")
     loop.accelerator.register_save_state_pre_hook(fail)
-    with pytest.raises(tw.CheckpointError, match="exists already"):
+    with pytest.raises(tw.CheckpointError, match="the hook's disk"):
         loop.accelerator.save_state(taken)
+    with pytest.raises(tw.CheckpointError, match="exists already"):
+        loop.accelerator.save_state(taken, overwrite=False)
     assert [each.name for each in tmp_path.iterdir()] == ["state.ckpt"]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 from datetime import timedelta
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -238,15 +239,36 @@ def test_losses_that_backward_cannot_use() -> None:
     accelerator.backward(model(torch.randn(2, 4)).mean())
 
 
-def test_memory_is_freed_and_a_new_model_prepared() -> None:
+def test_attributes_of_accelerate_that_are_missing_are_named() -> None:
+    accelerator = make_loop()[0]
+    assert accelerator.scaler is None
+    assert isinstance(tw.Accelerator(cpu=True, mixed_precision="fp16").scaler, (torch.amp.GradScaler, type(None)))
+    for owner, name, instead in (
+        (accelerator, "split_batches", "keep the value that the script passes to Accelerator"),
+        (accelerator, "fp8_enabled", "fp8 is missing"),
+        (accelerator.state, "deepspeed_plugin", "keep the value"),
+        (tw.PartialState(), "backend", "torch.distributed has"),
+    ):
+        with pytest.raises(AttributeError, match=f"{type(owner).__name__} has no '{name}': {instead}"):
+            getattr(owner, name)
+    assert not hasattr(accelerator, "deepspeed_engine_wrapped")
+    with pytest.raises(ImportError, match=r"'is_initialized'.*leave it out"):
+        from trainwright.state import is_initialized  # type: ignore[import-not-found]  # noqa: F401
+
+
+def test_memory_is_freed_and_a_new_model_prepared(tmp_path: Path) -> None:
     accelerator, model, optimizer, loader = make_loop()
-    model, optimizer, loader = accelerator.free_memory(model, optimizer, loader)
+    accelerator.register_for_checkpointing(torch.optim.SGD(model.parameters(), 0.1))
+    with pytest.warns(UserWarning, match="free_memory drops the registered objects; register those again") as told:
+        model, optimizer, loader = accelerator.free_memory(model, optimizer, loader)
+    assert [each.filename for each in told] == [__file__]
     assert (model, optimizer, loader, accelerator.engine.modules) == (None, None, None, [])
     fresh = nn.Linear(4, 1)
     fresh, optimizer = accelerator.prepare(fresh, torch.optim.SGD(fresh.parameters(), lr=0.1))
     accelerator.backward(fresh(torch.randn(2, 4)).mean())
     optimizer.step()
     assert accelerator.step_count == 1
+    accelerator.load_state(accelerator.save_state(tmp_path / "state"))
 
 
 def test_what_compiles_and_what_is_refused() -> None:
@@ -255,7 +277,7 @@ def test_what_compiles_and_what_is_refused() -> None:
         accelerator.backward(model(batch).mean())
         optimizer.step()
     assert accelerator.unwrap_model(model)._compiled_call_impl is not None
-    with pytest.raises(NotImplementedError, match="device maps"):
+    with pytest.raises(AttributeError, match="Accelerator has no 'verify_device_map': device maps are not supported"):
         accelerator.verify_device_map(model)
     assert accelerator.prepare_model(nn.Linear(2, 2), evaluation_mode=True) is not None
 

@@ -166,6 +166,16 @@ def test_names(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     accelerator.end_training()
 
 
+def test_init_kwargs_replace_the_projects_folder_and_name(tmp_path: Path) -> None:
+    accelerator = make(log_with=["csv", "tensorboard"], project_dir=tmp_path)
+    options = {"csv": {"save_dir": tmp_path / "mine", "name": "own"}, "tensorboard": {"save_dir": tmp_path / "theirs"}}
+    accelerator.init_trackers("run", init_kwargs=options)
+    accelerator.log({"loss": 0.5}, step=1)
+    accelerator.end_training()
+    assert rows(tmp_path / "mine" / "own" / "version_0") == [{"step": "1", "loss": "0.5"}]
+    assert [each.name for each in (tmp_path / "theirs").iterdir()] == ["run"]
+
+
 def test_wrong_uses(tmp_path: Path) -> None:
     accelerator = make(log_with="csv", project_dir=tmp_path)
     for call in (
@@ -191,8 +201,10 @@ def test_wrong_uses(tmp_path: Path) -> None:
         accelerator.get_tracker("tensorboard")
     with pytest.raises(AttributeError, match="the experiment of a CSVLogger has no 'add_image'"):
         accelerator.get_tracker("csv", unwrap=True).add_image()
-    with pytest.raises(TypeError, match="the metric 'list' was given to a logger as a list"):
-        accelerator.log({"list": [1]})
+    with pytest.warns(
+        UserWarning, match=r"CSVLogger cannot write 'ema' \(a NoneType\), 'list' \(a list\), and leaves it out"
+    ):
+        accelerator.log({"list": [1], "ema": None, "loss": 0.5})
     accelerator.end_training()
     for late in (lambda: accelerator.log({}), lambda: accelerator.get_tracker("csv")):
         with pytest.raises(RuntimeError, match="was called after end_training, which ended the run"):
@@ -254,7 +266,7 @@ def test_texts(tmp_path: Path) -> None:
     accelerator = make(log_with=["tensorboard", "csv", own], project_dir=tmp_path)
     accelerator.init_trackers("run", init_kwargs={"csv": {"version": "c"}, "tensorboard": {"version": "t"}})
     row = {"note": "a text", "loss": 0.5}
-    with pytest.warns(UserWarning, match="log: 'note' had a text, which CSVLogger cannot write") as told:
+    with pytest.warns(UserWarning, match=r"log: CSVLogger cannot write 'note' \(a str\), and leaves") as told:
         accelerator.log(row, step=1)
     assert [each.filename for each in told] == [__file__]
     accelerator.log(row, step=2)  # warned once

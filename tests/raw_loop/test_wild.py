@@ -14,6 +14,16 @@ They use what Accelerate's documentation shows feature by feature, on one proces
 | cross validation, profiler | cross_validation |
 | LocalSGD, communication hooks of DDP | communication |
 
+Others are written anew after public training scripts, and stop within an epoch and resume there:
+
+| kind | script of `wild/` |
+|---|---|
+| diffusers' text-to-image | diffusion |
+| diffusers' dreambooth LoRA | lora |
+| transformers' run_glue_no_trainer | glue |
+| transformers' run_clm_no_trainer | causal_lm |
+| a GAN | gan |
+
 A DeepSpeedPlugin and a FullyShardedDataParallelPlugin, with which Accelerate trains on GPUs, are in test_two_ranks.py, and
 optimizers that are told when to train, as schedule-free ones are, in tests/engine/test_prepared.py.
 
@@ -64,15 +74,43 @@ RUNS: dict[str, list[list[str]]] = {
         ["--name", "averaged", "--local_sgd_steps", "4"],
         ["--name", "hooked", "--ddp_comm_hook", "fp16"],
     ],
+    "diffusion": [
+        [],
+        ["--output_dir", "out", "--checkpointing_steps", "5", "--stop_after", "11"],
+        ["--output_dir", "out", "--checkpointing_steps", "5", "--resume_from_checkpoint", "latest"],
+    ],
+    "lora": [
+        [],
+        ["--resume_from_checkpoint", "checkpoint-5"],  # into the folders of the first run
+        ["--resume_from_checkpoint", "latest"],
+    ],
+    "glue": [
+        [],
+        ["--checkpointing_steps", "5", "--stop_after", "7"],
+        ["--resume_from_checkpoint", "glue/step_5"],
+    ],
+    "causal_lm": [
+        [],
+        ["--checkpointing_steps", "5", "--stop_after", "8", "--output_dir", "stopped"],
+        ["--resume_from_checkpoint", "stopped/step_5", "--checkpointing_steps", "epoch", "--output_dir", "stopped"],
+        ["--resume_from_checkpoint", "stopped/epoch_0", "--output_dir", "again"],
+    ],
+    "gan": [[], ["--save_every", "4", "--stop_after", "15"], ["--save_every", "4", "--resume"]],
 }
 """The arguments of each script's runs, one after another in one folder."""
 ON_TWO = {name: runs for name, runs in RUNS.items() if name != "text_classifier"} | {
     "mid_epoch_resume": [
         ["--checkpointing_steps", "3", "--stop_after", "10"],
         ["--resume_from_checkpoint", "checkpoints/step_9"],
-    ]
+    ],
+    "diffusion": [
+        [],
+        ["--output_dir", "out", "--checkpointing_steps", "3", "--stop_after", "5"],
+        ["--output_dir", "out", "--checkpointing_steps", "3", "--resume_from_checkpoint", "latest"],
+    ],
+    "gan": [[], ["--save_every", "4", "--stop_after", "7"], ["--save_every", "4", "--resume"]],
 }
-"""The same on two processes, on which an epoch of mid_epoch_resume has half as many steps."""
+"""The same on two processes, on which an epoch has half as many steps."""
 TWO = " on 2 processes"
 EXACT = 5e-5
 HEAVY = pytest.param("text_classifier", marks=pytest.mark.slow)  # imports transformers, which takes seconds
@@ -157,6 +195,20 @@ def test_the_metrics_are_those_that_accelerate_computed(tmp_path: Path, name: st
             output += done.stdout
         ours = metrics_of(output, tmp_path)
     check(ours, recorded(name))
+
+
+RESUMED = {"diffusion": "latest", "lora": "latest", "glue": "resumed", "causal_lm": "step_5", "gan": "resumed"}
+"""The name that each script prints for its resumed run, beside "whole"."""
+
+
+@pytest.mark.parametrize("name", [*RESUMED, *(name + TWO for name in RESUMED)])
+def test_a_resumed_run_ends_as_a_whole_one(name: str) -> None:
+    """What is recorded is what both libraries compute."""
+    metrics, resumed = recorded(name), RESUMED[name.removesuffix(TWO)]
+    pairs = {each: value for each, value in metrics.items() if each.startswith("whole")}
+    assert len(pairs) > 1
+    for each, value in pairs.items():
+        assert metrics[each.replace("whole", resumed)] == pytest.approx(value, rel=EXACT, abs=EXACT)
 
 
 @pytest.mark.slow

@@ -185,6 +185,10 @@ def test_a_trial_run_goes_through_everything_and_writes_nothing(tmp_path: Path) 
     trainer.predict(module, make_loader())
     assert (len(module.trained), len(module.validated), module.counts) == (2, 2, {"test": 2, "predict": 2})
     assert (trainer.current_epoch, trainer.global_step, trainer.max_epochs, trainer.max_steps) == (1, 2, 1, 2)
+    trainer = tw.Trainer(fast_dev_run=True, default_root_dir=tmp_path, **settings)
+    trainer.fit(Everything(), make_loader(), make_loader())
+    assert trainer.checkpoint_callback is not None
+    assert trainer.checkpoint_callback.best_model_path == ""
     assert list(tmp_path.iterdir()) == []
 
 

@@ -1,4 +1,4 @@
-"""save_checkpoint(overwrite=True): a script that ends with a save can be run again."""
+"""save_checkpoint replaces an earlier checkpoint: a script that ends with a save can be run again."""
 
 from __future__ import annotations
 
@@ -30,13 +30,10 @@ def test_the_script_is_run_again_and_goes_on_from_what_it_replaces(blocking: boo
     path = tmp_path / "final.ckpt"
     whole = train(tmp_path / "whole", 3)
     train(tmp_path, 1)
-    text = (
-        r"final\.ckpt exists already; a checkpoint is only overwritten with overwrite=True\. Pass that, remove it, or"
-    )
-    with pytest.raises(tw.CheckpointError, match=text):
-        train(tmp_path, 1)
+    with pytest.raises(tw.CheckpointError, match=r"final\.ckpt exists already, and overwrite=False was given; leave"):
+        train(tmp_path, 1, overwrite=False)
     for epochs in (1, 2, 3):
-        reached = train(tmp_path, epochs, path, overwrite=True, blocking=blocking)
+        reached = train(tmp_path, epochs, path, blocking=blocking)
         assert open_checkpoint(str(path)).epoch == epochs
         assert sorted(os.listdir(tmp_path)) == ["final.ckpt", "whole"]
     assert_equal(reached, whole)
@@ -48,7 +45,7 @@ def test_a_save_that_waits_for_its_windows_end_overwrites_too(tmp_path: Path) ->
     class Saves(tw.Callback):
         def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
             at_end = batch_idx % 4 == 3
-            assert trainer.save_checkpoint(path, overwrite=True) is at_end
+            assert trainer.save_checkpoint(path) is at_end
 
     trainer = tw.Trainer(max_epochs=1, limit_train_batches=8, accumulate_grad_batches=4, callbacks=Saves(), **QUIET)
     trainer.fit(Classifier(), make_loader())
@@ -62,13 +59,11 @@ def test_a_loop_of_ones_own(tmp_path: Path) -> None:
     net: Any = torch.nn.Linear(2, 2)
     net, optimizer = accelerator.prepare(net, torch.optim.AdamW(net.parameters(), lr=0.1))
     for step in range(4):
-        accelerator.save_state(path, overwrite=True, blocking=step % 2 == 0)
+        accelerator.save_state(path, blocking=step % 2 == 0)
         accelerator.finish_save()
         assert open_checkpoint(path).step == step
         accelerator.backward(net(torch.ones(1, 2, device=accelerator.device)).sum())
         optimizer.step()
-    with pytest.raises(
-        tw.CheckpointError, match="exists already; a checkpoint is only overwritten with overwrite=True"
-    ):
-        accelerator.save_state(path)
+    with pytest.raises(tw.CheckpointError, match="exists already, and overwrite=False was given"):
+        accelerator.save_state(path, overwrite=False)
     assert os.listdir(tmp_path) == ["state"]

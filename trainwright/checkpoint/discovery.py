@@ -245,30 +245,41 @@ def is_link(path: str) -> bool:
 
 def is_replaceable(path: str) -> bool:
     """Return whether a path is a complete checkpoint that can be replaced: no link, and without foreign files."""
-    return not _objection(*resolve(path))
+    files, inside = resolve(path)
+    return not _objection(files, inside) and is_checkpoint(path) and not _others(files, inside)
 
 
 def refuse_irreplaceable(files: Files, path: str) -> None:
-    """Refuse a path that is taken and cannot be replaced (CheckpointError)."""
+    """Refuse a path that a checkpoint cannot take (CheckpointError)."""
     if objection := _objection(files, path):
         raise CheckpointError(
-            f"{path} exists already, and overwrite=True only replaces a complete checkpoint: {objection}. Remove it, or choose "
-            "another name."
+            f"{path} exists already and cannot be replaced by a checkpoint: {objection}. Remove it, or choose another name."
         )
 
 
 def _objection(files: Files, path: str) -> str:
-    """Return why a path cannot be replaced by a checkpoint; empty if it can."""
+    """Return why a checkpoint cannot take a path that exists; empty if it can."""
     if not files.has_rename:
         return "its file system has no rename, by which one replaces the other"
     if _is_link(files, path):
         return "it is a symbolic link"
+    if f"{os.getcwd()}/".startswith(f"{os.path.realpath(path)}/"):
+        return "the working directory is in it"
     try:
-        manifest = read_manifest(files, path)
+        read_manifest(files, path)
     except CheckpointError as error:
-        return str(error).removesuffix(".")
-    others = sorted(listing_of(files, path, manifest).keys() - manifest.own_names)
-    return f"it also holds {others[0]}, which is not the checkpoint's" if others else ""
+        names = files.listing(path) if os.path.isdir(path) else (MANIFEST_NAME,)
+        is_ours = any(name == MANIFEST_NAME or _OURS.fullmatch(name) for name in names)
+        return str(error).removesuffix(".") if is_ours else ""
+    return ""
+
+
+def _others(files: Files, path: str) -> set[str]:
+    """Return the files at a path, by their names there, that are not its checkpoint's."""
+    own: set[str] = set()
+    with contextlib.suppress(CheckpointError):
+        own = read_manifest(files, path).own_names
+    return files.tree(path).keys() - own
 
 
 def versioned_path(files: Files, path: str) -> str:
@@ -280,33 +291,60 @@ def versioned_path(files: Files, path: str) -> str:
 
 
 def replace_checkpoint(newer: str, path: str) -> None:
-    """Rename a complete checkpoint to the path of an older one, which is removed. Between two renames neither has that path.
+    """Rename a complete checkpoint to the path of an older one, which is removed; other files at that path stay.
 
-    On a CheckpointError nothing was replaced, and both checkpoints are where they were.
+    If the file system can exchange two directories, the path has one of the two at any moment. Otherwise neither has it
+    between two renames, and the newer one has a name with a version until then. On a CheckpointError nothing was replaced,
+    and a newer one with a visible name keeps that.
     """
     files, source = resolve(newer)
     target = resolve(path)[1]
-    if not is_checkpoint(newer):
+    parent = os.path.dirname(target)
+    replaces, old, is_exchanged = files.exists(target), "", False
+    if replaces and not is_checkpoint(newer):
         raise CheckpointError(f"{newer} is not a complete checkpoint, so {path} is kept.")
-    old = ""
     try:
-        if files.exists(target):
+        if replaces:
             refuse_irreplaceable(files, target)
-            old = temporary_path(target)
-            # Two renames, because none replaces a directory that is not empty.
-            files.rename(target, old)
-        files.rename(source, target)
-        files.sync_directory(os.path.dirname(target))
+            for name in _others(files, target) - files.tree(source).keys():
+                files.link(f"{target}/{name}", f"{source}/{name}")
+            is_exchanged = files.exchange(source, target)
+            if not is_exchanged:
+                if os.path.basename(source).startswith("."):
+                    files.rename(source, free := versioned_path(files, target))
+                    source = free
+                    files.sync_directory(parent)
+                old = temporary_path(target)
+                # Two renames, because none replaces a directory that is not empty.
+                files.rename(target, old)
+        if not is_exchanged:
+            files.rename(source, target)
+        files.sync_directory(parent)
     except (OSError, CheckpointError) as error:
         with contextlib.suppress(OSError):
-            if not files.exists(source):  # not known to be durable
+            if is_exchanged:  # not known to be durable
+                files.exchange(source, target)
+            elif not files.exists(source):
                 files.rename(target, source)
             if old:
                 files.rename(old, target)
         text = describe(error, target)
-        raise CheckpointError(f"{newer} is complete, but could not be renamed to {path}: {text}") from error
-    if old:
-        try:
-            files.remove_tree(old)
-        except OSError as error:  # the rest has a temporary name, so a later run sweeps it
-            warnings.warn(f"{path} was replaced, but not all of it could be removed: {error}.", stacklevel=2)
+        if os.path.basename(source).startswith("."):
+            raise CheckpointError(f"the complete checkpoint could not be renamed to {path}: {text}") from error
+        raise CheckpointError(f"{source} is complete, but could not be renamed to {path}: {text}") from error
+    if old or is_exchanged:
+        _remove_replaced(files, old or source, target)
+
+
+def _remove_replaced(files: Files, old: str, target: str) -> None:
+    """Remove the directory that another one has replaced, but move what came into it meanwhile."""
+    try:
+        if not os.path.basename(old).startswith("."):
+            files.rename(old, hidden := temporary_path(target))  # no search may find it half removed
+            old = hidden
+        for name in files.listing(old).keys() - (read_manifest(files, old).own_names if is_checkpoint(old) else set()):
+            if not files.exists(f"{target}/{name}"):
+                files.rename(f"{old}/{name}", f"{target}/{name}")
+        files.remove_tree(old)
+    except OSError as error:  # the rest has a temporary name, so a later run sweeps it
+        warnings.warn(f"{target} was replaced, but not all of it could be removed: {error}.", stacklevel=3)

@@ -48,6 +48,8 @@ def _find_drain() -> Any:
 
 
 _drain = _find_drain()
+_CURRENT_DIRECTORY, _RENAME_EXCHANGE = -100, 2  # of linux/fs.h
+_exchange = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None) if sys.platform == "linux" else None
 
 
 class _Draining:
@@ -148,6 +150,23 @@ class LocalFiles:
         """Rename a directory or file; the caller has checked that the target is free."""
         os.rename(source, target)
 
+    def exchange(self, left: str, right: str) -> bool:
+        """Exchange the names of two directories in one step; return False if the system or the file system cannot."""
+        names = os.fsencode(left), os.fsencode(right)
+        if _exchange is None:
+            return False
+        if not _exchange(_CURRENT_DIRECTORY, names[0], _CURRENT_DIRECTORY, names[1], _RENAME_EXCHANGE):
+            return True
+        code = ctypes.get_errno()
+        if code in (*_UNSUPPORTED, errno.ENOSYS):
+            return False
+        raise OSError(code, os.strerror(code), left, None, right)
+
+    def link(self, source: str, target: str) -> None:
+        """Give a file, or a symbolic link itself, a second name; the folders of the name are created."""
+        os.makedirs(os.path.dirname(target), exist_ok=True)
+        os.link(source, target, follow_symlinks=False)
+
     def remove_file(self, path: str) -> None:
         os.unlink(path)
 
@@ -225,8 +244,10 @@ class RemoteFiles:
     def sync_directory(self, path: str) -> None:
         pass
 
-    def rename(self, source: str, target: str) -> None:
+    def rename(self, source: str, target: str) -> Any:
         raise NotImplementedError("an object store has no rename of a directory")
+
+    exchange = link = rename
 
     def remove_file(self, path: str) -> None:
         self._fs.rm_file(path)

@@ -22,7 +22,7 @@ from functools import partial
 from typing import Any
 
 from trainwright.checkpoint.contents import Contents, collect
-from trainwright.checkpoint.discovery import refuse_irreplaceable, replace_checkpoint, versioned_path
+from trainwright.checkpoint.discovery import refuse_irreplaceable, replace_checkpoint
 from trainwright.checkpoint.filesystem import Files, describe, note_new, resolve, temporary_path
 from trainwright.checkpoint.host_copy import HostMemory
 from trainwright.checkpoint.manifest import (
@@ -230,11 +230,11 @@ def write_checkpoint(
     """Write a checkpoint; when this returns, on any rank, it is durable. Collective: call on every rank.
 
     Args:
-        path: the directory or URL to write, which must not exist unless `overwrite` is given.
+        path: the directory or URL to write, which must not exist unless `overwrite` is set.
         sections: this rank's pieces by section (model, optimizer, ...).
         state, header: plain data of the run, and plain JSON for the manifest with `step` and `epoch`; rank 0's are stored.
         rank_state: plain data of this rank; None stores nothing.
-        overwrite: replace a complete checkpoint at the path, once the new one is committed under another name.
+        overwrite: replace a checkpoint at the path, once the new one is complete.
 
     Raises:
         CheckpointError: on every rank with the same text; earlier checkpoints are unchanged.
@@ -344,8 +344,7 @@ def _stage(files: Files, target: str, overwrite: bool) -> str:
     if files.exists(target if files.has_rename else f"{target}/{MANIFEST_NAME}"):
         if not overwrite:
             raise CheckpointError(
-                f"{target} exists already; a checkpoint is only overwritten with overwrite=True. Pass that, remove it, or "
-                "choose another name."
+                f"{target} exists already, and overwrite=False was given; leave that out to replace it, or choose another name."
             )
         refuse_irreplaceable(files, target)
     if not files.has_rename:
@@ -395,17 +394,16 @@ def _commit(
     files.put(f"{directory}/{MANIFEST_NAME}", data)
     # Before the rename: a power loss after it could otherwise leave the final name on a directory without all of its files.
     files.sync_directory(directory)
-    # The new one is durable under a free name before the old one goes, so one of them is complete at any moment.
-    free = versioned_path(files, target) if overwrite and files.exists(target) else target
-    files.rename(directory, free)
+    if overwrite and files.exists(target):
+        replace_checkpoint(directory, target)
+        return
+    files.rename(directory, target)
     try:
         files.sync_directory(os.path.dirname(target))
     except Exception:
         with contextlib.suppress(OSError):
-            files.rename(free, directory)  # undone, since it may not be durable
+            files.rename(target, directory)  # undone, since it may not be durable
         raise
-    if free != target:
-        replace_checkpoint(free, target)
 
 
 def _attached(files: Files, directory: str, records: Mapping[str, FileRecord]) -> dict[str, FileRecord]:

@@ -29,19 +29,19 @@ class PreparedLoader:
         splits: bool = False,
         dispatches: bool = False,
         moves: bool = True,
+        continues: bool = False,
         before_epoch: Callable[[], None] | None = None,
     ) -> None:
         self.loader = loader
-        self.epoch = 0
-        """The number of the epoch that the next batch belongs to."""
         self.is_at_end = False
         """Whether the current batch is the epoch's last."""
         self._splits, self._moves, self._before_epoch = splits, moves, before_epoch
+        self._continues, self._is_resumed = continues, False
         self._sharded = engine.prepare_loader(loader, "train", splits=splits, dispatches=dispatches)
         self._sharded.plan_states([(SPACING, 0)])  # `save_state` may be called after any batch
         self._engine = engine
         self._iterations = iterations
-        self._batch = self._skipped = 0
+        self._epoch = self._batch = self._skipped = 0
         self._is_begun = False
         self._is_evaluated = False
         """Whether the latest pass trained nothing and was left before its end, which is over for a checkpoint too."""
@@ -57,11 +57,13 @@ class PreparedLoader:
         self._is_begun, self.is_at_end, self._is_evaluated = True, False, False
         self._engine.refresh_trainable(if_changed=True)  # a raw loop may freeze layers between epochs
         skipped, self._skipped = self._skipped, 0
+        if self._is_resumed and self._batch and not skipped:
+            self._choose_start()
         if skipped and not self._batch and self._sharded.seeks:
             self._batch = skipped
         if self._before_epoch is not None and not self._batch:
             self._before_epoch()
-        self._sharded.set_epoch(self._engine.seed, self.epoch, self._batch)
+        self._sharded.set_epoch(self._engine.seed, self._epoch, self._batch)
         length, device = self._sharded.exact_length, self._engine.device
         moves = self._moves and device.type != "cpu"
         iteration, is_left = self._iterations.begin(self), True
@@ -79,22 +81,44 @@ class PreparedLoader:
             if self._iterations.end(iteration, is_left) and is_left:
                 self._is_evaluated = not iteration.has_trained
 
+    @property
+    def epoch(self) -> int:
+        """Return the number of the epoch that the next batch belongs to; a loop that reads it resumes within that epoch."""
+        self._iterations.has_read_epoch = True
+        return self._epoch
+
+    def resume(self, state: dict[str, Any]) -> None:
+        """Begin at a checkpoint's position if the loop resumes within an epoch, and at the epoch's start otherwise."""
+        self.load_state_dict(state)
+        self._is_resumed, self._iterations.has_read_epoch = True, False
+
+    def _choose_start(self) -> None:
+        """Begin a resumed epoch at its start if the loop has not read `epoch`: loops for Accelerate skip batches themselves."""
+        position = f"batch {self._batch} of epoch {self._epoch}"
+        text = f"load_state: the loader continues at {position}."
+        if not (self._continues or self._iterations.has_read_epoch):
+            self.load_state_dict({"epoch": self._epoch, "batch": 0})
+            text = f"load_state: the loader begins with batch 0, as in Accelerate, though it was saved at {position}. "
+            text += "A loop that skips no batches itself continues there with skip_first_batches or range(loader.epoch, ...)."
+        if self._engine.rank == 0:
+            print(text)
+
     def set_epoch(self, epoch: int) -> None:
         """Let the next iteration be that of an epoch, from its start; the current epoch continues from its position."""
-        at = self.epoch + (self._is_begun and self._batch > 0)
+        at = self._epoch + (self._is_begun and self._batch > 0)
         if epoch != at:
             self.load_state_dict({"epoch": epoch, "batch": 0})
 
     def skip(self, num_batches: int) -> None:
         """Let the next iteration begin at this batch of its epoch."""
         if not self._is_begun and self._batch > num_batches:
-            self.load_state_dict({"epoch": self.epoch, "batch": 0})
+            self.load_state_dict({"epoch": self._epoch, "batch": 0})
         self._skipped = num_batches
 
     def _end_epoch(self) -> None:
         """End the epoch where it is, so that the sources' states of this moment begin the next one."""
         self._sharded.load_state_dict(self._sharded.state_dict(self._batch, is_over=True))
-        self.epoch, self._batch = self.epoch + 1, 0
+        self._epoch, self._batch = self._epoch + 1, 0
 
     def __len__(self) -> int:
         return len(self._sharded)
@@ -129,13 +153,13 @@ class PreparedLoader:
     def state_dict(self) -> dict[str, Any]:
         """Return the position of the next batch: "sources" as this rank sees them, the rest the same on every rank."""
         is_over = (self.is_at_end or self._is_evaluated) and self._batch > 0
-        epoch, batch = (self.epoch + 1, 0) if is_over else (self.epoch, self._batch)
+        epoch, batch = (self._epoch + 1, 0) if is_over else (self._epoch, self._batch)
         return {"epoch": epoch, "batch": batch, **self._sharded.state_dict(self._batch, is_over=is_over)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Begin the next iteration at a position that was saved at any world size."""
-        self.epoch, self._batch = int(state["epoch"]), int(state["batch"])
-        self._is_begun = self.is_at_end = self._is_evaluated = False
+        self._epoch, self._batch = int(state["epoch"]), int(state["batch"])
+        self._is_begun = self.is_at_end = self._is_evaluated = self._is_resumed = False
         self._sharded.load_state_dict({"places": state.get("places", ()), "sources": state.get("sources", ())})
 
 
@@ -155,6 +179,8 @@ class Iterations:
 
     def __init__(self, recorder: LoopRecorder | None = None) -> None:
         self._recorder = recorder
+        self.has_read_epoch = False
+        """Whether the loop has read a loader's `epoch` since the latest `load_state`."""
         self._open: list[Iteration] = []
         self._moment = self._trainings = 0
         self._looked = 0

@@ -64,7 +64,7 @@ class Logger:
     """Whether a fit has used this logger, and whether the next fit resumes its run."""
 
     @classmethod
-    def of_project(cls, project: str, save_dir: str | None, **options: Any) -> Self:
+    def of_project(cls, project: str, save_dir: str | None, /, **options: Any) -> Self:
         """Return a logger for a raw loop that chose it by name; override it if the constructor has other arguments."""
         return cls(**options)
 

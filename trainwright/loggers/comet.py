@@ -84,7 +84,7 @@ class CometLogger(RemoteLogger):
         self._noted = NotedRows("CometLogger")
 
     @classmethod
-    def of_project(cls, project: str, save_dir: str | None, **options: Any) -> Self:
+    def of_project(cls, project: str, save_dir: str | None, /, **options: Any) -> Self:
         return cls(**{"project": project, "save_dir": save_dir or ".", **options})
 
     @property

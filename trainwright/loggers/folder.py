@@ -88,7 +88,7 @@ class FolderLogger(Logger):
         """The position that a resumed run continues from, until its first row is written; empty then."""
 
     @classmethod
-    def of_project(cls, project: str, save_dir: str | None, **options: Any) -> Self:
+    def of_project(cls, project: str, save_dir: str | None, /, **options: Any) -> Self:
         return cls(**{"save_dir": save_dir, "name": project, **options})
 
     @property

@@ -77,7 +77,7 @@ class MLFlowLogger(RemoteLogger):
         """Whether the run has ended: what is read or logged by hand afterwards does not begin it again."""
 
     @classmethod
-    def of_project(cls, project: str, save_dir: str | None, **options: Any) -> Self:
+    def of_project(cls, project: str, save_dir: str | None, /, **options: Any) -> Self:
         return cls(**{"experiment_name": project, "save_dir": save_dir, **options})
 
     @property

@@ -26,7 +26,9 @@ class WandbLogger(RemoteLogger):
     Without an API key the run is offline, and a warning says how to upload it. A run that resumes from a checkpoint continues
     the service's run of the same id.
 
-    After a call that succeeds the run stays open, for `wandb.log` and the Trainer's next call. It is finished by
+    A run that the script has opened with `wandb.init`, as in a sweep, is used with its own name and project, and stays open.
+
+    After a call that succeeds the logger's run stays open, for `wandb.log` and the Trainer's next call. It is finished by
     `wandb.finish()`, by a WandbLogger that begins another run, or by the end of the process; after a call that fails, at once.
 
     Args:
@@ -57,6 +59,11 @@ class WandbLogger(RemoteLogger):
 
     _idle: ClassVar[list[WandbLogger]] = []
     """Those whose runs calls have left open."""
+    _opened: ClassVar[set[str]] = set()
+    """The ids of the runs that loggers have opened."""
+
+    loggable = object
+    """The values that `log_texts` takes: the client has more types than texts, such as wandb.Image."""
 
     shown_in = "the run's page (experiment.url; that of an offline run exists after `wandb sync`)"
 
@@ -89,7 +96,7 @@ class WandbLogger(RemoteLogger):
         self._noted = NotedRows("WandbLogger")
 
     @classmethod
-    def of_project(cls, project: str, save_dir: str | None, **options: Any) -> Self:
+    def of_project(cls, project: str, save_dir: str | None, /, **options: Any) -> Self:
         return cls(**{"project": project, "save_dir": save_dir or ".", **options})
 
     @property
@@ -118,7 +125,10 @@ class WandbLogger(RemoteLogger):
         if self._run is None:
             for each in [*self._idle]:
                 each.end_run()
-            self._run, self._is_own = self._begun(run_id), True
+            run = _client().run
+            self._is_own = run is None or run.id in self._opened or self._given_id not in (None, run.id)
+            self._run = self._begun(run_id) if self._is_own else run
+            self._opened.update([self._run.id] if self._is_own else [])
             self._define_axis()
         if not getattr(self._run, "disabled", False):
             self._group = self._run.project or self._group
@@ -256,11 +266,11 @@ class WandbLogger(RemoteLogger):
         """Write texts as a table."""
         self.log_table(key, columns, data, dataframe, step)
 
-    def log_texts(self, values: Mapping[str, str], step: int | None = None) -> bool:
-        """Write texts by name."""
+    def log_texts(self, values: Mapping[str, Any], step: int | None = None) -> bool:
+        """Write texts, and any other values that the client takes, by name."""
         if self._begin():
-            for key, text in values.items():
-                self._log_value(key, text, step)
+            for key, value in values.items():
+                self._log_value(key, value, step)
         return True
 
     def _log_value(self, key: str, value: Any, step: int | None) -> None:

@@ -259,7 +259,7 @@ class Accelerator(Collectives):
         save_object(obj, f, is_writer=self.is_local_main_process if on_each else self.is_main_process)
 
     def load(self, f: str | os.PathLike[str]) -> Any:
-        """Return what `save` wrote, or the tensors of any safetensors file, in host memory.
+        """Return what `save` wrote, a dict in its order, or the tensors of any safetensors file, in host memory.
 
         Raises:
             CheckpointError: the file is missing, damaged or of another kind.
@@ -401,24 +401,15 @@ class Accelerator(Collectives):
     def free_memory(self, *objects: Any) -> Any:
         """Release all that was prepared, collect garbage, and return None for each object given, to assign to its variable.
 
-        Collective: call on every rank.
+        Objects of `register_for_checkpointing` are dropped too, with a warning. Collective: call on every rank.
         """
         self.engine.close()
+        self._states.drop_objects()
         self._preparations = self._new_preparation()
         self._loss_check = LossCheck(self.engine, self._preparations)
         return release_memory(*objects)
 
     clear = free_memory
-
-    def verify_device_map(self, model: nn.Module) -> bool:
-        """Refused: models are sharded by a strategy, never spread over devices by a device map."""
-        raise NotImplementedError("verify_device_map: device maps are not supported; strategy='fsdp' shards a model.")
-
-    def lomo_backward(self, loss: Tensor, learning_rate: float) -> None:
-        """Refused: LOMO steps within backward, so that no strategy could average its gradients."""
-        raise NotImplementedError(
-            "lomo_backward: LOMO is not supported; strategy='fsdp' with cpu_offload saves memory."
-        )
 
     @property
     def state(self) -> AcceleratorState:
@@ -439,6 +430,11 @@ class Accelerator(Collectives):
     def mixed_precision(self) -> str:
         """Return "no", "fp16" or "bf16"; for a precision that has no such name, its own."""
         return word_for(self.engine.precision)
+
+    @property
+    def scaler(self) -> torch.amp.GradScaler | None:
+        """Return the loss scaler of fp16; None under any other precision."""
+        return getattr(self.engine.precision, "scaler", None)
 
     @property
     def sync_gradients(self) -> bool:
@@ -486,7 +482,7 @@ class Accelerator(Collectives):
         safe_serialization: bool = True,
         *,
         blocking: bool = True,
-        overwrite: bool = False,
+        overwrite: bool = True,
         **unknown: Any,
     ) -> str:
         """Write a checkpoint of everything that was prepared or registered, in the Trainer's format; return its path.
@@ -498,11 +494,12 @@ class Accelerator(Collectives):
         Args:
             safe_serialization: True; a checkpoint holds no pickle.
             blocking: False returns once all is copied to host memory, and a thread writes: see `finish_save`.
-            overwrite: replace a complete checkpoint at that path, once the new one is committed.
+            overwrite: replace an earlier checkpoint at that path, once the new one is complete. Other files in the folder
+                stay. False rejects a path that exists.
 
         Raises:
-            CheckpointError: on every rank, if it was not written, the path exists (with overwrite, as something else), or
-                another run uses the project's checkpoints.
+            CheckpointError: on every rank, if it was not written, something at the path cannot be replaced (a file, a link, a
+                damaged checkpoint, anything in an object store), or another run uses the project's checkpoints.
             ValueError: no path, and no project.
             RuntimeError: within an accumulation window, since checkpoints hold no gradients.
         """

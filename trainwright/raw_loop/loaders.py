@@ -46,7 +46,8 @@ class DataLoaderConfiguration(NamedArguments):
     non_blocking: bool = False
     """Accepted with either value: copies from pinned memory to an accelerator never block the host."""
     use_stateful_dataloader: bool = False
-    """Accepted with either value: prepared loaders always have `state_dict` and `load_state_dict`."""
+    """Whether loaders continue within the epoch after `load_state`, for a loop that neither reads `loader.epoch` nor skips
+    batches. Prepared loaders have `state_dict` and `load_state_dict` with either value."""
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -78,6 +79,7 @@ class LoaderOptions(NamedTuple):
             splits=chosen.split_batches,
             dispatches=chosen.dispatch_batches is True,
             moves=self.moves if moves is None else moves,
+            continues=chosen.use_stateful_dataloader,
             before_epoch=partial(synchronize, types, None, engine.broadcast) if types else None,
         )
 

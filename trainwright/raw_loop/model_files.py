@@ -42,6 +42,8 @@ _UNITS = {
 _SIZE = re.compile(rf"(\d+(?:\.\d+)?)\s*({'|'.join(_UNITS)})", re.ASCII | re.IGNORECASE)
 STRUCTURE = "trainwright.structure"
 """The key in a file's metadata with the plain data that its tensors belong to."""
+ORDER = "trainwright.order"
+"""The key in a file's metadata with the names of a saved dict in its order; safetensors returns them in another one."""
 PICKLED = (".pt", ".pth", ".bin", ".pkl", ".pickle", ".ckpt")
 PICKLE_STARTS = (b"\x80", b"PK\x03\x04")
 """How a pickle begins, and torch.save's archive of one."""
@@ -201,7 +203,7 @@ def save_object(obj: Any, path: str | os.PathLike[str], *, is_writer: bool) -> N
         files.make_directories(os.path.dirname(inside))
         with _new_file(files, inside) as out:
             if tensors:
-                _write_tensors(out, inside, tensors, {} if is_flat else {STRUCTURE: text})
+                _write_tensors(out, inside, tensors, {ORDER: json.dumps([*obj])} if is_flat else {STRUCTURE: text})
             else:
                 out.write(f"{text}\n".encode())
     except OSError as error:
@@ -235,5 +237,8 @@ def load_object(path: str | os.PathLike[str]) -> Any:
         tensors: dict[str, torch.Tensor] = load(data)
     except SafetensorError as error:
         raise CheckpointError(f"{path} is not a whole safetensors file ({error}). Use a good copy of it.") from error
-    text = json.loads(data[8 : 8 + length]).get("__metadata__", {}).get(STRUCTURE)
-    return tensors if text is None else decode(load_json(text.encode(), str(path)), tensors)
+    header = json.loads(data[8 : 8 + length])
+    metadata = header.pop("__metadata__", {})
+    if STRUCTURE in metadata:
+        return decode(load_json(metadata[STRUCTURE].encode(), str(path)), tensors)
+    return {name: tensors[name] for name in json.loads(metadata.get(ORDER, "null")) or header}

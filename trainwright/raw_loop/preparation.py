@@ -147,6 +147,10 @@ class Preparation(Preparations):
     def optimizer_that_steps(self, parameters: Iterable[Tensor]) -> PreparedOptimizer:
         """Return the prepared optimizer whose parameters are to be clipped (ValueError)."""
         given = {parameters} if isinstance(parameters, Tensor) else set(parameters)
+        if not given:
+            raise ValueError(
+                "no parameters to clip were passed; pass a list, since an iterator is empty once it was read."
+            )
         for prepared in self.optimizers:
             own = {each for each in stepped_by(prepared) if each.requires_grad}
             # Parameters that no optimizer steps may be among them, if they have no gradient that the norm would miss.

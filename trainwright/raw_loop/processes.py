@@ -16,6 +16,7 @@ from trainwright.distributed.environment import Environment
 from trainwright.engine import gathering
 from trainwright.engine.engine import Engine
 from trainwright.errors import a_type_of
+from trainwright.replaced_names import instead_of
 
 
 class DistributedType(StrEnum):
@@ -50,6 +51,9 @@ class Processes:
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(f"{type(self).__name__} has no {name!r}{instead_of(name)}.", name=name, obj=self)
 
     @property
     def device(self) -> torch.device:

@@ -24,6 +24,7 @@ from trainwright.rank_zero import rank_zero_warn
 from trainwright.raw_loop.preparation import Preparation
 from trainwright.raw_loop.project import NumberedCheckpoints, ProjectConfiguration
 from trainwright.raw_loop.tracking import Trackers
+from trainwright.raw_loop.unwrapping import extract_model_from_parallel
 
 Hook = Callable[..., None]
 
@@ -65,6 +66,13 @@ class SavedStates:
         for each in objects:
             if all(each is not one for one in self._objects):
                 self._objects.append(each)
+
+    def drop_objects(self) -> None:
+        """Drop the registered objects, with a warning."""
+        if self._objects:
+            text = "free_memory drops the registered objects; register those again that checkpoints should hold."
+            rank_zero_warn(text, stacklevel=3)
+        self._objects = []
 
     def add_save_hook(self, hook: Hook) -> RemovableHandle:
         return _added(self._save_hooks, hook, "register_save_state_pre_hook", ("models", "weights", "output_dir"))
@@ -169,7 +177,8 @@ class SavedStates:
             self._check_objects(state.get("registered", []), path)
 
         if self._load_hooks:
-            self._run(self._load_hooks, "load_state", list(preparation.models), path)
+            models = [extract_model_from_parallel(model) for model in preparation.models]
+            self._run(self._load_hooks, "load_state", models, path)
         if weights_only:
             engine.load(opened, weights_only=True, strict=strict)
             return
@@ -187,7 +196,7 @@ class SavedStates:
         sources = chain(restored.nearest_rank_state.get("sources", ()), repeat(()))
         # A Trainer's checkpoint has a position for the first loader only.
         for loader, each, source in zip(preparation.loaders, states, sources, strict=False):
-            loader.load_state_dict({**each, "sources": source})
+            loader.resume({**each, "sources": source})
         self._load_objects(state.get("registered", []), path)
         # After the loads, which may draw.
         if restored.rng is not None:
@@ -208,6 +217,7 @@ class SavedStates:
         try:
             is_whole = self._engine.strategy.holds_modules
             weights = [model.state_dict() for model in models] if is_whole else []
+            models = [extract_model_from_parallel(model) for model in models]
             self._run(self._save_hooks, "save_state", models, weights, directory)
             yield directory
         except BaseException:

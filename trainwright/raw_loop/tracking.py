@@ -10,7 +10,7 @@ from trainwright.distributed.ranks import Ranks
 from trainwright.errors import a_type_of
 from trainwright.ladder.recording import active_recording
 from trainwright.loggers.background import flush_at_exit
-from trainwright.loggers.base import Logger, SilentLogger, to_dict
+from trainwright.loggers.base import Logger, SilentLogger, to_dict, to_numbers
 from trainwright.loggers.folder import FolderLogger, start_loggers
 from trainwright.loggers.names import available_loggers, logger_class, name_of
 from trainwright.loggers.position import logger_states, match_states, resume_loggers
@@ -32,7 +32,7 @@ class Tracker:
     def __init__(self, name: str, logger: Logger) -> None:
         self.name, self.logger = name, logger
         self._left_out: set[str] = set()
-        """The names of texts that the logger cannot write, once warned of."""
+        """The names of values that the logger cannot write, once warned of."""
 
     def __getattr__(self, name: str) -> Any:
         if name in ("name", "logger", "_left_out"):  # a copy that has no attributes yet
@@ -51,18 +51,32 @@ class Tracker:
         return self.logger.experiment
 
     def log(self, values: Mapping[str, Any], step: int | None = None, **options: Any) -> None:
-        """Write a row of numbers, and its texts apart from them; a logger of the user's own gets the row as it was given."""
-        write_texts = getattr(self.logger, "log_texts", None)
-        texts = {key: each for key, each in values.items() if write_texts is not None and isinstance(each, str)}
-        if texts and write_texts is not None and not write_texts(texts, step) and not self._left_out.issuperset(texts):
-            new = ", ".join(repr(key) for key in texts if key not in self._left_out)
-            self._left_out.update(texts)
+        """Write a row's numbers, and its other values apart from them; a logger of the user's own gets the row unchanged."""
+        write_others = getattr(self.logger, "log_texts", None)
+        if write_others is None:
+            self.logger.log_metrics(values, step, **options)
+            return
+        numbers: dict[str, Any] = {}
+        others: dict[str, Any] = {}
+        for key, value in values.items():
+            try:
+                numbers |= to_numbers({key: value})
+            except TypeError:
+                others[key] = value
+        writable = {
+            key: each for key, each in others.items() if isinstance(each, getattr(self.logger, "loggable", str))
+        }
+        is_written = bool(writable) and write_others(writable, step)
+        left_out = others.keys() - (writable.keys() if is_written else set()) - self._left_out
+        if left_out:
+            self._left_out |= left_out
+            shown = ", ".join(f"{key!r} ({a_type_of(others[key])})" for key in sorted(left_out))
             rank_zero_warn(
-                f"log: {new} had a text, which {type(self.logger).__name__} cannot write; it is left out, numbers are not.",
+                f"log: {type(self.logger).__name__} cannot write {shown}, and leaves it out; numbers are written.",
                 stacklevel=4,
             )
-        if len(texts) < len(values) or not texts:
-            self.logger.log_metrics({key: each for key, each in values.items() if key not in texts}, step, **options)
+        if numbers or not others:
+            self.logger.log_metrics(numbers, step, **options)
 
     def log_images(self, values: Mapping[str, Any], step: int | None = None, **options: Any) -> None:
         """Write images, if the logger can."""

@@ -87,7 +87,7 @@ def arranged_callbacks(
     defaults: list[tuple[bool, type[Callback], type[Callback]]] = [
         (settings.enable_model_summary is not False, ModelSummary, ModelSummary),
         (settings.enable_progress_bar is not False, ProgressBar, TQDMProgressBar),
-        (settings.enable_checkpointing is not False and not settings.fast_dev_run, ModelCheckpoint, ModelCheckpoint),
+        (settings.enable_checkpointing is not False, ModelCheckpoint, ModelCheckpoint),
     ]
     # A default must not join a callback of the same kind that the user configured.
     missing = [

@@ -353,21 +353,22 @@ class Trainer(Status):
         weights_only: bool = False,
         storage_options: Any = None,
         blocking: bool = True,
-        overwrite: bool = False,
+        overwrite: bool = True,
     ) -> bool:
         """Write a checkpoint; return whether it is written, or begun with blocking=False. Collective: call on every rank.
 
         Args:
-            filepath: a path or an fsspec URL that does not exist yet.
+            filepath: a path or an fsspec URL.
             weights_only: save the weights alone, from which no fit resumes.
             storage_options: not accepted; put them into the URL or fsspec's configuration.
             blocking: False copies everything to host memory and lets a thread write it while training continues. One such save
                 is in flight at a time: the next save or load, the end of the run and the program's end wait for it and raise
                 its error.
-            overwrite: replace a complete checkpoint at this path, even the one that the run was resumed from, so that a script
-                can be repeated. The new one is committed beside it as `-v1` first, so a kill at any moment leaves one of the
-                two complete. Anything else at the path is refused, and on a file system without rename (object stores) any path
-                that exists.
+            overwrite: replace an earlier checkpoint at this path, even the one that the run was resumed from, so that a script
+                can be repeated. Other files in its folder stay. A kill at any moment leaves the old or the new checkpoint at
+                the path; where the file system cannot exchange two directories (NFS), the new one may be at a path with `-v1`.
+                A file, a link, a damaged checkpoint, and on an object store any checkpoint, are rejected. False rejects every
+                path that exists.
 
         From on_train_batch_start to the schedulers' steps the save waits for the batch's end, or a resumed run would repeat it;
         within an accumulation window for its end, since a checkpoint within an epoch holds no gradients; between an epoch's
