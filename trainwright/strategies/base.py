@@ -19,7 +19,6 @@ from torch.optim import Optimizer
 
 from trainwright.checkpoint.contents import describe_optimizer
 from trainwright.checkpoint.tensors import Piece, TensorEntry
-from trainwright.compiled_names import clean_name as clean_name
 from trainwright.distributed.collectives import Exchange, gather_object
 from trainwright.precision.base import Closure, Precision, Sender
 from trainwright.strategies.job_view import JobView
@@ -281,7 +280,7 @@ class Strategy(JobView):
         """Return this rank's shard of the module's state_dict, as views that a load writes into."""
         # Buffers such as running statistics may differ from rank to rank; rank 0's are stored.
         return [
-            self.piece(clean_name(name), value, None if isinstance(value, nn.Parameter) else 0)
+            self.piece(name, value, None if isinstance(value, nn.Parameter) else 0)
             for name, value in state_tensors(module)
         ]
 

@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trainwright.checkpoint.tensors import Piece, TensorEntry
-from trainwright.compiled_names import clean_name
 from trainwright.distributed.collectives import Exchange, gather_object
 from trainwright.duration import seconds_of
 from trainwright.precision import resolve_precision
@@ -352,12 +351,12 @@ class DeepSpeedStrategy(Strategy):
         for name, value in state_tensors(module):
             if (shard := shards.get(value)) is not None:
                 part = shard.flat.detach().narrow(0, shard.offset, shard.numel)
-                pieces.append(Piece(clean_name(name), shard.shape, shard.start, part, self.rank))
+                pieces.append(Piece(name, shard.shape, shard.start, part, self.rank))
             elif hasattr(value, "ds_tensor"):  # not trained, so its partition counts, not a float32 master
-                pieces.append(zero_state.partition_piece(clean_name(name), value, self.rank))
+                pieces.append(zero_state.partition_piece(name, value, self.rank))
             else:
                 writer = None if isinstance(value, nn.Parameter) else 0
-                pieces.append(self.piece(clean_name(name), value, writer))
+                pieces.append(self.piece(name, value, writer))
         return pieces
 
     def optimizer_pieces(self, optimizer: Optimizer, names: Mapping[Tensor, str]) -> list[Piece]:

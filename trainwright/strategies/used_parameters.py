@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from trainwright.compiled_names import clean_name
 from trainwright.distributed.collectives import Exchange, gather_object
 from trainwright.strategies.base import trained
 
@@ -45,7 +46,7 @@ class RanksUse:
             if not isinstance(shard, DTensor):
                 self._has_untracked |= shard.requires_grad
                 continue
-            self._tracked[shard] = name
+            self._tracked[shard] = clean_name(name)
             is_offloaded = shard.device.type != shard.device_mesh.device_type
             if shard.requires_grad and shard not in self._hooks and not is_offloaded:
                 self._hooks[shard] = shard.register_post_accumulate_grad_hook(self._came.add)  # type: ignore[no-untyped-call]
