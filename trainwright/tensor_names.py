@@ -16,6 +16,14 @@ from torch.nn.parameter import is_lazy
 
 from trainwright.compiled_names import clean_name
 
+EXTRA_STATE = "_extra_state"
+"""The last part of the state_dict keys under which torch stores what a module's `get_extra_state` returned."""
+
+
+def is_extra_state(name: str) -> bool:
+    """Return whether a state_dict key is that of a module's extra state."""
+    return name.rpartition(".")[2] == EXTRA_STATE
+
 
 def names_of(module: nn.Module) -> dict[Tensor, str]:
     """Return the name of each parameter and buffer; the first one of a tied tensor."""
@@ -30,20 +38,20 @@ def named_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
 
     A tensor that is not in the state_dict is named by the path of its module.
     """
-    named = [(clean_name(name), tensor) for name, tensor, is_in_use in state_entries(module) if is_in_use]
+    named = [(name, tensor) for name, tensor, is_in_use in state_entries(module) if is_in_use]
     stored = {tensor for _, tensor in named}
     own = (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
     return named + [(clean_name(name), tensor) for name, tensor in own if tensor not in stored]
 
 
 def state_entries(module: nn.Module) -> Iterator[tuple[str, Tensor, bool]]:
-    """Yield each tensor of a module's state_dict with its key and whether the module uses the tensor itself."""
+    """Yield each tensor of a module's state_dict with its name and whether the module uses it, or it is computed for this."""
     state = module.state_dict(keep_vars=True)  # first, because FSDP's hooks replace parameters by their shards
     in_use: dict[Any, Tensor] = {}
     for each in (*module.buffers(), *module.parameters()):
         in_use[each] = in_use[_memory(each)] = each
     for name, value in state.items():
-        if not isinstance(value, Tensor) or is_lazy(value):
+        if not isinstance(value, Tensor) or is_extra_state(name) or is_lazy(value):
             continue
         if value not in in_use:
             value = in_use.get(_memory(value), value)  # the same tensor by other means, such as .data
@@ -52,9 +60,8 @@ def state_entries(module: nn.Module) -> Iterator[tuple[str, Tensor, bool]]:
             with suppress(AttributeError):
                 own = module.get_submodule(path).__dict__.get(leaf)
                 if isinstance(own, Tensor) and own.shape == value.shape:  # a Metric puts copies of its states there
-                    yield name, own, True
-                    continue
-        yield name, value, value in in_use
+                    value = in_use[own] = own
+        yield clean_name(name), value, value in in_use
 
 
 def _memory(tensor: Tensor) -> Any:

@@ -114,11 +114,8 @@ def summary_of(module: nn.Module, max_depth: int = 1, run: Callable[..., Any] | 
 def children_to(module: nn.Module, max_depth: int) -> dict[str, nn.Module]:
     """Return the children of a module down to a depth by their names; -1 for all."""
     depth = math.inf if max_depth == -1 else max_depth
-    children: dict[str, nn.Module] = {}
-    for name, child in module.named_modules():
-        if (name := clean_name(name)) and name.count(".") < depth:
-            children.setdefault(name, child)  # what a wrapper holds has the wrapper's name
-    return children
+    shown = ((clean_name(name), child) for name, child in module.named_modules() if clean_name(name.rpartition(".")[2]))
+    return {name: child for name, child in shown if name.count(".") < depth}
 
 
 def count_parameters(parameters: Any) -> int:

@@ -39,7 +39,7 @@ from trainwright.engine.lazy_tensors import (
     lazy_tensors,
     refuse_lazy_tensors,
 )
-from trainwright.engine.module_state import ModuleLoads
+from trainwright.engine.module_state import ModuleLoads, computed_entries
 from trainwright.engine.named_state import model_pieces, named_optimizers, optimizer_pieces, stray_pieces
 from trainwright.engine.optimizer_state import check_optimizers, describe_optimizers, load_optimizers
 from trainwright.engine.replaced import ReplacedParameters
@@ -51,7 +51,6 @@ from trainwright.precision import Precision, resolve_precision
 from trainwright.precision.base import Closure, Sender
 from trainwright.strategies import Strategy, resolve_strategy
 from trainwright.strategies.base import Clipping, Optimization, StepResult
-from trainwright.strategies.state_entries import computed_entries
 
 _holders: WeakKeyDictionary[nn.Module, ref[Strategy]] = WeakKeyDictionary()
 """The strategy that last set up each module, in this process."""

@@ -17,7 +17,6 @@ from trainwright.checkpoint.contents import (
     TRAINING,
     extra_states,
     fitting_extra_states,
-    is_extra_state,
     set_extra_states,
 )
 from trainwright.checkpoint.reader import StoredCheckpoint
@@ -26,7 +25,7 @@ from trainwright.engine.lazy_tensors import LazyTensor
 from trainwright.engine.named_state import prefix_of
 from trainwright.errors import CheckpointError
 from trainwright.strategies import Strategy
-from trainwright.strategies.state_entries import computed_entries
+from trainwright.tensor_names import is_extra_state, state_entries
 
 KNOWN = ("torch", "torchmetrics", "trainwright", "deepspeed", "fairscale")
 """Packages whose layers and hooks load nothing more than is read in place."""
@@ -112,6 +111,18 @@ class ModuleLoads:
             # Its tensors are loaded already; they are passed again for what else its methods do with them.
             given = {clean_name(name): value for name, value in in_use.items() if isinstance(value, Tensor)}
             _load(module, {**given, **states}, False, self._path)
+
+
+def computed_entries(strategy: Strategy, module: nn.Module) -> list[str]:
+    """Return the names of computed state_dict entries, which no load can write into; raise CheckpointError if sharded."""
+    names = [name for name, _, is_in_use in state_entries(module) if not is_in_use]
+    if names and not strategy.holds_modules:
+        raise CheckpointError(
+            f"{names[0]!r} in the state_dict of {type(module).__name__} is computed from what it holds, of which each rank "
+            f"has a part, or a copy in low precision, under strategy={strategy.name!r}. Keep it as a parameter or buffer, or "
+            "choose 'ddp'."
+        )
+    return names
 
 
 def _load(module: nn.Module, state: Mapping[str, Any], strict: bool, path: str) -> None:

@@ -50,10 +50,10 @@ from trainwright.strategies.deepspeed_engine import (
 from trainwright.strategies.master_optimizer import MasterOptimizer, Shard
 from trainwright.strategies.replaced_options import EVERY, OF_DEEPSPEED, refuse_options
 from trainwright.strategies.sparse_gradients import refuse_sparse_weights
-from trainwright.strategies.state_entries import state_tensors
 from trainwright.strategies.used_parameters import DueBackward, are_all_stepped
 from trainwright.strategies.zero_optimizer import Part, ZeroOptimizer, ZeroPrecision, part_of
 from trainwright.strategies.zero_write_back import ZeroWriteBack, note_empty_parameter, paused, update_masters
+from trainwright.tensor_names import state_entries
 
 
 class DeepSpeedStrategy(Strategy):
@@ -348,7 +348,7 @@ class DeepSpeedStrategy(Strategy):
         update_masters(shard for shards in self._left.values() for shard in shards)
         shards = {shard.parameter: shard for engine in self._engines.values() for shard in self._shards(engine)}
         pieces = []
-        for name, value in state_tensors(module):
+        for name, value, _ in state_entries(module):
             if (shard := shards.get(value)) is not None:
                 part = shard.flat.detach().narrow(0, shard.offset, shard.numel)
                 pieces.append(Piece(name, shard.shape, shard.start, part, self.rank))

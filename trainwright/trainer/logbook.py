@@ -46,7 +46,7 @@ class Logbook:
         self._is_silent = False
         self._logs_steps = self._has_rows = False
         """Whether values of steps were logged for the loggers, and whether these have any row."""
-        self._warned: set[str] = set()
+        self._warned: set[str] = {"logger"} if loggers or engine.rank else set()
         self._batches: dict[tuple[str, Loader | None], int] = {}
         """Batches of the running evaluation, by stage and loader."""
         self._earlier_batches: dict[tuple[str, Loader | None], int] = {}

@@ -247,6 +247,9 @@ class MetricCollector:
                 )
         if isinstance(value, Tensor) and value.is_complex():
             raise TypeError(f"self.log({name!r}, ...) got a complex tensor; expected a real one. Log its .abs().")
+        if settings.logger and "logger" not in self.warned:
+            self.warned.add("logger")
+            warn(f"self.log({name!r}, logger=True) writes no row: the Trainer has no logger.", stacklevel=4)
         if self._others:
             refuse_shared(self._others, {}, metrics_in_use(self._module))
         if known is not None:

@@ -19,6 +19,7 @@ from trainwright.data.datamodule import DataModule
 from trainwright.data.loader_state import LoaderState
 from trainwright.data.seeding import rng_state
 from trainwright.data.transfer import map_leaves
+from trainwright.engine.module_state import computed_entries
 from trainwright.engine.named_state import held_gradients, model_pieces
 from trainwright.errors import CheckpointError
 from trainwright.hyperparameters import HyperParameters, hyper_parameter_entries
@@ -27,7 +28,6 @@ from trainwright.rank_zero import rank_zero_warn
 from trainwright.strategies.base import UNSAVED_KEYS, parameters_of
 from trainwright.strategies.optimizer_proxy import unwrap_optimizer
 from trainwright.strategies.sparse_gradients import sparse_weights
-from trainwright.strategies.state_entries import computed_entries
 from trainwright.strategies.state_probe import state_of_a_step
 from trainwright.trainer.run import Run
 from trainwright.trainer.state import OpenEpoch
