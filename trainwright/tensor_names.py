@@ -6,7 +6,6 @@ not be its name there.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
 
@@ -44,10 +43,11 @@ def named_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
     return named + [(clean_name(name), tensor) for name, tensor in own if tensor not in stored]
 
 
-def state_entries(module: nn.Module) -> Iterator[tuple[str, Tensor, bool]]:
-    """Yield each tensor of a module's state_dict with its name and whether the module uses it, or it is computed for this."""
+def state_entries(module: nn.Module) -> list[tuple[str, Tensor, bool]]:
+    """Return the tensors of a module's state_dict by name, and for each whether the module itself uses it."""
     state = module.state_dict(keep_vars=True)  # first, because FSDP's hooks replace parameters by their shards
     in_use: dict[Any, Tensor] = {}
+    entries = []
     for each in (*module.buffers(), *module.parameters()):
         in_use[each] = in_use[_memory(each)] = each
     for name, value in state.items():
@@ -61,7 +61,8 @@ def state_entries(module: nn.Module) -> Iterator[tuple[str, Tensor, bool]]:
                 own = module.get_submodule(path).__dict__.get(leaf)
                 if isinstance(own, Tensor) and own.shape == value.shape:  # a Metric puts copies of its states there
                     value = in_use[own] = own
-        yield clean_name(name), value, value in in_use
+        entries.append((clean_name(name), value, value in in_use))
+    return entries
 
 
 def _memory(tensor: Tensor) -> Any:

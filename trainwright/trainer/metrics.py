@@ -75,7 +75,7 @@ class MetricCollector:
         """The values of the Metric objects of loaders that have ended, the same on all ranks."""
         self.reduced: dict[Key, Reduced] = {}
         """The epoch values that were reduced over all ranks."""
-        self.warned: set[str] = set() if warned is None else warned
+        self.warned: set[str] = {"logger"} if warned is None else warned
         self._module, self._rank, self._others = module, rank, others
         self._paths: dict[int, str] | None = None  # by the Metric's id; made when a Metric is first logged
         self._batch_size = 1.0
