@@ -39,8 +39,8 @@ from trainwright.engine.lazy_tensors import (
     lazy_tensors,
     refuse_lazy_tensors,
 )
-from trainwright.engine.module_state import ModuleLoads, computed_entries
-from trainwright.engine.named_state import model_pieces, named_optimizers, optimizer_pieces, stray_pieces
+from trainwright.engine.module_state import ModuleLoads
+from trainwright.engine.named_state import computed_keys, model_pieces, named_optimizers, optimizer_pieces, stray_pieces
 from trainwright.engine.optimizer_state import check_optimizers, describe_optimizers, load_optimizers
 from trainwright.engine.replaced import ReplacedParameters
 from trainwright.engine.replicas import refuse_groups, refuse_unlike_models, refuse_unlike_optimizers
@@ -344,7 +344,7 @@ class Engine:
                     f"checkpoint {path} was requested within LocalSGD, where each rank has other weights; save after the block."
                 )
             for module in self.modules:
-                computed_entries(self.strategy, module)  # raises for entries that cannot be stored
+                computed_keys(self.strategy, module)  # raises for entries that cannot be stored
             sections = with_parts(model_pieces(self.strategy, self.modules), parts or {})
             pieces = sections.pop(MODEL)
             self.finiteness.look(path, overwrite, self.modules, pieces, are_others=bool(parts))

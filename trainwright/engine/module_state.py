@@ -22,10 +22,10 @@ from trainwright.checkpoint.contents import (
 from trainwright.checkpoint.reader import StoredCheckpoint
 from trainwright.compiled_names import clean_name, own_name
 from trainwright.engine.lazy_tensors import LazyTensor
-from trainwright.engine.named_state import prefix_of
+from trainwright.engine.named_state import computed_keys, prefix_of
 from trainwright.errors import CheckpointError
 from trainwright.strategies import Strategy
-from trainwright.tensor_names import is_extra_state, state_entries
+from trainwright.tensor_names import is_extra_state
 
 KNOWN = ("torch", "torchmetrics", "trainwright", "deepspeed", "fairscale")
 """Packages whose layers and hooks load nothing more than is read in place."""
@@ -47,7 +47,7 @@ class ModuleLoads:
     def check(self, strict: bool) -> None:
         """Find out how each module is loaded, and refuse extra state that does not fit (CheckpointError)."""
         for number, module in enumerate(self._modules):
-            computes = bool(computed_entries(self._strategy, module))
+            computes = bool(computed_keys(self._strategy, module))
             # Under the other strategies a module holds parts of its tensors, or copies.
             if self._strategy.holds_modules and (computes or _loads_itself(module) or _keeps_values(module)):
                 self._wholes.add(number)
@@ -111,18 +111,6 @@ class ModuleLoads:
             # Its tensors are loaded already; they are passed again for what else its methods do with them.
             given = {clean_name(name): value for name, value in in_use.items() if isinstance(value, Tensor)}
             _load(module, {**given, **states}, False, self._path)
-
-
-def computed_entries(strategy: Strategy, module: nn.Module) -> list[str]:
-    """Return the names of computed state_dict entries, which no load can write into; raise CheckpointError if sharded."""
-    names = [name for name, _, is_in_use in state_entries(module) if not is_in_use]
-    if names and not strategy.holds_modules:
-        raise CheckpointError(
-            f"{names[0]!r} in the state_dict of {type(module).__name__} is computed from what it holds, of which each rank "
-            f"has a part, or a copy in low precision, under strategy={strategy.name!r}. Keep it as a parameter or buffer, or "
-            "choose 'ddp'."
-        )
-    return names
 
 
 def _load(module: nn.Module, state: Mapping[str, Any], strict: bool, path: str) -> None:

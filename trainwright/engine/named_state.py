@@ -10,8 +10,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trainwright.checkpoint.tensors import Piece
+from trainwright.errors import CheckpointError
 from trainwright.strategies import Strategy
-from trainwright.tensor_names import names_of
+from trainwright.tensor_names import names_of, state_entries
 
 STRAY = "parameter"
 """The name of a parameter that no module holds; the optimizer's number and the parameter's index there follow."""
@@ -25,6 +26,18 @@ def model_pieces(strategy: Strategy, modules: Sequence[nn.Module]) -> list[Piece
         (prefix_of(number), each) for number, module in enumerate(modules) for each in strategy.model_pieces(module)
     )
     return [dataclasses.replace(piece, name=prefix + piece.name) for prefix, piece in pieces]
+
+
+def computed_keys(strategy: Strategy, module: nn.Module) -> list[str]:
+    """Return the keys of computed state_dict entries, which no load can write into; raise CheckpointError if sharded."""
+    names = [name for name, _, is_in_use in state_entries(module) if not is_in_use]
+    if names and not strategy.holds_modules:
+        raise CheckpointError(
+            f"{names[0]!r} in the state_dict of {type(module).__name__} is computed from what it holds, of which each rank "
+            f"has a part, or a copy in low precision, under strategy={strategy.name!r}. Keep it as a parameter or buffer, or "
+            "choose 'ddp'."
+        )
+    return names
 
 
 def optimizer_pieces(strategy: Strategy, named: Named) -> list[Piece]:

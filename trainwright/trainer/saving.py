@@ -19,8 +19,7 @@ from trainwright.data.datamodule import DataModule
 from trainwright.data.loader_state import LoaderState
 from trainwright.data.seeding import rng_state
 from trainwright.data.transfer import map_leaves
-from trainwright.engine.module_state import computed_entries
-from trainwright.engine.named_state import held_gradients, model_pieces
+from trainwright.engine.named_state import computed_keys, held_gradients, model_pieces
 from trainwright.errors import CheckpointError
 from trainwright.hyperparameters import HyperParameters, hyper_parameter_entries
 from trainwright.module import Module, is_overridden
@@ -122,7 +121,7 @@ def check_state(run: Run) -> None:
             return
         encode_state(state, "state")
         for module in engine.modules:
-            computed_entries(engine.strategy, module)
+            computed_keys(engine.strategy, module)
         # on_save_checkpoint may still replace tensors that a checkpoint cannot hold.
         for piece in model_pieces(engine.strategy, engine.modules) if edit_with_hooks(run, SAVE_HOOK) is None else ():
             check_storable(piece.name, piece.tensor)
