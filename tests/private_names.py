@@ -37,6 +37,11 @@ TORCH = (
         "disable",
         "keep fsdp's checks for writes out of a compiled graph (strategies/shard_write_back.py)",
     ),
+    Use(
+        "torch.distributed.algorithms._checkpoint.checkpoint_wrapper.CheckpointWrapper",
+        "_checkpoint_wrapped_module",
+        "keep what checkpoint_wrapper wraps under its plain names",
+    ),
     Use("torch._dynamo.eval_frame.OptimizedModule", "_orig_mod", "keep what torch.compile wraps under its plain names"),
     Use(
         "torch.autograd",
@@ -483,6 +488,11 @@ PYTHON = (
 )
 
 OTHERS = (
+    Use(
+        "transformers.modeling_utils.PreTrainedModel",
+        "_gradient_checkpointing_func",
+        "reject reentrant recomputation on several ranks (strategies/used_parameters.py)",
+    ),
     Use(
         "omegaconf.base.Node", "_get_parent", "know a part of a configuration that refers to the rest (plain_forms.py)"
     ),

@@ -458,7 +458,7 @@ HOLD_STATE = {
     "loggers/position.py",
     "precision/base.py",
     "strategies/base.py",
-    "strategies/state_entries.py",
+    "tensor_names.py",
     "trainer/logbook.py",
     "trainer/logged_value.py",
     "trainer/state.py",

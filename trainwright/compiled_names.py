@@ -1,4 +1,4 @@
-"""Compiled names: state_dict keys that do not depend on which submodules are wrapped in torch.compile."""
+"""Compiled names: state_dict keys that do not depend on which submodules torch.compile or `checkpoint_wrapper` wraps."""
 
 from __future__ import annotations
 
@@ -10,13 +10,15 @@ from torch import nn
 
 WRAPPER = "_orig_mod"
 """The attribute in which a compiled module holds the original one."""
+RECOMPUTED = "_checkpoint_wrapped_module"
+"""The attribute in which torch's activation wrappers hold theirs; their own hooks keep it out of a state_dict."""
 
 
 def clean_name(name: str) -> str:
-    """Return a state_dict key or parameter name without the parts that torch.compile adds."""
-    if WRAPPER not in name:
+    """Return a state_dict key or the name of a parameter or module without the parts that wrappers add."""
+    if WRAPPER not in name and RECOMPUTED not in name:
         return name
-    return ".".join(part for part in name.split(".") if part != WRAPPER)
+    return ".".join(part for part in name.split(".") if part not in (WRAPPER, RECOMPUTED))
 
 
 def register_clean_names(module: nn.Module) -> None:
@@ -57,9 +59,10 @@ def own_name(module: nn.Module, name: str) -> str:
     current: Any = module
     parts = []
     for part in clean_name(name).split("."):
-        while is_compiled(current):
-            parts.append(WRAPPER)
-            current = current._orig_mod
+        while is_compiled(current) or RECOMPUTED in getattr(current, "_modules", ()):
+            if is_compiled(current):
+                parts.append(WRAPPER)
+            current = current._modules[WRAPPER if is_compiled(current) else RECOMPUTED]
         parts.append(part)
         current = current._modules.get(part) if isinstance(current, nn.Module) else None
     return ".".join(parts)

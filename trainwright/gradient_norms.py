@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from trainwright.compiled_names import clean_name
+
 
 def grad_norm(module: nn.Module, norm_type: float | int | str, group_separator: str = "/") -> dict[str, float]:
     """Return the norm of each parameter's gradient and of all together; call it in on_before_optimizer_step.
@@ -26,7 +28,7 @@ def grad_norm(module: nn.Module, norm_type: float | int | str, group_separator: 
     if not p > 0:
         raise ValueError(f"norm_type={norm_type!r} is not accepted; pass a number above 0, or 'inf'.")
     norms = {
-        name: _whole(_norm(parameter.grad.detach(), p))
+        clean_name(name): _whole(_norm(parameter.grad.detach(), p))
         for name, parameter in module.named_parameters()
         if parameter.grad is not None
     }

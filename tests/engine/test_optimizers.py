@@ -123,6 +123,21 @@ def test_none_trains_nothing_and_an_unknown_key_of_a_scheduler_has_no_effect() -
     assert config.frequency == 1
 
 
+def test_manual_optimization_takes_any_schedule_and_names_what_has_no_effect() -> None:
+    schedule = object()
+    with pytest.warns(
+        UserWarning, match="frequency and monitor of a scheduler have no effect under manual optimization"
+    ):
+        _, configs = read_optimizers(
+            [{"optimizer": SGD, "lr_scheduler": {"scheduler": schedule, "monitor": "loss", "frequency": 2}}],
+            is_manual=True,
+        )
+    assert configs[0].scheduler is schedule
+    assert read_optimizers({"optimizer": SGD, "lr_scheduler": STEP}, is_manual=True)[1] == [SchedulerConfig(STEP)]
+    with pytest.raises(TypeError, match=r"pass a torch LRScheduler, or an object with step\(\)"):
+        read_optimizers({"optimizer": SGD, "lr_scheduler": schedule})
+
+
 class Sharpness(torch.optim.SGD):
     """Calls its closure a second time, as SAM does."""
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import copy
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,8 @@ from contract_job import quiet
 from jobs import run_job
 from small import QUIET
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
 import trainwright as tw
@@ -400,3 +404,59 @@ def test_ddp_trains_on_after_a_backward_that_failed(tmp_path: Path) -> None:
     for found in run_job(caught_under_ddp, WORLD, tmp_path):
         assert len(found) == 3
         assert {name: each for name, each in found.items() if each > 1e-6} == {}
+
+
+class Recomputed(tw.Module):
+    """Wraps a layer that it calls twice in torch's `checkpoint_wrapper`, or says as transformers does how it recomputes it."""
+
+    def __init__(self, is_reentrant: bool, is_wrapped: bool, is_on: bool = True) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.layer, self.is_wrapped = nn.Linear(8, 8), is_wrapped
+        if is_wrapped:
+            kind = CheckpointImpl.REENTRANT if is_reentrant else CheckpointImpl.NO_REENTRANT
+            self.layer = checkpoint_wrapper(self.layer, kind)
+        else:
+            self.gradient_checkpointing = is_on
+            self._gradient_checkpointing_func = functools.partial(checkpoint, use_reentrant=is_reentrant)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        output = batch.requires_grad_()
+        for _ in range(2):
+            output = self.layer(output) if self.is_wrapped else self._gradient_checkpointing_func(self.layer, output)
+        return output.pow(2).mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def recomputed(folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    data = DataLoader(torch.randn(8, 8, generator=torch.Generator().manual_seed(0)), batch_size=2)  # type: ignore[arg-type]
+    kinds = ("ddp", "ddp_sharded", "fsdp", tw.DDPStrategy(static_graph=True))
+    for number, strategy in enumerate(kinds):
+        for is_reentrant, is_wrapped in ((True, True), (True, False), (False, True), (False, False)):
+            module = Recomputed(is_reentrant, is_wrapped)
+            key = number, is_reentrant, is_wrapped
+            try:
+                tw.Trainer(max_epochs=1, devices=WORLD, strategy=strategy, **QUIET).fit(module, data)
+            except ValueError as error:
+                found[str(key)] = str(error)
+            else:
+                found[str(key)] = tw.gather_module(module, all_ranks=True).layer.weight.detach()  # type: ignore[union-attr]
+    return found
+
+
+def test_reentrant_recomputation_is_rejected_on_several_ranks(tmp_path: Path) -> None:
+    one = Recomputed(True, True)
+    batches = torch.randn(8, 8, generator=torch.Generator().manual_seed(0))
+    tw.Trainer(max_epochs=1, **QUIET).fit(one, DataLoader(batches, batch_size=4))  # type: ignore[arg-type]
+    for rank in run_job(recomputed, WORLD, tmp_path):
+        for key, result in rank.items():
+            number, is_reentrant, is_wrapped = ast.literal_eval(key)
+            if is_reentrant and number < 3:
+                layer = "'layer'" if is_wrapped else "''"
+                assert f"{layer} of Recomputed recomputes activations with use_reentrant=True" in result
+                assert "use_reentrant=False" in result
+            else:
+                torch.testing.assert_close(result, one.layer.weight)

@@ -357,6 +357,61 @@ def test_oversights_are_named() -> None:
         assert len(caught) == 1
 
 
+def test_parts_in_evaluation_mode_are_named_once() -> None:
+    class Fine(tw.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body, self.head = small.make_net(0.1), torch.nn.Linear(3, 3)
+            self.norm = torch.nn.BatchNorm1d(3)
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return small.loss_of(torch.nn.Sequential(self.body, self.norm, self.head), batch)
+
+        validation_step = training_step
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    loaders = (make_loader(16), make_loader(16))
+    named, whole, frozen, plain, chosen = (Fine() for _ in range(5))
+    named.body.eval()
+    whole.eval()
+    frozen.body.eval().requires_grad_(False)
+    plain.body[2].p = 0.0
+    plain.body.eval()
+    chosen.norm.eval()  # its user keeps the statistics
+    chosen.body[2].eval()
+    for module, match in ((named, "'body' in evaluation mode as training begins"), (whole, "Fine in evaluation mode")):
+        with pytest.warns(UserWarning, match=match) as caught:
+            trainer_of(max_epochs=2).fit(module, *loaders)
+        assert len(caught) == 1
+    trainer = trainer_of(max_epochs=2)
+    for module in (frozen, plain, chosen, Fine()):  # warnings are errors
+        trainer.fit(module, *loaders)
+        trainer.validate(module, loaders[1], verbose=False)
+        trainer.fit(module, *loaders)
+
+
+def test_a_row_without_a_logger_and_a_step_without_data_are_named(caplog: pytest.LogCaptureFixture) -> None:
+    class Rows(Classifier):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            loss = super().training_step(batch, batch_idx)
+            self.log("own_loss", loss, logger=True)
+            self.log("other_loss", loss, logger=True)
+            return loss
+
+    caplog.set_level("INFO", "trainwright")
+    with pytest.warns(UserWarning, match=r"self.log\('own_loss', logger=True\) writes no row") as caught:
+        trainer_of().fit(Rows(), make_loader(16))
+    assert len(caught) == 1
+    assert "Rows has a validation_step, but fit has no validation data." in caplog.messages
+    caplog.clear()
+    trainer_of(logger=tw.CSVLogger(), log_every_n_steps=1, limit_val_batches=0).fit(
+        Rows(), make_loader(16), make_loader(16)
+    )
+    assert not [each for each in caplog.messages if "validation" in each]
+
+
 class Ends(tw.Callback):
     def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
         trainer.should_stop = True

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from small import QUIET, Classifier, make_loader
-from torchmetrics import ClasswiseWrapper, MinMaxMetric
+from torchmetrics import ClasswiseWrapper, MeanMetric, MinMaxMetric
 from torchmetrics.classification import MulticlassAccuracy, MulticlassConfusionMatrix
 
 import trainwright as tw
@@ -59,3 +59,38 @@ def test_what_is_no_row_of_numbers_is_refused() -> None:
     ):
         tw.Trainer(**QUIET).validate(Whole(ClasswiseWrapper(MulticlassAccuracy(3, average=None))), make_loader())
     assert torch.is_grad_enabled()
+
+
+class Shares(Classifier):
+    """Updates one Metric in training and in validation, and logs it as an object in the named stages."""
+
+    def __init__(self, *logs: str) -> None:
+        super().__init__()
+        self.logs, self.mean, self.best = logs, MeanMetric(), MeanMetric()
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        value = self.mean(batch[0])
+        self.log("train_mean", self.mean if "train" in self.logs else value, on_step=False, on_epoch=True)
+        return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        value = self.mean(batch[0])
+        self.log("val_mean", self.mean if "validation" in self.logs else value)
+
+    def on_validation_epoch_end(self) -> None:
+        self.best.update(1.0)
+        self.log("best", self.best.compute())
+
+
+@pytest.mark.parametrize(("logs", "sanity", "batches"), [("validation", 2, 0), ("validation", 0, 11), ("train", 2, 11)])
+def test_a_metric_object_of_two_stages_is_rejected(logs: str, sanity: int, batches: int) -> None:
+    trainer = tw.Trainer(max_epochs=2, num_sanity_val_steps=sanity, **QUIET)
+    with pytest.raises(ValueError, match=r"Metric 'mean' is updated in training and in validation.*self\.train_mean"):
+        trainer.fit(Shares(logs), make_loader(), make_loader())
+    assert trainer.global_step == batches
+
+
+def test_a_metric_object_may_give_values_in_two_stages() -> None:
+    module = Shares()
+    tw.Trainer(max_epochs=2, **QUIET).fit(module, make_loader(), make_loader())
+    assert module.best._update_count == 3  # one of the sanity check: nothing resets an object that is not logged

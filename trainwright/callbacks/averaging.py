@@ -19,8 +19,8 @@ from trainwright.checkpoint.contents import AVERAGE, MODEL, TRAINING
 from trainwright.checkpoint.editing import fill
 from trainwright.checkpoint.reader import StoredCheckpoint
 from trainwright.checkpoint.tensors import Piece, tied_groups
-from trainwright.compiled_names import clean_name
 from trainwright.rank_zero import rank_zero_warn
+from trainwright.tensor_names import named_tensors
 
 if TYPE_CHECKING:
     from trainwright.module import Module
@@ -96,12 +96,12 @@ class AveragedPieces:
 
     def _trained(self, strategy: Strategy, module: nn.Module) -> list[Piece]:
         """Return the pieces of what trains now, and note what does not."""
-        named = [(clean_name(name), each) for name, each in module.named_parameters(remove_duplicate=False)]
-        self._frozen = [each for _, each in named if not each.requires_grad]
+        named = named_tensors(module)
+        self._frozen = [each for each in module.parameters() if not each.requires_grad]
         names = {name for name, each in named if each.requires_grad}
         if self._use_buffers:
-            buffers = module.named_buffers(remove_duplicate=False)
-            self._buffers = {clean_name(name) for name, each in buffers if _can_be_averaged(each)}
+            buffers = set(module.buffers())
+            self._buffers = {name for name, each in named if each in buffers and _can_be_averaged(each)}
         return [piece for piece in strategy.model_pieces(module) if piece.name in names | self._buffers]
 
     @torch.no_grad()
@@ -206,7 +206,8 @@ class AveragedPieces:
             for name in (AVERAGE, TRAINING)
         )
         in_model = in_model - apart if is_model else set()
-        parameters = {clean_name(name) for name, _ in module.named_parameters(remove_duplicate=False)}
+        own = set(module.parameters())
+        parameters = {name for name, each in named_tensors(module) if each in own}
         self.join(strategy, module)
         pieces = strategy.model_pieces(module)
         self._begin(piece for piece in pieces if piece.name in parameters & (apart | in_model))  # frozen since the save
@@ -242,8 +243,7 @@ def _portions(pairs: Iterable[tuple[Tensor, Tensor]]) -> Iterator[list[tuple[Ten
 
 def _refuse_computed(callback: str, module: nn.Module, pieces: Iterable[Piece]) -> None:
     """Raise ValueError for a parameter or buffer for which the state_dict has another tensor, computed from it."""
-    named = (*module.named_parameters(), *module.named_buffers())
-    own = {clean_name(name): each for name, each in named if _can_be_averaged(each)}
+    own = {name: each for name, each in named_tensors(module) if _can_be_averaged(each)}
     for piece in pieces:
         held = own.get(piece.name)
         if held is not None and held.data_ptr() != piece.tensor.data_ptr():

@@ -14,6 +14,8 @@ from torch.optim.swa_utils import SWALR
 from trainwright.arguments import refuses_unknown
 from trainwright.callbacks.base import Callback
 from trainwright.callers import warn
+from trainwright.compiled_names import clean_name
+from trainwright.tensor_names import names_of
 
 if TYPE_CHECKING:
     from trainwright.module import Module
@@ -198,12 +200,13 @@ class BaseFinetuning(Callback):
                 _refuse_planned(type(self).__name__, config.scheduler)
         if self._epoch < 0:
             return
-        named, trainable, tracking = dict(module.named_parameters()), set(self._trainable), set(self._tracking)
+        named, trainable = {name: each for each, name in names_of(module).items()}, set(self._trainable)
         for name, parameter in named.items():
-            parameter.requires_grad = name in trainable
+            if isinstance(parameter, nn.Parameter):
+                parameter.requires_grad = name in trainable
         for name, each in module.named_modules():
             if isinstance(each, _BatchNorm):
-                each.track_running_stats = name in tracking
+                each.track_running_stats = clean_name(name) in self._tracking
         for index, optimizer in enumerate(trainer.optimizers):
             for group in self._groups.get(index, []):
                 optimizer.add_param_group({**group["options"], "params": [named[name] for name in group["names"]]})
@@ -213,7 +216,7 @@ class BaseFinetuning(Callback):
         epoch = trainer.current_epoch
         if epoch == self._epoch:  # resumed within it
             return
-        names = {parameter: name for name, parameter in module.named_parameters()}
+        names = names_of(module)
         for index, optimizer in enumerate(trainer.optimizers):
             before = len(optimizer.param_groups)
             self._optimizer_index = index
@@ -226,7 +229,7 @@ class BaseFinetuning(Callback):
         self._epoch = epoch
         self._trainable = [name for parameter, name in names.items() if parameter.requires_grad]
         norms = ((name, each) for name, each in module.named_modules() if isinstance(each, _BatchNorm))
-        self._tracking = [name for name, each in norms if each.track_running_stats]
+        self._tracking = [clean_name(name) for name, each in norms if each.track_running_stats]
 
     def _tell_schedulers(self, trainer: Trainer, optimizer: Optimizer, groups: list[dict[str, Any]]) -> None:
         """Let the schedulers of an optimizer set the rates of new groups too."""
@@ -369,7 +372,7 @@ class BackboneFinetuning(BaseFinetuning):
     def _set_rate(self, module: Module, optimizer: Optimizer, rate: float) -> None:
         """Set the rate of the groups that this callback added."""
         names = {name for group in self._groups[self._optimizer_index] for name in group["names"]}
-        own = {parameter for name, parameter in module.named_parameters() if name in names}
+        own = {parameter for parameter, name in names_of(module).items() if name in names}
         for group in optimizer.param_groups:
             if not own.isdisjoint(group["params"]):
                 group["lr"] = rate

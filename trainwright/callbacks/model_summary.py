@@ -13,6 +13,7 @@ from torch.nn.parameter import is_lazy
 
 from trainwright.arguments import refuses_unknown
 from trainwright.callbacks.base import Callback
+from trainwright.compiled_names import clean_name
 from trainwright.data.seeding import isolate_rng
 from trainwright.data.transfer import to_device
 
@@ -113,7 +114,8 @@ def summary_of(module: nn.Module, max_depth: int = 1, run: Callable[..., Any] | 
 def children_to(module: nn.Module, max_depth: int) -> dict[str, nn.Module]:
     """Return the children of a module down to a depth by their names; -1 for all."""
     depth = math.inf if max_depth == -1 else max_depth
-    return {name: child for name, child in module.named_modules() if name and name.count(".") < depth}
+    shown = ((clean_name(name), child) for name, child in module.named_modules() if clean_name(name.rpartition(".")[2]))
+    return {name: child for name, child in shown if name.count(".") < depth}
 
 
 def count_parameters(parameters: Any) -> int:

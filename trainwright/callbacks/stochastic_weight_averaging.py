@@ -16,6 +16,7 @@ from trainwright.arguments import refuses_unknown
 from trainwright.callbacks.averaging import LOW, AverageFunction, Averaging, Fold, fold_of
 from trainwright.compiled_names import clean_name
 from trainwright.rank_zero import rank_zero_warn
+from trainwright.tensor_names import names_of
 
 if TYPE_CHECKING:
     from trainwright.module import Module
@@ -163,7 +164,8 @@ class StochasticWeightAveraging(Averaging):
             for name, layer in module.named_modules()
             if isinstance(layer, _BatchNorm) and layer.num_batches_tracked is not None and layer.training
         }
-        names = {f"{name}.{leaf}" if name else leaf for name in layers for leaf in STATISTICS}
+        names_by_tensor = names_of(module)
+        names = {names_by_tensor[each] for layer in layers.values() for each in _statistics(layer)}
         if self._show(trainer, module, names) and layers:
             _renew(layers, pass_over, trainer.engine.reduce)
 

@@ -39,11 +39,10 @@ from trainwright.checkpoint.shards import check_storable
 from trainwright.checkpoint.tensors import Piece, TensorEntry, assign_writers
 from trainwright.compiled_names import clean_name, own_name
 from trainwright.errors import CheckpointError, a_type_of
+from trainwright.tensor_names import EXTRA_STATE, is_extra_state
 
 MODEL, TRAINING, AVERAGE = "model", "training", "average"
 """The sections that hold tensors of the model's names and shapes."""
-EXTRA_STATE = "_extra_state"
-"""The last part of the state_dict keys under which torch stores what a module's `get_extra_state` returned."""
 # A section of one of these names would collide with a file or a table of the plain data.
 _SECTION = re.compile(r"(?!(?:state|rank|manifest)$)[a-z][a-z0-9_]{0,63}", re.ASCII)
 
@@ -93,11 +92,6 @@ def encode_state(value: Any, name: str) -> tuple[Any, list[Piece]]:
     for key, tensor in tensors.items():
         check_storable(key, tensor)
     return encoded, [Piece(key, tuple(each.shape), 0, each) for key, each in tensors.items()]
-
-
-def is_extra_state(name: str) -> bool:
-    """Return whether a state_dict key is that of a module's extra state."""
-    return name.rpartition(".")[2] == EXTRA_STATE
 
 
 def extra_states(module: nn.Module) -> dict[str, Any]:

@@ -9,7 +9,6 @@ from typing import Any, BinaryIO, NamedTuple
 
 import torch
 
-from trainwright.checkpoint.contents import is_extra_state
 from trainwright.checkpoint.filesystem import LocalFiles, describe, note_new, resolve, temporary_path
 from trainwright.checkpoint.foreign_formats import Weights, read_weights
 from trainwright.checkpoint.reader import StoredCheckpoint, open_checkpoint
@@ -18,6 +17,7 @@ from trainwright.checkpoint.store import write_checkpoint
 from trainwright.checkpoint.tensors import DTYPES, Piece, TensorEntry
 from trainwright.distributed.ranks import Ranks
 from trainwright.errors import CheckpointError
+from trainwright.tensor_names import is_extra_state
 
 CHUNK_ELEMENTS = 1 << 20
 EXPORT_DTYPES = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}

@@ -22,7 +22,6 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from trainwright.checkpoint.codec import encode
-from trainwright.checkpoint.contents import is_extra_state
 from trainwright.checkpoint.last_link import pointed
 from trainwright.checkpoint.manifest import FILE_NAME, MANIFEST_NAME, load_json
 from trainwright.checkpoint.reader import Verify, check_verify, open_checkpoint
@@ -31,6 +30,7 @@ from trainwright.checkpoint.tensors import DTYPES
 from trainwright.compiled_names import clean_name
 from trainwright.distributed.failures import summarize
 from trainwright.errors import CheckpointError, MissingCheckpoint, a_type_of
+from trainwright.tensor_names import is_extra_state
 
 LARGEST_PLAIN_TENSOR = 1000
 INDEX_SUFFIX = ".index.json"

@@ -40,7 +40,7 @@ from trainwright.engine.lazy_tensors import (
     refuse_lazy_tensors,
 )
 from trainwright.engine.module_state import ModuleLoads
-from trainwright.engine.named_state import model_pieces, named_optimizers, optimizer_pieces, stray_pieces
+from trainwright.engine.named_state import computed_keys, model_pieces, named_optimizers, optimizer_pieces, stray_pieces
 from trainwright.engine.optimizer_state import check_optimizers, describe_optimizers, load_optimizers
 from trainwright.engine.replaced import ReplacedParameters
 from trainwright.engine.replicas import refuse_groups, refuse_unlike_models, refuse_unlike_optimizers
@@ -52,7 +52,6 @@ from trainwright.precision import Precision, resolve_precision
 from trainwright.precision.base import Closure, Sender
 from trainwright.strategies import Strategy, resolve_strategy
 from trainwright.strategies.base import Clipping, Optimization, StepResult
-from trainwright.strategies.state_entries import computed_entries
 
 _holders: WeakKeyDictionary[nn.Module, ref[Strategy]] = WeakKeyDictionary()
 """The strategy that last set up each module, in this process."""
@@ -347,7 +346,7 @@ class Engine:
                     f"checkpoint {path} was requested within LocalSGD, where each rank has other weights; save after the block."
                 )
             for module in self.modules:
-                computed_entries(self.strategy, module)  # raises for entries that cannot be stored
+                computed_keys(self.strategy, module)  # raises for entries that cannot be stored
             sections = with_parts(model_pieces(self.strategy, self.modules), parts or {})
             pieces = sections.pop(MODEL)
             self.finiteness.look(path, overwrite, self.modules, pieces, are_others=bool(parts))

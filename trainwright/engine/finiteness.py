@@ -12,11 +12,11 @@ from torch.nn.modules.batchnorm import _NormBase
 from trainwright.checkpoint.discovery import is_checkpoint
 from trainwright.checkpoint.store import SAVE
 from trainwright.checkpoint.tensors import Piece
-from trainwright.compiled_names import clean_name
 from trainwright.distributed.ranks import Ranks
 from trainwright.engine.named_state import prefix_of
 from trainwright.errors import CheckpointError
 from trainwright.rank_zero import rank_zero_warn
+from trainwright.tensor_names import named_tensors
 
 DTYPES = frozenset({torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64})
 STATISTICS = ("running_mean", "running_var")
@@ -81,11 +81,10 @@ def _trained(modules: Iterable[nn.Module]) -> set[str]:
     """Return the names, in a checkpoint, of what is checked."""
     names = set()
     for number, module in enumerate(modules):
-        prefix = prefix_of(number)
-        names |= {prefix + clean_name(name) for name, each in module.named_parameters() if each.requires_grad}
-        for path, layer in module.named_modules():
-            if isinstance(layer, _NormBase):
-                names |= {prefix + clean_name(f"{path}.{leaf}" if path else leaf) for leaf in STATISTICS}
+        norms = [layer for layer in module.modules() if isinstance(layer, _NormBase)]
+        statistics = {getattr(layer, leaf) for layer in norms for leaf in STATISTICS}
+        named = named_tensors(module)
+        names |= {prefix_of(number) + name for name, each in named if each.requires_grad or each in statistics}
     return names
 
 

@@ -17,16 +17,15 @@ from trainwright.checkpoint.contents import (
     TRAINING,
     extra_states,
     fitting_extra_states,
-    is_extra_state,
     set_extra_states,
 )
 from trainwright.checkpoint.reader import StoredCheckpoint
 from trainwright.compiled_names import clean_name, own_name
 from trainwright.engine.lazy_tensors import LazyTensor
-from trainwright.engine.named_state import prefix_of
+from trainwright.engine.named_state import computed_keys, prefix_of
 from trainwright.errors import CheckpointError
 from trainwright.strategies import Strategy
-from trainwright.strategies.state_entries import computed_entries
+from trainwright.tensor_names import is_extra_state
 
 KNOWN = ("torch", "torchmetrics", "trainwright", "deepspeed", "fairscale")
 """Packages whose layers and hooks load nothing more than is read in place."""
@@ -48,7 +47,7 @@ class ModuleLoads:
     def check(self, strict: bool) -> None:
         """Find out how each module is loaded, and refuse extra state that does not fit (CheckpointError)."""
         for number, module in enumerate(self._modules):
-            computes = bool(computed_entries(self._strategy, module))
+            computes = bool(computed_keys(self._strategy, module))
             # Under the other strategies a module holds parts of its tensors, or copies.
             if self._strategy.holds_modules and (computes or _loads_itself(module) or _keeps_values(module)):
                 self._wholes.add(number)

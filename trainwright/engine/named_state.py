@@ -10,8 +10,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trainwright.checkpoint.tensors import Piece
+from trainwright.errors import CheckpointError
 from trainwright.strategies import Strategy
-from trainwright.strategies.base import clean_name
+from trainwright.tensor_names import names_of, state_entries
 
 STRAY = "parameter"
 """The name of a parameter that no module holds; the optimizer's number and the parameter's index there follow."""
@@ -27,6 +28,18 @@ def model_pieces(strategy: Strategy, modules: Sequence[nn.Module]) -> list[Piece
     return [dataclasses.replace(piece, name=prefix + piece.name) for prefix, piece in pieces]
 
 
+def computed_keys(strategy: Strategy, module: nn.Module) -> list[str]:
+    """Return the keys of computed state_dict entries, which no load can write into; raise CheckpointError if sharded."""
+    names = [name for name, _, is_in_use in state_entries(module) if not is_in_use]
+    if names and not strategy.holds_modules:
+        raise CheckpointError(
+            f"{names[0]!r} in the state_dict of {type(module).__name__} is computed from what it holds, of which each rank "
+            f"has a part, or a copy in low precision, under strategy={strategy.name!r}. Keep it as a parameter or buffer, or "
+            "choose 'ddp'."
+        )
+    return names
+
+
 def optimizer_pieces(strategy: Strategy, named: Named) -> list[Piece]:
     """Return this rank's pieces of the optimizers' tensors, named "optimizer number/parameter/key"."""
     return [
@@ -40,8 +53,8 @@ def named_optimizers(modules: Iterable[nn.Module], optimizers: Sequence[Optimize
     """Return each optimizer with the names of all parameters, of modules and stray."""
     names: dict[Tensor, str] = {}
     for number, module in enumerate(modules):
-        for name, parameter in module.named_parameters():
-            names.setdefault(parameter, prefix_of(number) + clean_name(name))
+        for tensor, name in names_of(module).items():
+            names.setdefault(tensor, prefix_of(number) + name)
     for number, position, stepped in _stepped(optimizers):
         names.setdefault(stepped, f"{STRAY} {number}.{position}")  # unless a module holds it
     return [(optimizer, names) for optimizer in optimizers]
@@ -85,7 +98,7 @@ def held_gradients(modules: Sequence[nn.Module]) -> list[dict[str, Tensor]]:
         return part.detach()
 
     return [
-        {clean_name(name): local(each.grad) for name, each in module.named_parameters() if each.grad is not None}
+        {name: local(each.grad) for each, name in names_of(module).items() if each.grad is not None}
         for module in modules
     ]
 
@@ -93,9 +106,8 @@ def held_gradients(modules: Sequence[nn.Module]) -> list[dict[str, Tensor]]:
 def hold_gradients(modules: Sequence[nn.Module], held: Sequence[Mapping[str, Tensor]]) -> None:
     """Restore what `held_gradients` returned on this rank, in a job of the same strategy and size."""
     for module, gradients in zip(modules, held, strict=True):
-        for name, parameter in module.named_parameters():
-            gradient = gradients.get(clean_name(name))
-            if gradient is not None:
+        for parameter, name in names_of(module).items():
+            if (gradient := gradients.get(name)) is not None:
                 parameter.grad = _like(gradient, parameter)
 
 

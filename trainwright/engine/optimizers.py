@@ -42,11 +42,6 @@ class SchedulerConfig:
     reduce_on_plateau: bool | None = None
 
     def __post_init__(self) -> None:
-        if not isinstance(self.scheduler, LRScheduler) and not callable(getattr(self.scheduler, "step", None)):
-            raise TypeError(
-                f"a scheduler was expected, got {a_type_of(self.scheduler)}; pass a torch LRScheduler, or an object "
-                "with step() and state_dict()."
-            )
         if isinstance(self.scheduler, Optimizer):
             raise TypeError(
                 f"a scheduler was expected, got the optimizer {type(self.scheduler).__name__}; the form of a pair is "
@@ -91,7 +86,21 @@ def read_optimizers(returned: Any, *, is_manual: bool = False) -> tuple[list[Opt
         return [], []
     optimizers, schedulers = _split(returned)
     configs = [_config(each) for each in schedulers]
+    unread = {
+        key for each in schedulers if isinstance(each, Mapping) for key in ("monitor", "frequency") if each.get(key)
+    }
+    if is_manual and unread:
+        rank_zero_warn(
+            f"{' and '.join(sorted(unread))} of a scheduler have no effect under manual optimization; call the scheduler's "
+            "step() in training_step or in a hook.",
+            stacklevel=2,
+        )
     for config in configs:
+        if not is_manual and not callable(getattr(config.scheduler, "step", None)):
+            raise TypeError(
+                f"a scheduler was expected, got {a_type_of(config.scheduler)}; pass a torch LRScheduler, or an object "
+                "with step() and state_dict()."
+            )
         if not any(getattr(config.scheduler, "optimizer", each) is each for each in optimizers):
             raise ValueError(
                 f"the {type(config.scheduler).__name__} that configure_optimizers returned schedules an optimizer that "

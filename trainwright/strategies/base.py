@@ -19,16 +19,15 @@ from torch.optim import Optimizer
 
 from trainwright.checkpoint.contents import describe_optimizer
 from trainwright.checkpoint.tensors import Piece, TensorEntry
-from trainwright.compiled_names import clean_name as clean_name
 from trainwright.distributed.collectives import Exchange, gather_object
 from trainwright.precision.base import Closure, Precision, Sender
 from trainwright.strategies.job_view import JobView
 from trainwright.strategies.left_shards import refuse_left
 from trainwright.strategies.optimizer_proxy import unwrap_optimizer
 from trainwright.strategies.placement import materialize, move
-from trainwright.strategies.state_entries import state_tensors
 from trainwright.strategies.synced_buffers import SyncedBuffers
 from trainwright.strategies.synced_buffers import broadcast_tensors as broadcast_tensors
+from trainwright.tensor_names import state_entries
 from trainwright.value_kinds import is_dtensor
 
 UNSAVED_KEYS = frozenset({"params", "param_names", "fused", "foreach", "capturable", "differentiable"})
@@ -281,8 +280,8 @@ class Strategy(JobView):
         """Return this rank's shard of the module's state_dict, as views that a load writes into."""
         # Buffers such as running statistics may differ from rank to rank; rank 0's are stored.
         return [
-            self.piece(clean_name(name), value, None if isinstance(value, nn.Parameter) else 0)
-            for name, value in state_tensors(module)
+            self.piece(name, value, None if isinstance(value, nn.Parameter) else 0)
+            for name, value, _ in state_entries(module)
         ]
 
     def optimizer_pieces(self, optimizer: Optimizer, names: Mapping[Tensor, str]) -> list[Piece]:

@@ -38,6 +38,7 @@ from trainwright.strategies.base import (
     with_gradients,
 )
 from trainwright.strategies.replaced_options import OF_DDP, refuse_options
+from trainwright.strategies.used_parameters import refuse_reentrant
 
 UNUSED = (
     "the step left out parameters that require gradients ({names}), and ddp waits for those of all of them. Use each parameter "
@@ -128,6 +129,7 @@ class DDPStrategy(Strategy):
             broadcast_tensors(replicated(module, (*module.named_parameters(), *module.named_buffers())))
             return
         refuse_row_norms(module, self.name)
+        refuse_reentrant(module, self.name, not self.static_graph)  # which counts the calls of a layer
         self._automatic = optimization.automatic
         if self.static_graph and not self._automatic:
             raise ValueError(

@@ -40,6 +40,7 @@ from trainwright.strategies.replaced_options import OF_DDP, refuse_options
 from trainwright.strategies.sharded_wrapper import make_wrapper
 from trainwright.strategies.sparse_gradients import refuse_sparse_weights
 from trainwright.strategies.step_probe import refuse_uneven_steps
+from trainwright.strategies.used_parameters import refuse_reentrant
 
 _WHOLE: WeakKeyDictionary[Optimizer, list[list[Tensor]]] = WeakKeyDictionary()
 """The parameters of each group before the ranks divided them, by the user's optimizer."""
@@ -220,6 +221,7 @@ class ShardedDDPStrategy(Strategy):
         if self.world_size == 1:
             return
         refuse_unreplicable(module, self.name, optimization)
+        refuse_reentrant(module, self.name, optimization)
         refuse_sparse_weights(module, self.name, optimization)
         broadcast_tensors((*module.parameters(), *module.buffers()))
         self._automatic = optimization is None or optimization.automatic

@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trainwright.checkpoint.tensors import Piece, TensorEntry
-from trainwright.compiled_names import clean_name
 from trainwright.distributed.collectives import Exchange, gather_object
 from trainwright.duration import seconds_of
 from trainwright.precision import resolve_precision
@@ -51,10 +50,10 @@ from trainwright.strategies.deepspeed_engine import (
 from trainwright.strategies.master_optimizer import MasterOptimizer, Shard
 from trainwright.strategies.replaced_options import EVERY, OF_DEEPSPEED, refuse_options
 from trainwright.strategies.sparse_gradients import refuse_sparse_weights
-from trainwright.strategies.state_entries import state_tensors
 from trainwright.strategies.used_parameters import DueBackward, are_all_stepped
 from trainwright.strategies.zero_optimizer import Part, ZeroOptimizer, ZeroPrecision, part_of
 from trainwright.strategies.zero_write_back import ZeroWriteBack, note_empty_parameter, paused, update_masters
+from trainwright.tensor_names import state_entries
 
 
 class DeepSpeedStrategy(Strategy):
@@ -349,15 +348,15 @@ class DeepSpeedStrategy(Strategy):
         update_masters(shard for shards in self._left.values() for shard in shards)
         shards = {shard.parameter: shard for engine in self._engines.values() for shard in self._shards(engine)}
         pieces = []
-        for name, value in state_tensors(module):
+        for name, value, _ in state_entries(module):
             if (shard := shards.get(value)) is not None:
                 part = shard.flat.detach().narrow(0, shard.offset, shard.numel)
-                pieces.append(Piece(clean_name(name), shard.shape, shard.start, part, self.rank))
+                pieces.append(Piece(name, shard.shape, shard.start, part, self.rank))
             elif hasattr(value, "ds_tensor"):  # not trained, so its partition counts, not a float32 master
-                pieces.append(zero_state.partition_piece(clean_name(name), value, self.rank))
+                pieces.append(zero_state.partition_piece(name, value, self.rank))
             else:
                 writer = None if isinstance(value, nn.Parameter) else 0
-                pieces.append(self.piece(clean_name(name), value, writer))
+                pieces.append(self.piece(name, value, writer))
         return pieces
 
     def optimizer_pieces(self, optimizer: Optimizer, names: Mapping[Tensor, str]) -> list[Piece]:

@@ -73,7 +73,7 @@ from trainwright.strategies.sharded_access import (
 from trainwright.strategies.sparse_gradients import refuse_sparse_weights
 from trainwright.strategies.split_groups import by_kind, split_groups
 from trainwright.strategies.step_probe import no_shards, refuse_sharded_steps
-from trainwright.strategies.used_parameters import DueBackward, RanksUse
+from trainwright.strategies.used_parameters import DueBackward, RanksUse, refuse_reentrant
 from trainwright.strategies.wrap_policy import MIN_PARAMETERS, WrapPolicy, check_policy, choose_groups, recomputed
 
 UNSHARDED = (torch.optim.Adafactor, torch.optim.Rprop)
@@ -161,6 +161,7 @@ class FSDPStrategy(Strategy):
 
     def setup_module(self, module: nn.Module, optimization: Optimization | None) -> None:
         refuse_unreplicable(module, self.name, optimization if self.world_size > 1 else None)
+        refuse_reentrant(module, self.name, self.world_size > 1 and optimization)
         refuse_sparse_weights(module, self.name, optimization)
         self._automatic = optimization is None or optimization.automatic
         if ROOT in module.__dict__:

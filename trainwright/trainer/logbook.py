@@ -15,7 +15,7 @@ from trainwright.loggers.folder import FolderLogger
 from trainwright.loggers.position import logger_states
 from trainwright.module import Module
 from trainwright.trainer.logged_value import Key, Loader, expanded, to_numbers
-from trainwright.trainer.metric_objects import metrics_in_use
+from trainwright.trainer.metric_objects import metrics_in_use, refuse_shared
 from trainwright.trainer.metrics import MetricCollector
 from trainwright.trainer.reduction import end_loader, reduce_epoch
 from trainwright.trainer.state import TrainerState
@@ -40,7 +40,7 @@ class Logbook:
         self._loggers = loggers if engine.rank == 0 else ()  # only rank 0 writes
         self._engine, self._state = engine, state
         self._is_silent = False
-        self._warned: set[str] = set()
+        self._warned: set[str] = {"logger"} if loggers or engine.rank else set()
         self._batches: dict[tuple[str, Loader | None], int] = {}
         """Batches of the running evaluation, by stage and loader."""
         self._earlier_batches: dict[tuple[str, Loader | None], int] = {}
@@ -58,8 +58,10 @@ class Logbook:
         """Rows of a validation within fit, held until it ends: a run that leaves it writes them when it is resumed."""
         self._outer: MetricCollector | None = None
         """The collector before the running evaluation."""
-        self._not_of_evaluation: set[str] | None = None
-        """The Metric objects in use before the running evaluation; None between evaluations."""
+        self._not_of_evaluation: dict[str, int] | None = None
+        """The Metric objects in use before the running evaluation, with their updates; None between evaluations."""
+        self._evaluated: set[str] = set()
+        """The Metric objects that evaluations of this run have logged."""
 
     @contextmanager
     def silent(self) -> Iterator[None]:
@@ -76,7 +78,8 @@ class Logbook:
         """Begin a training epoch or an evaluation ("train", "validation" or "test"), for which self.log then collects."""
         self._keep_steps()  # of the collector before
         self.has_begun = self.has_begun or not self._is_silent
-        collector = MetricCollector(module, stage, self._engine.rank, self._warned)
+        others = self._evaluated if stage == "train" else ()
+        collector = MetricCollector(module, stage, self._engine.rank, self._warned, others)
         if stage == "train":
             self.training_collector = collector
         else:
@@ -154,8 +157,13 @@ class Logbook:
 
         A value without a loader is in the dict of each loader. A value of rank 0 alone is not returned.
         """
-        self.reduce(module)  # without the values that are reduced already
         assert self.collector is not None
+        if self.collector is not self.training_collector:
+            self._evaluated |= self.collector.metrics()
+            if self.training_collector is not None:
+                before, now = self._not_of_evaluation or {}, metrics_in_use(module)
+                refuse_shared(self.training_collector.metrics() | (self._evaluated & before.keys()), before, now)
+        self.reduce(module)  # without the values that are reduced already
         reduced = expanded(self.collector.reduced)
         self.collector.clear()
         if self.collector is self.training_collector:

@@ -82,9 +82,22 @@ def reset_metrics(module: nn.Module, keys: Iterable[Key]) -> None:
         (parent if is_collection(parent) else getattr(parent, name)).reset()
 
 
-def metrics_in_use(module: nn.Module) -> set[str]:
-    """Return the paths of the module's Metric objects that were updated since their reset."""
-    return {path for path, child in module.named_modules() if is_metric(child) and child._update_count > 0}
+def metrics_in_use(module: nn.Module) -> dict[str, int]:
+    """Return how often each of the module's Metric objects was updated since its reset, by path, without zeros."""
+    metrics = {path: child for path, child in module.named_modules() if is_metric(child)}
+    return {path: int(child._update_count) for path, child in metrics.items() if child._update_count > 0}
+
+
+def refuse_shared(logged: Iterable[str], before: Mapping[str, int], now: Mapping[str, int]) -> None:
+    """Raise ValueError if another stage has updated one of these Metric objects; `before` and `now` count the updates."""
+    for path in logged:
+        if now.get(path, 0) > before.get(path, 0):
+            name = path.rpartition(".")[2]
+            raise ValueError(
+                f"the Metric {path!r} is updated in training and in validation, so the value that self.log computes from it "
+                f"would mix their samples. Create one for each, such as self.train_{name} and self.val_{name}; where they are "
+                "to be mixed, log the value of its compute()."
+            )
 
 
 def states_of_metrics(module: nn.Module, paths: Iterable[str]) -> dict[str, Any]:

@@ -32,6 +32,7 @@ from trainwright.trainer.metric_objects import (
     found_at,
     merge_states,
     metrics_in_use,
+    refuse_shared,
     reset_metrics,
     restore_metrics,
     states_of_metrics,
@@ -51,9 +52,12 @@ class MetricCollector:
         stage: "train", "validation" or "test".
         rank: this process's; the others ignore values that only rank 0 logs.
         warned: what the user was already warned of in this run.
+        others: paths of Metric objects that another stage logs.
     """
 
-    def __init__(self, module: nn.Module, stage: str = "train", rank: int = 0, warned: set[str] | None = None) -> None:
+    def __init__(
+        self, module: nn.Module, stage: str = "train", rank: int = 0, warned: set[str] | None = None, others: Any = ()
+    ) -> None:
         self.values: dict[tuple[str, str, Loader | None], LoggedValue] = {}
         """What was logged, by hook, name and loader."""
         self.hook = ""
@@ -71,10 +75,10 @@ class MetricCollector:
         """The values of the Metric objects of loaders that have ended, the same on all ranks."""
         self.reduced: dict[Key, Reduced] = {}
         """The epoch values that were reduced over all ranks."""
-        self.warned: set[str] = set() if warned is None else warned
+        self.warned: set[str] = {"logger"} if warned is None else warned
         self.doubles: set[str] = set()
         """The names that were logged as float64 tensors."""
-        self._module, self._rank = module, rank
+        self._module, self._rank, self._others = module, rank, others
         self._paths: dict[int, str] | None = None  # by the Metric's id; made when a Metric is first logged
         self._batch_size = 1.0
         self._batch_size_of: Any = None  # the batch itself: an id may be used again
@@ -168,6 +172,10 @@ class MetricCollector:
     def steps(self) -> list[LoggedValue]:
         return [logged for logged in self.values.values() if logged.on_step and logged.last is not None]
 
+    def metrics(self) -> set[str]:
+        """Return the paths of the Metric objects that were logged."""
+        return {path for logged in self.values.values() if (path := logged.key.attribute)}
+
     def clear(self) -> None:
         """Drop the values, and reset the Metric objects that were logged."""
         # Also those of other ranks, which `reduced` names: each rank has computed them.
@@ -190,7 +198,7 @@ class MetricCollector:
                 logged.state_dict(list(islice(rest, len(numbers))))
                 for logged, numbers in zip(logged_values, numbers_of, strict=True)
             ],
-            "metrics": states_of_metrics(self._module, in_use if only is None else in_use & set(only)),
+            "metrics": states_of_metrics(self._module, in_use if only is None else in_use.keys() & set(only)),
         }
 
     def load_state_dict(self, state: dict[str, Any], device: torch.device) -> None:
@@ -243,6 +251,11 @@ class MetricCollector:
             raise TypeError(f"self.log({name!r}, ...) got a complex tensor; expected a real one. Log its .abs().")
         if isinstance(value, Tensor) and value.dtype == torch.float64:
             self.doubles |= {logged.base_name, logged.step_name, logged.key.epoch_name}
+        if settings.logger and "logger" not in self.warned:
+            self.warned.add("logger")
+            warn(f"self.log({name!r}, logger=True) writes no row: the Trainer has no logger.", stacklevel=4)
+        if self._others:
+            refuse_shared(self._others, {}, metrics_in_use(self._module))
         if known is not None:
             logged.take_over(known)
         self.values[self.hook, name, self.loader] = logged

@@ -10,6 +10,8 @@ from itertools import chain, islice
 from typing import Any
 
 import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
 from torch.utils.data import DataLoader, RandomSampler, SubsetRandomSampler
 
 from trainwright.callbacks.base import Callback
@@ -68,6 +70,33 @@ def warn_of_dropped_samples(loaders: Any) -> None:
                     f"{left_out}; pass a smaller batch_size, or drop_last=False.",
                     stacklevel=2,
                 )
+
+
+def warn_of_evaluation_mode(module: nn.Module) -> None:
+    """Warn of parts with dropout or batch norm that are in evaluation mode although they train."""
+    idle = {name: part for name, part in module.named_modules() if not part.training}
+    outermost = {name: part for name, part in idle.items() if not name or name.rpartition(".")[0] not in idle}
+    names = [
+        repr(name) if name else type(module).__name__
+        for name, part in outermost.items()
+        # A layer without children was chosen by itself, such as a batch norm that keeps its statistics.
+        if list(part.children())
+        and any(p.requires_grad for p in part.parameters())
+        and any(map(_is_quiet, part.modules()))
+    ]
+    if names:
+        rank_zero_warn(
+            f"{', '.join(names)} in evaluation mode as training begins (from_pretrained returns models so): dropout and batch "
+            "norm act as in evaluation. Call .train() in the module's __init__ or on_train_start, or freeze the parameters.",
+            stacklevel=2,
+        )
+
+
+def _is_quiet(layer: nn.Module) -> bool:
+    """Return whether a layer would act in another way in training mode."""
+    rate = getattr(layer, "p" if "Dropout" in type(layer).__name__ else "dropout", None)
+    has_statistics = isinstance(layer, _NormBase) and layer.track_running_stats
+    return not layer.training and (has_statistics or (isinstance(rate, float) and rate > 0))
 
 
 def watching(

@@ -14,7 +14,7 @@ from trainwright.engine.optimizers import read_optimizers
 from trainwright.engine.prepared import PreparedOptimizer
 from trainwright.engine.replicas import warn_of_unlike_settings
 from trainwright.module import Module, is_overridden
-from trainwright.rank_zero import rank_zero_warn
+from trainwright.rank_zero import rank_zero_info, rank_zero_warn
 from trainwright.strategies.base import Optimization, StepResult
 from trainwright.trainer.optimization import closure_is_wanted
 from trainwright.trainer.sources import LoaderSource, find_source
@@ -153,9 +153,12 @@ def find_validation(run: TrainingRun) -> LoaderSource | None:
     module, datamodule = run.module, run.datamodule
     source = find_source("validation", run.given_validation, datamodule, module, "val_dataloaders", "fit")
     # The limit is the same on every rank, while a single rank may have no batch.
+    has_step = is_overridden("validation_step", module, Module)
     if not source.is_defined or run.settings.limit_val_batches == 0:
+        if has_step and not source.is_defined:
+            rank_zero_info("%s has a validation_step, but fit has no validation data.", type(module).__name__)
         return None
-    if not is_overridden("validation_step", module, Module):
+    if not has_step:
         rank_zero_warn(
             f"there are validation loaders, but {type(module).__name__} has no validation_step, so fit does not validate; "
             "define it, or leave the loaders out.",

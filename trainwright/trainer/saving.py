@@ -19,7 +19,7 @@ from trainwright.data.datamodule import DataModule
 from trainwright.data.loader_state import LoaderState
 from trainwright.data.seeding import rng_state
 from trainwright.data.transfer import map_leaves
-from trainwright.engine.named_state import held_gradients, model_pieces
+from trainwright.engine.named_state import computed_keys, held_gradients, model_pieces
 from trainwright.errors import CheckpointError
 from trainwright.hyperparameters import HyperParameters, hyper_parameter_entries
 from trainwright.module import Module, is_overridden
@@ -27,7 +27,6 @@ from trainwright.rank_zero import rank_zero_warn
 from trainwright.strategies.base import UNSAVED_KEYS, parameters_of
 from trainwright.strategies.optimizer_proxy import unwrap_optimizer
 from trainwright.strategies.sparse_gradients import sparse_weights
-from trainwright.strategies.state_entries import computed_entries
 from trainwright.strategies.state_probe import state_of_a_step
 from trainwright.trainer.run import Run
 from trainwright.trainer.state import OpenEpoch
@@ -122,7 +121,7 @@ def check_state(run: Run) -> None:
             return
         encode_state(state, "state")
         for module in engine.modules:
-            computed_entries(engine.strategy, module)
+            computed_keys(engine.strategy, module)
         # on_save_checkpoint may still replace tensors that a checkpoint cannot hold.
         for piece in model_pieces(engine.strategy, engine.modules) if edit_with_hooks(run, SAVE_HOOK) is None else ():
             check_storable(piece.name, piece.tensor)

@@ -27,7 +27,7 @@ from trainwright.strategies.optimizer_proxy import unwrap_optimizer
 from trainwright.trainer.checkpoint_choice import Choice
 from trainwright.trainer.clock import IntervalClock
 from trainwright.trainer.evaluate import Evaluation
-from trainwright.trainer.oversights import LONG_EPOCH, watching
+from trainwright.trainer.oversights import LONG_EPOCH, warn_of_evaluation_mode, watching
 from trainwright.trainer.phase import ENDING, Phase
 from trainwright.trainer.plain_backwards import PlainBackwards
 from trainwright.trainer.run import Parts, Run
@@ -74,7 +74,7 @@ class TrainingRun(Run):
         self.pulled: PulledBatches | None = None
         """Where training_step takes its batches from; None if the loop gives them."""
         self.is_watched = False
-        """Whether an epoch has begun, in which it is measured how long training waits for data."""
+        """Whether an epoch has begun, which is watched for oversights."""
         self.num_empty = 0
         """Batches of this run for which training_step returned None."""
         self.generators: dict[str, Any] | None = None
@@ -234,8 +234,10 @@ class TrainingRun(Run):
             pairs, is_over = chain(first, pairs), not first
         if is_measuring(self.profiler):
             pairs = self.profiler.timed_iterator(pairs, "train_dataloader_next")
-        if not self.is_watched and (length is None or length > LONG_EPOCH):
-            self.is_watched = True
+        is_first, self.is_watched = not self.is_watched, True
+        if is_first:
+            warn_of_evaluation_mode(self.module)
+        if is_first and (length is None or length > LONG_EPOCH):
             pairs = watching(
                 pairs, self.stages.train_dataloader, self.engine.device, self.engine.environment.local_world_size
             )
