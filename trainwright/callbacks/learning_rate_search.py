@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
+from torch import Tensor, nn
 
 from trainwright.callbacks.base import Callback
 from trainwright.data.seeding import isolate_rng
@@ -135,7 +136,7 @@ class LearningRateSearch:
                 "would train without them. Pass a DataLoader or another iterable that can begin again."
             )
         with isolate_rng():
-            make_trial(callbacks=[Sweep(self, threshold)], max_steps=self.num_training).fit(trial_copy(module), **data)
+            make_trial(self.num_training, callbacks=[Sweep(self, threshold)]).fit(trial_copy(module), **data)
 
 
 def _is_read_once(loaders: Any) -> bool:
@@ -157,9 +158,37 @@ def trial_copy(module: Module) -> Module:
             return _without_steps(super().configure_optimizers())
 
     Trial.__name__ = type(module).__name__  # messages name it
-    copied = copy.deepcopy(module, {id(each): each.detach().clone() for each in computed_tensors(module)})
+    try:
+        with torch.no_grad():  # or a copied ScriptModule would have parameters with a graph
+            copied = copy.deepcopy(module, _computed(module))
+    except TypeError as error:
+        raise TypeError(
+            f"a search trains copies of the module, and {_uncopyable(module)} cannot be copied: {error}. Make it where it is "
+            "used (in setup() or another hook), and keep None there until then."
+        ) from error
+    for parameter, original in zip(copied.parameters(), module.parameters(), strict=True):
+        if parameter.requires_grad != original.requires_grad:
+            parameter.requires_grad_()
     copied.__class__ = Trial
     return copied
+
+
+def _computed(module: nn.Module) -> dict[int, Tensor]:
+    """Return copies of the tensors that a deep copy of the module would refuse, as its memo."""
+    return {id(each): each.detach().clone() for each in computed_tensors(module)}
+
+
+def _uncopyable(module: nn.Module) -> str:
+    """Return the names of the attributes of a module and its submodules that cannot be copied."""
+    names = []
+    for name, owner in module.named_modules():
+        attributes: Any = {} if isinstance(owner, torch.jit.ScriptModule) else owner.__getstate__()
+        for key in sorted(attributes.keys() - vars(nn.Module()).keys()):
+            try:
+                copy.deepcopy(attributes[key], _computed(module))
+            except TypeError:
+                names.append(f"{type(module).__name__}.{name + '.' if name else ''}{key}")
+    return ", ".join(names) or type(module).__name__
 
 
 def _without_steps(returned: Any) -> Any:

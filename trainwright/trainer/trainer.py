@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import builtins
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -124,6 +125,9 @@ class Trainer(Status):
     (2, 16)
     """
 
+    _limits: Mapping[str, int] = {}
+    """The limits of a trial run, where they differ from those that the module sees."""
+
     @filled_by_environment("Trainer")
     def __init__(
         self,
@@ -226,11 +230,11 @@ class Trainer(Status):
         """
         self._refuse_nested("fit")
         path = self._ckpt_path if ckpt_path is None else ckpt_path
-        if path is None and not self.fast_dev_run and not self.engine.num_workers:
-            loaders = {"train_dataloaders": train_dataloaders, "val_dataloaders": val_dataloaders}
-            tune(self.callbacks, self.trial, model, {**loaders, "datamodule": datamodule})
         request = read_fit(model, train_dataloaders, val_dataloaders, datamodule, path, verify)
         parts, choice = self._begin(request)
+        if choice.path is None and not self.fast_dev_run and not self.engine.num_workers:
+            loaders = {"train_dataloaders": train_dataloaders, "val_dataloaders": val_dataloaders}
+            tune(self.callbacks, self.trial, model, {**loaders, "datamodule": datamodule})
         if self.engine.num_workers:
             run = Run(parts, "fit", model, request.datamodule, choice, self.run)
             options = {"train_dataloaders": request.loaders, "val_dataloaders": val_dataloaders, "verify": verify}
@@ -247,6 +251,7 @@ class Trainer(Status):
                 resumption.parts()
             prepare_fit(run)
             run.hooks.call("on_fit_start")
+            run.log_hyper_parameters()  # after a search's callback has set the value that the saved run has found
             # Before the schedulers' state is loaded, since a callback's scheduler has state as well.
             run.replace_schedulers()
             if resumption is not None:
@@ -256,15 +261,18 @@ class Trainer(Status):
                 run.stop.save_end()
             run.hooks.call("on_fit_end")
 
-    def trial(self, **changes: Any) -> Trainer:
+    def trial(self, max_steps: int = -1, **changes: Any) -> Trainer:
         """Return a Trainer with the same arguments for a trial run: it writes nothing, validates nothing and has no callbacks.
 
         Args:
-            changes: arguments that differ, such as callbacks= and max_steps=.
+            max_steps: the optimizer steps of the trial; -1 for no limit. The module still sees the limits of this Trainer.
+            changes: other arguments that differ, such as callbacks=.
         """
         settings = trial_arguments({**self._arguments, **self._fresh}, bool(self.loggers))
         with aside():
-            return Trainer(**{**settings, **changes})
+            trial = Trainer(**{**settings, **changes})
+        trial._limits = {"max_epochs": -1, "max_steps": max_steps}
+        return trial
 
     @refuses_unknown
     def validate(
@@ -437,7 +445,7 @@ class Trainer(Status):
         vars(self).update(state["attributes"])
 
     def _parts(self, root: str) -> Parts:
-        settings = self._settings
+        settings = replace(self._settings, **self._limits)
         return Parts(self, settings, self.engine, self.loggers, self.profiler, bool(settings.overfit), root)
 
     def _refuse_nested(self, call: str) -> None:
@@ -522,7 +530,8 @@ class Trainer(Status):
     def _call_workers(self, run: Run, options: dict[str, Any]) -> Any:
         """Make a call in processes started for it; return its result."""
         self.run.stop.note_end(None)
-        others = (run.call, run.ckpt_path, self._callbacks_of_module, self.run.module is run.module, self.state.plain())
+        is_known, state = self.run.module is run.module, self.state.plain()
+        others = (run.call, run.ckpt_path, self._callbacks_of_module, is_known, state, self._limits)
         try:
             result = call_remotely(run, call_in_worker, self._arguments, others, options)
         except KeyboardInterrupt as error:
@@ -553,8 +562,9 @@ def call_in_worker(
     """Make a call of a Trainer on a rank of the job that was started for it; return what it has changed. Collective."""
     from trainwright.trainer import trainer as home  # the argument hides the class
 
-    call, path, callbacks_of_module, is_known, state = others
+    call, path, callbacks_of_module, is_known, state, limits = others
     trainer = home.Trainer(**Trainer)
+    trainer._limits = limits
     trainer._take_parts((model if is_known else None, callbacks_of_module, state), callbacks, loggers, profiler)
     result = getattr(trainer, call)(model, datamodule=datamodule, ckpt_path=path, **options)
     return changes(trainer.run, result, folder)
