@@ -163,8 +163,8 @@ def trial_copy(module: Module) -> Module:
             copied = copy.deepcopy(module, _computed(module))
     except TypeError as error:
         raise TypeError(
-            f"a search trains copies of the module, and {_uncopyable(module)} cannot be copied: {error}. Make it where it is "
-            "used (in setup() or another hook), and keep None there until then."
+            f"a search trains copies of the module, and {', '.join(_uncopyable(module))} cannot be copied: {error}. Make it in "
+            "a hook and delete it there too, or keep it outside of the module."
         ) from error
     for parameter, original in zip(copied.parameters(), module.parameters(), strict=True):
         if parameter.requires_grad != original.requires_grad:
@@ -178,17 +178,15 @@ def _computed(module: nn.Module) -> dict[int, Tensor]:
     return {id(each): each.detach().clone() for each in computed_tensors(module)}
 
 
-def _uncopyable(module: nn.Module) -> str:
-    """Return the names of the attributes of a module and its submodules that cannot be copied."""
-    names = []
+def _uncopyable(module: nn.Module) -> Iterator[str]:
+    """Yield the names of the attributes of a module and its submodules that cannot be copied."""
     for name, owner in module.named_modules():
         attributes: Any = {} if isinstance(owner, torch.jit.ScriptModule) else owner.__getstate__()
         for key in sorted(attributes.keys() - vars(nn.Module()).keys()):
             try:
                 copy.deepcopy(attributes[key], _computed(module))
             except TypeError:
-                names.append(f"{type(module).__name__}.{name + '.' if name else ''}{key}")
-    return ", ".join(names) or type(module).__name__
+                yield ".".join(filter(None, (type(module).__name__, name, key)))
 
 
 def _without_steps(returned: Any) -> Any:

@@ -16,6 +16,8 @@ from trainwright.rank_zero import rank_zero_warn
 from trainwright.strategies.optimizer_proxy import unwrap_optimizer
 
 INTERVALS = ("epoch", "step", "validation")
+AFTER_VALIDATIONS = "give a scheduler interval='validation', or see check_val_every_n_epoch and limit_val_batches"
+"""What to do about a metric that is followed before a validation has logged it."""
 ACCEPTED = (
     "an Optimizer, a list of them, a pair ([optimizers], [schedulers]), a dict with 'optimizer' and, if wanted, "
     "'lr_scheduler', a list of such dicts, or None"

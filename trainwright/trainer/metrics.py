@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from itertools import islice
 from numbers import Real
+from traceback import walk_tb
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -38,6 +39,11 @@ from trainwright.trainer.metric_objects import (
     step_value,
 )
 from trainwright.value_kinds import is_collection, is_metric
+
+LOOPS = ("fit_epoch", "run_loader")
+"""The functions whose local variable `index` is the number of the batch."""
+MOST_ITEMS = 8
+"""Items of a batch to describe at each level."""
 
 if TYPE_CHECKING:
     from torchmetrics import Metric
@@ -89,6 +95,15 @@ class MetricCollector:
 
     def end_batches(self) -> None:
         self.batch = None
+
+    def annotate(self, error: BaseException) -> None:
+        """Add to an error of a step, or of a hook with a batch, which batch it was and what is in it."""
+        kinds = (RuntimeError, ValueError, TypeError, LookupError)
+        frames = [frame for frame, _ in walk_tb(error.__traceback__) if isinstance(error, kinds)]
+        if self.batch is None or all(frame.f_code.co_name != self.hook for frame in frames):
+            return
+        index = next((each.f_locals["index"] for each in frames if each.f_code.co_name in LOOPS), "")
+        error.add_note(f"In {self.hook}, with batch {index}: {_in_words(self.batch)}.")
 
     def begin_uneven_round(self, silent: bool) -> None:
         """Begin a round in which ranks have different numbers of samples; `silent`: this rank has none."""
@@ -338,3 +353,14 @@ def _leading_sizes(batch: Any) -> list[int]:
     if isinstance(batch, (list, tuple)):
         return [size for item in batch for size in _leading_sizes(item)]
     return []
+
+
+def _in_words(batch: Any) -> str:
+    """Return the dtypes and shapes of a batch's tensors, as far as they are in dicts, lists and tuples of a few items."""
+    if isinstance(batch, Tensor):
+        return f"{str(batch.dtype).removeprefix('torch.')} {list(batch.shape)}"
+    if isinstance(batch, Mapping):
+        return f"{{{', '.join(f'{key!r}: {_in_words(each)}' for key, each in islice(batch.items(), MOST_ITEMS))}}}"
+    if isinstance(batch, (list, tuple)):
+        return f"({', '.join(map(_in_words, batch[:MOST_ITEMS]))})"
+    return type(batch).__name__

@@ -311,6 +311,8 @@ class Run:
             except BaseException as error:
                 outcome.error = error
                 engine.strategy.annotate(error)
+                if self.logbook.collector is not None:
+                    self.logbook.collector.annotate(error)
                 if self.is_prepared:
                     self.state.progress.fail(self.obstacle)
                 self.stop.note_end(error)
