@@ -139,7 +139,7 @@ class TQDMProgressBar(LiveProgressBar):
             super().print(*args, **kwargs)
 
     def _can_be_live(self) -> bool:
-        return sys.stderr.isatty() or _in_notebook()
+        return sys.stderr is not None and (sys.stderr.isatty() or _in_notebook())
 
     def _make_bar(self, title: str, total: int | None, count: int, *, leave: bool, below: int) -> TQDMBar:
         self._options = {

@@ -17,6 +17,7 @@ from trainwright.distributed.clusters import (
     read_slurm,
     read_slurm_job,
     requeue,
+    tasks_without_srun,
 )
 from trainwright.distributed.network import LOOPBACK, interface_towards, loopback_interface
 
@@ -55,6 +56,8 @@ def _read_torchrun(variables: Mapping[str, str]) -> Environment | None:
     """Read the variables that torch elastic sets, under torchrun and under our own launcher."""
     if not any(name in variables for name in ("RANK", "WORLD_SIZE")):
         return None  # `announce_local_rank` sets LOCAL_RANK alone
+    if not any(variables.get(name) for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE")) and variables.get("MASTER_PORT"):
+        variables = {**variables, "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}  # Kubeflow starts one process in each pod
     needed = ["RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"]
     if variables.get("WORLD_SIZE") == "1":
         needed = needed[:4]
@@ -126,9 +129,15 @@ def requeue_job() -> str:
     return requeue(job) if job else ""
 
 
-def announce_local_rank(local_rank: int) -> None:
+def announce_local_rank(environment: Environment) -> None:
     """Set this process's local rank for libraries that read the environment, unless it is set."""
-    os.environ.setdefault("LOCAL_RANK", str(local_rank))
+    os.environ.setdefault("LOCAL_RANK", str(environment.local_rank))
+    os.environ.setdefault("LOCAL_WORLD_SIZE", str(environment.local_world_size))
+
+
+def waiting_tasks() -> int:
+    """Return the tasks of this process's SLURM allocation, if srun did not start it; 0 otherwise."""
+    return tasks_without_srun(os.environ)
 
 
 @contextmanager

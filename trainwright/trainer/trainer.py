@@ -398,8 +398,9 @@ class Trainer(Status):
         return making_modules(self.engine, bool(empty_init))
 
     def print(self, *args: Any, **kwargs: Any) -> None:
-        """Print on rank 0 only."""
+        """Print on rank 0 only, and flush, so that a file of stdout and stderr has their lines in order."""
         if self.is_global_zero:
+            kwargs.setdefault("flush", True)
             bar = self.progress_bar_callback if self.run.running_call is not None else None
             (builtins.print if bar is None else bar.print)(*args, **kwargs)  # above a live bar, not through it
 
