@@ -170,7 +170,7 @@ class BatchSizeFinder(Callback):
         try:
             with isolate_rng():
                 # Without the fit's limit, so that the epoch's number of batches is that of the data.
-                trial = make_trial(self.steps_per_trial, callbacks=[look], limit_train_batches=None)
+                trial = make_trial(callbacks=[look], max_steps=self.steps_per_trial, limit_train_batches=None)
                 if trial.world_size > 1:
                     raise ValueError(
                         f"The search for a batch size runs on one process, and this Trainer has {trial.world_size}; search "

@@ -136,7 +136,7 @@ class LearningRateSearch:
                 "would train without them. Pass a DataLoader or another iterable that can begin again."
             )
         with isolate_rng():
-            make_trial(self.num_training, callbacks=[Sweep(self, threshold)]).fit(trial_copy(module), **data)
+            make_trial(callbacks=[Sweep(self, threshold)], max_steps=self.num_training).fit(trial_copy(module), **data)
 
 
 def _is_read_once(loaders: Any) -> bool:
@@ -158,12 +158,13 @@ def trial_copy(module: Module) -> Module:
             return _without_steps(super().configure_optimizers())
 
     Trial.__name__ = type(module).__name__  # messages name it
+    memo = {id(each): each.detach().clone() for each in computed_tensors(module)}
     try:
         with torch.no_grad():  # or a copied ScriptModule would have parameters with a graph
-            copied = copy.deepcopy(module, _computed(module))
+            copied = copy.deepcopy(module, dict(memo))
     except TypeError as error:
         raise TypeError(
-            f"a search trains copies of the module, and {', '.join(_uncopyable(module))} cannot be copied: {error}. Make it in "
+            f"a search trains copies of the module, and {', '.join(_uncopyable(module, memo))} cannot be copied: {error}. Make it in "
             "a hook and delete it there too, or keep it outside of the module."
         ) from error
     for parameter, original in zip(copied.parameters(), module.parameters(), strict=True):
@@ -173,18 +174,13 @@ def trial_copy(module: Module) -> Module:
     return copied
 
 
-def _computed(module: nn.Module) -> dict[int, Tensor]:
-    """Return copies of the tensors that a deep copy of the module would refuse, as its memo."""
-    return {id(each): each.detach().clone() for each in computed_tensors(module)}
-
-
-def _uncopyable(module: nn.Module) -> Iterator[str]:
+def _uncopyable(module: nn.Module, memo: dict[int, Tensor]) -> Iterator[str]:
     """Yield the names of the attributes of a module and its submodules that cannot be copied."""
     for name, owner in module.named_modules():
         attributes: Any = {} if isinstance(owner, torch.jit.ScriptModule) else owner.__getstate__()
         for key in sorted(attributes.keys() - vars(nn.Module()).keys()):
             try:
-                copy.deepcopy(attributes[key], _computed(module))
+                copy.deepcopy(attributes[key], dict(memo))
             except TypeError:
                 yield ".".join(filter(None, (type(module).__name__, name, key)))
 

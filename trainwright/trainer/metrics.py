@@ -40,11 +40,6 @@ from trainwright.trainer.metric_objects import (
 )
 from trainwright.value_kinds import is_collection, is_metric
 
-LOOPS = ("fit_epoch", "run_loader")
-"""The functions whose local variable `index` is the number of the batch."""
-MOST_ITEMS = 8
-"""Items of a batch to describe at each level."""
-
 if TYPE_CHECKING:
     from torchmetrics import Metric
 
@@ -102,7 +97,9 @@ class MetricCollector:
         frames = [frame for frame, _ in walk_tb(error.__traceback__) if isinstance(error, kinds)]
         if self.batch is None or all(frame.f_code.co_name != self.hook for frame in frames):
             return
-        index = next((each.f_locals["index"] for each in frames if each.f_code.co_name in LOOPS), "")
+        index = next(
+            (each.f_locals["index"] for each in frames if each.f_code.co_name in ("fit_epoch", "run_loader")), ""
+        )
         error.add_note(f"In {self.hook}, with batch {index}: {_in_words(self.batch)}.")
 
     def begin_uneven_round(self, silent: bool) -> None:
@@ -356,11 +353,9 @@ def _leading_sizes(batch: Any) -> list[int]:
 
 
 def _in_words(batch: Any) -> str:
-    """Return the dtypes and shapes of a batch's tensors, as far as they are in dicts, lists and tuples of a few items."""
+    """Return the dtypes and shapes of a batch's tensors, and the types of other values."""
     if isinstance(batch, Tensor):
         return f"{str(batch.dtype).removeprefix('torch.')} {list(batch.shape)}"
     if isinstance(batch, Mapping):
-        return f"{{{', '.join(f'{key!r}: {_in_words(each)}' for key, each in islice(batch.items(), MOST_ITEMS))}}}"
-    if isinstance(batch, (list, tuple)):
-        return f"({', '.join(map(_in_words, batch[:MOST_ITEMS]))})"
-    return type(batch).__name__
+        return f"{{{', '.join(f'{key!r}: {_in_words(each)}' for key, each in list(batch.items())[:8])}}}"
+    return f"({', '.join(map(_in_words, batch[:8]))})" if isinstance(batch, (list, tuple)) else type(batch).__name__

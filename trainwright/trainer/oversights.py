@@ -58,18 +58,15 @@ def warn_of_monitors(
 
     This is no error: another hook may log them, or the same hook outside of the sanity check.
     """
-    for each in (*callbacks, *schedulers):
-        name, problem = getattr(each, "monitor", None), ""
-        if isinstance(each, SchedulerConfig) and each.is_plateau and each.interval == "epoch" and name in logged:
-            if each.frequency < (settings.check_val_every_n_epoch or 1):
-                problem = f"and steps after epoch {each.frequency}, before the first validation; {AFTER_VALIDATIONS}."
-        elif name not in logged and VALIDATION_WORDS.intersection(re.split(r"[^a-z]+", str(name))):
-            names = ", ".join(sorted(logged)) or "nothing"
-            problem = f"and the validation of the sanity check has logged {names}; log it, or change monitor."
-            problem += did_you_mean(name, logged)
-        if problem:
-            asker = type(getattr(each, "scheduler", each)).__name__
+    every, names = settings.check_val_every_n_epoch or 1, ", ".join(sorted(logged)) or "nothing"
+    for each in (*callbacks, *(each for each in schedulers if each.is_plateau)):
+        name, asker = getattr(each, "monitor", None), type(getattr(each, "scheduler", each)).__name__
+        if name in logged and isinstance(each, SchedulerConfig) and each.interval == "epoch" and each.frequency < every:
+            problem = f"and steps after epoch {each.frequency}, before the first validation; {AFTER_VALIDATIONS}."
             rank_zero_warn(f"{asker} follows {name!r}, {problem}", stacklevel=2)
+        elif name not in logged and VALIDATION_WORDS.intersection(re.split(r"[^a-z]+", str(name))):
+            problem = f"and the validation of the sanity check has logged {names}; log it, or change monitor."
+            rank_zero_warn(f"{asker} follows {name!r}, {problem}{did_you_mean(name, logged)}", stacklevel=2)
 
 
 def warn_of_shuffling(loaders: Any, stage: str) -> None:

@@ -121,7 +121,9 @@ def _load_changes(run: Run, changed: dict[str, Any]) -> None:
     for callback, state in zip(run.callbacks, changed["callback_states"], strict=False):
         if state:
             callback.load_state_dict(state)
-    for owner, attributes in zip(_owners(run), changed["attributes"], strict=True):
+    for owner, attributes in zip(
+        [module, run.datamodule, *run.loggers, run.profiler], changed["attributes"], strict=True
+    ):
         _set_attributes(owner, attributes)
     if vars(run.profiler).keys() - changed["attributes"][-1].keys():
         rank_zero_warn(
@@ -149,12 +151,8 @@ def changes(run: Run, result: Any, folder: Path) -> dict[str, Any]:
         "run": run.changes(),
         "callback_states": [_plain_state(each) for each in run.callbacks],
         "callback_attributes": [_plain_attributes(each) for each in run.callbacks],
-        "attributes": [_plain_attributes(each) for each in _owners(run)],
+        "attributes": [_plain_attributes(each) for each in (module, run.datamodule, *run.loggers, run.profiler)],
     }
-
-
-def _owners(run: Run) -> list[Any]:
-    return [run.module, run.datamodule, *run.loggers, run.profiler]
 
 
 def _plain_state(callback: Callback) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import builtins
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from datetime import timedelta
@@ -49,7 +49,7 @@ from trainwright.trainer.request import Request, choose_checkpoint, read_evaluat
 from trainwright.trainer.resume import Resumption, open_with_hooks, restore_weights
 from trainwright.trainer.run import Parts, Run
 from trainwright.trainer.saving import save_checkpoint
-from trainwright.trainer.settings import REPLACED
+from trainwright.trainer.settings import REPLACED, Settings
 from trainwright.trainer.sources import find_source
 from trainwright.trainer.state import TrainerState
 from trainwright.trainer.status import Status
@@ -125,8 +125,8 @@ class Trainer(Status):
     (2, 16)
     """
 
-    _limits: Mapping[str, int] = {}
-    """The limits of a trial run, where they differ from those that the module sees."""
+    _trial_settings: Settings | None = None
+    """The settings of a trial run, which the module does not see."""
 
     @filled_by_environment("Trainer")
     def __init__(
@@ -261,17 +261,19 @@ class Trainer(Status):
                 run.stop.save_end()
             run.hooks.call("on_fit_end")
 
-    def trial(self, max_steps: int = -1, **changes: Any) -> Trainer:
+    def trial(self, **changes: Any) -> Trainer:
         """Return a Trainer with the same arguments for a trial run: it writes nothing, validates nothing and has no callbacks.
 
+        Its max_epochs and max_steps show the limits of this Trainer, from which the module may make a scheduler.
+
         Args:
-            max_steps: the optimizer steps of the trial; -1 for no limit. The module still sees the limits of this Trainer.
-            changes: other arguments that differ, such as callbacks=.
+            changes: arguments that differ, such as callbacks= and max_steps=.
         """
         settings = trial_arguments({**self._arguments, **self._fresh}, bool(self.loggers))
         with aside():
             trial = Trainer(**{**settings, **changes})
-        trial._limits = {"max_epochs": -1, "max_steps": max_steps}
+        shown = replace(trial._settings, max_epochs=self.max_epochs, max_steps=self.max_steps)
+        trial._trial_settings, trial._settings = trial._settings, shown
         return trial
 
     @refuses_unknown
@@ -446,7 +448,7 @@ class Trainer(Status):
         vars(self).update(state["attributes"])
 
     def _parts(self, root: str) -> Parts:
-        settings = replace(self._settings, **self._limits)
+        settings = self._trial_settings or self._settings
         return Parts(self, settings, self.engine, self.loggers, self.profiler, bool(settings.overfit), root)
 
     def _refuse_nested(self, call: str) -> None:
@@ -531,8 +533,7 @@ class Trainer(Status):
     def _call_workers(self, run: Run, options: dict[str, Any]) -> Any:
         """Make a call in processes started for it; return its result."""
         self.run.stop.note_end(None)
-        is_known, state = self.run.module is run.module, self.state.plain()
-        others = (run.call, run.ckpt_path, self._callbacks_of_module, is_known, state, self._limits)
+        others = (run.call, run.ckpt_path, self._callbacks_of_module, self.run.module is run.module, self.state.plain())
         try:
             result = call_remotely(run, call_in_worker, self._arguments, others, options)
         except KeyboardInterrupt as error:
@@ -563,9 +564,8 @@ def call_in_worker(
     """Make a call of a Trainer on a rank of the job that was started for it; return what it has changed. Collective."""
     from trainwright.trainer import trainer as home  # the argument hides the class
 
-    call, path, callbacks_of_module, is_known, state, limits = others
+    call, path, callbacks_of_module, is_known, state = others
     trainer = home.Trainer(**Trainer)
-    trainer._limits = limits
     trainer._take_parts((model if is_known else None, callbacks_of_module, state), callbacks, loggers, profiler)
     result = getattr(trainer, call)(model, datamodule=datamodule, ckpt_path=path, **options)
     return changes(trainer.run, result, folder)
