@@ -164,8 +164,8 @@ def trial_copy(module: Module) -> Module:
             copied = copy.deepcopy(module, dict(memo))
     except TypeError as error:
         raise TypeError(
-            f"a search trains copies of the module, and {', '.join(_uncopyable(module, memo))} cannot be copied: {error}. Make it in "
-            "a hook and delete it there too, or keep it outside of the module."
+            f"a search trains copies of the module, and {', '.join(_uncopyable(module, memo))} cannot be copied: {error}. "
+            "Make it in a hook and delete it there too, or keep it outside of the module."
         ) from error
     for parameter, original in zip(copied.parameters(), module.parameters(), strict=True):
         if parameter.requires_grad != original.requires_grad:
