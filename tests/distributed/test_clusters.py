@@ -224,10 +224,10 @@ def test_a_batch_script_without_srun_is_told_so_once(monkeypatch: pytest.MonkeyP
     with pytest.warns(UserWarning, match=r"has 1 process\(es\), and its SLURM allocation 4 tasks: start .* with srun"):
         tw.Engine(accelerator="cpu")
     tw.Engine(accelerator="cpu")
-    for processes, changes in ((4, {}), (1, {"SLURM_STEP_ID": "0"}), (1, {"SLURM_NTASKS": "1"})):
+    for processes, changes in ((4, {}), (1, SLURM), (1, {"SLURM_NTASKS": "1"})):
         warn_of_missing_srun.cache_clear()
         with monkeypatch.context() as patch:
             for name, value in changes.items():
                 patch.setenv(name, value)
-            warn_of_missing_srun(processes)
+            warn_of_missing_srun(processes, Environment.detect().waiting_tasks)
     warn_of_missing_srun.cache_clear()

@@ -43,13 +43,15 @@ class Environment(Task):
     accelerator: str | None = None
     gradient_accumulation_steps: int | None = None
     """This and the three before: from the command line or its config, for settings that the script leaves open."""
+    waiting_tasks: int = 0
+    """The tasks of this process's SLURM allocation, if srun did not start it."""
 
     @classmethod
     def detect(cls, variables: Mapping[str, str] | None = None) -> Environment:
         """Read this process's environment variables, or those given."""
         variables = os.environ if variables is None else variables
         # In this order, because torchrun and our launcher may run inside SLURM or MPI.
-        return _read_torchrun(variables) or _read_cluster(variables) or cls()
+        return _read_torchrun(variables) or _read_cluster(variables) or cls(waiting_tasks=tasks_without_srun(variables))
 
 
 def _read_torchrun(variables: Mapping[str, str]) -> Environment | None:
@@ -81,6 +83,8 @@ def _read_torchrun(variables: Mapping[str, str]) -> Environment | None:
     more["TORCHELASTIC_RESTART_COUNT"] = 0
     more |= {name: read_number(variables, name, "torchrun") for name in more if variables.get(name)}
     job: dict[str, Any] = json.loads(variables.get(JOB_VARIABLE) or "{}")
+    options = ("strategy", "precision", "accelerator", "gradient_accumulation_steps")
+    given: dict[str, Any] = {name: job.get(name) for name in options}
     return Environment(
         rank=rank,
         local_rank=local_rank,
@@ -94,7 +98,7 @@ def _read_torchrun(variables: Mapping[str, str]) -> Environment | None:
         has_agent_store=variables.get("TORCHELASTIC_USE_AGENT_STORE", "") == "True",
         restart_count=more["TORCHELASTIC_RESTART_COUNT"],
         error_file=variables.get("TORCHELASTIC_ERROR_FILE") or None,
-        **{name: job.get(name) for name in ("strategy", "precision", "accelerator", "gradient_accumulation_steps")},
+        **given,
     )
 
 
@@ -133,11 +137,6 @@ def announce_local_rank(environment: Environment) -> None:
     """Set this process's local rank for libraries that read the environment, unless it is set."""
     os.environ.setdefault("LOCAL_RANK", str(environment.local_rank))
     os.environ.setdefault("LOCAL_WORLD_SIZE", str(environment.local_world_size))
-
-
-def waiting_tasks() -> int:
-    """Return the tasks of this process's SLURM allocation, if srun did not start it; 0 otherwise."""
-    return tasks_without_srun(os.environ)
 
 
 @contextmanager

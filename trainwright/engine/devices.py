@@ -10,7 +10,7 @@ import torch
 from trainwright.devices.abilities import num_together
 from trainwright.devices.accelerator import count, names
 from trainwright.distributed.connection import pick_backend
-from trainwright.distributed.environment import Environment, waiting_tasks
+from trainwright.distributed.environment import Environment
 from trainwright.errors import a_type_of
 from trainwright.rank_zero import rank_zero_warn
 
@@ -108,11 +108,11 @@ def _has_own_device(device_type: str, environment: Environment) -> bool:
 
 
 @cache
-def warn_of_missing_srun(num_processes: int) -> None:
+def warn_of_missing_srun(num_processes: int, num_tasks: int) -> None:
     """Warn, once, of a job with fewer processes than its SLURM allocation has tasks."""
-    if num_processes < (tasks := waiting_tasks()):
+    if num_processes < num_tasks:
         rank_zero_warn(
-            f"srun did not start this script, so the job has {num_processes} process(es), and its SLURM allocation {tasks} "
+            f"srun did not start this script, so the job has {num_processes} process(es), and its SLURM allocation {num_tasks} "
             "tasks: start the script with srun, as in `srun python train.py`, or ask for one task."
         )
 

@@ -119,8 +119,7 @@ class Engine:
         alone = environment.launched_by == "single"
         # Of the job that is about to be started, if this process was not launched in one.
         world_size = num_processes * max(num_nodes, 1) if alone else environment.world_size
-        if alone:
-            warn_of_missing_srun(world_size)
+        warn_of_missing_srun(world_size, environment.waiting_tasks)
         self.strategy = resolve_strategy(strategy, world_size)
         chosen_precision = resolve_precision(precision, device_type)
         self.strategy.check(device_type, world_size, chosen_precision)

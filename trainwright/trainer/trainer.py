@@ -125,8 +125,7 @@ class Trainer(Status):
     (2, 16)
     """
 
-    _trial_settings: Settings | None = None
-    """The settings of a trial run, which the module does not see."""
+    _trial_settings: Settings | None = None  # of a trial run, which the module does not see
 
     @filled_by_environment("Trainer")
     def __init__(
@@ -450,14 +449,6 @@ class Trainer(Status):
     def _parts(self, root: str) -> Parts:
         settings = self._trial_settings or self._settings
         return Parts(self, settings, self.engine, self.loggers, self.profiler, bool(settings.overfit), root)
-
-    def _refuse_nested(self, call: str) -> None:
-        """Refuse a call from within a run of this Trainer, before it changes anything of that (RuntimeError)."""
-        if self.run.running_call is not None:
-            raise RuntimeError(
-                f"trainer.{call} was called while trainer.{self.run.running_call} runs; call it after that, or from another "
-                "Trainer."
-            )
 
     def _begin(self, request: Request) -> tuple[Parts, Choice]:
         """Return the parts of a call and its checkpoint, once the module has given its callbacks. Collective."""
