@@ -569,8 +569,6 @@ OTHERS = [
              r"ckpt_path='' is an empty path; pass a checkpoint's path, 'best', 'last' or 'auto'"),
     WrongUse("best in a fresh trainer", lambda s: s.make(enable_checkpointing=True).test(s.module, s.loader, ckpt_path="best"),
              tw.CheckpointError, r"no checkpoint was saved by this trainer's ModelCheckpoint. Run fit first, or pass 'last'"),
-    WrongUse("a compiled module", lambda s: s.make().fit(torch.compile(s.module), s.loader), TypeError,
-             r"was given an OptimizedModule; .* Pass the module itself, and compile=True to the Trainer"),
     WrongUse("a strategy in capitals", lambda s: s.make(strategy="FSDP"), ValueError,
              r"strategy='FSDP' is unknown; .*Did you mean 'fsdp'\?"),
     WrongUse("a hook of old", lambda s: s.make().fit(OldHook(), s.loader), TypeError,

@@ -217,7 +217,7 @@ def test_a_requeue_without_the_tool_says_so(monkeypatch: pytest.MonkeyPatch, tmp
     assert re.fullmatch(r"SLURM's job 7 could not be requeued \(.*scontrol.*\); restart it by hand\.", requeue("7"))
 
 
-def test_a_batch_script_without_srun_is_told_so_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_batch_script_without_srun_warns_once(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"SLURM_JOB_ID": "100", "SLURM_PROCID": "0", "SLURM_NTASKS": "4"}.items():
         monkeypatch.setenv(name, value)
     warn_of_missing_srun.cache_clear()

@@ -117,7 +117,7 @@ def test_a_submodule_called_in_a_hook(job: Any) -> None:
 
 
 @pytest.mark.slow
-def test_a_weight_that_becomes_an_array_is_told_of_full_tensor(job: Any) -> None:
+def test_the_error_of_a_weight_as_an_array_names_full_tensor(job: Any) -> None:
     for rank in job[0]:
         for notes in rank["drawn"]:
             assert re.search(r"a hook or a callback use its full_tensor\(\), .*before numpy\(\)", "".join(notes))

@@ -428,6 +428,12 @@ def test_a_line_of_the_trainer_reaches_a_file_at_once(monkeypatch: pytest.Monkey
     assert written.getvalue() == b"the table\n"
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.* is deprecated:DeprecationWarning")
+def test_a_module_that_torch_has_compiled_is_refused_with_the_argument_that_compiles() -> None:
+    with pytest.raises(TypeError, match="Pass the module itself, and compile=True to the Trainer"):
+        trainer_of().fit(torch.compile(Classifier()), make_loader(8))
+
+
 class Logs(Classifier):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         loss = super().training_step(batch, batch_idx)

@@ -179,7 +179,7 @@ def test_a_plateau_whose_monitor_was_not_logged() -> None:
     assert trainer.global_step == 11
 
 
-def test_a_plateau_that_steps_before_the_first_validation_is_told_of_the_interval() -> None:
+def test_a_plateau_that_steps_before_the_first_validation_gets_a_warning() -> None:
     class Validated(Plain):
         def validation_step(self, batch: Any, batch_idx: int) -> None:
             self.log("val_loss", 1.0)

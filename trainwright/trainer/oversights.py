@@ -56,7 +56,7 @@ def warn_of_monitors(
 ) -> None:
     """Warn of metrics that are followed, and that validations have not `logged` in the sanity check or log too late.
 
-    This is no error: another hook may log them, or the same hook outside of the sanity check.
+    An error would be wrong: another hook may log them, or the same hook outside of the sanity check.
     """
     every, names = settings.check_val_every_n_epoch or 1, ", ".join(sorted(logged)) or "nothing"
     for each in (*callbacks, *(each for each in schedulers if each.is_plateau)):

@@ -178,7 +178,7 @@ def _plain_items(items: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """Return plain data and tensors as they are, and a result as a dict; TypeError for anything else."""
+    """Return plain data and tensors unchanged, and a result as a dict; TypeError for anything else."""
     if type(value) in RESULTS:
         parts = value if isinstance(value, dict) else vars(value)
         value = {RESULT: RESULTS.index(type(value)), **_plain_items(parts)}
