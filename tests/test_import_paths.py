@@ -7,6 +7,7 @@ import math
 
 import pytest
 import torch
+from forked import run_python
 from package import ROOT
 from small import QUIET, Classifier, make_loader
 from torch import nn
@@ -163,3 +164,10 @@ def test_a_module_answers_as_any_other() -> None:
     from trainwright.callbacks.progress import tqdm_progress
 
     assert tqdm_progress.TQDMProgressBar is tw.TQDMProgressBar
+
+
+def test_a_system_without_posix_locks_is_refused_at_the_import() -> None:
+    code = "import sys; [sys.modules.pop(each) for each in list(sys.modules) if each.split('.')[0] == 'trainwright']; "
+    done = run_python("-c", code + "sys.modules['fcntl'] = None; import trainwright")
+    assert done.returncode == 1
+    assert "ImportError: trainwright needs Linux or macOS; Windows is not supported. Use WSL there." in done.stderr

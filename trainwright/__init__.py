@@ -13,6 +13,11 @@ import importlib
 import sys
 from typing import TYPE_CHECKING, Any
 
+try:
+    import fcntl  # noqa: F401
+except ImportError as error:
+    raise ImportError("trainwright needs Linux or macOS; Windows is not supported. Use WSL there.") from error
+
 from trainwright import deferred_compiler, import_paths
 from trainwright.replaced_names import instead_of
 

@@ -13,6 +13,9 @@
 Settings are refused with the built-in exceptions, in the constructor that receives them.
 """
 
+import difflib
+from collections.abc import Iterable
+
 
 class TrainwrightError(RuntimeError):
     """The base class of this library's errors. Wrong settings raise Python's own: ValueError, TypeError.
@@ -83,3 +86,10 @@ def with_article(name: str) -> str:
     """Return the name of a type with its article."""
     is_vowel = name.startswith(tuple("AEIOaeio")) and not name.startswith("One")  # a OneCycleLR
     return f"{'an' if is_vowel else 'a'} {name}"
+
+
+def did_you_mean(name: object, known: Iterable[str]) -> str:
+    """Return the question " Did you mean ...?" with the known name nearest to a wrong one; "" if none is near."""
+    names = {each.lower(): each for each in known}
+    close = difflib.get_close_matches(str(name).lower(), names, n=1)
+    return f" Did you mean {names[close[0]]!r}?" if close else ""

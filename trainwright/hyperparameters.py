@@ -148,9 +148,15 @@ class HyperParameters:
 
     @property
     def hparams_initial(self) -> AttributeDict:
-        """Return a copy of the hyper-parameters as they were when they were saved."""
+        """Return a copy of the hyper-parameters as they were when they were saved, with what a search has set since."""
         copied: AttributeDict = _copied(self._hparams_initial or AttributeDict())
         return copied
+
+
+def kept_hyper_parameters(owner: Any) -> list[AttributeDict]:
+    """Return the hyper-parameters of a module or a data module, and the copy that its loggers get."""
+    both = (owner.hparams, owner._hparams_initial) if isinstance(owner, HyperParameters) else ()
+    return [each for each in both if each is not None]
 
 
 def stored_hyper_parameters(

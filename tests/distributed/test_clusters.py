@@ -11,8 +11,10 @@ from pathlib import Path
 import pytest
 from started import Started, python
 
+import trainwright as tw
 from trainwright.distributed.clusters import expand_hosts, read_slurm_job, requeue
 from trainwright.distributed.environment import Environment
+from trainwright.engine.devices import warn_of_missing_srun
 
 SLURM = {
     "SLURM_JOB_ID": "100",
@@ -213,3 +215,19 @@ def test_the_number_of_a_slurm_job(variables: dict[str, str], job: str) -> None:
 def test_a_requeue_without_the_tool_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     assert re.fullmatch(r"SLURM's job 7 could not be requeued \(.*scontrol.*\); restart it by hand\.", requeue("7"))
+
+
+def test_a_batch_script_without_srun_warns_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"SLURM_JOB_ID": "100", "SLURM_PROCID": "0", "SLURM_NTASKS": "4"}.items():
+        monkeypatch.setenv(name, value)
+    warn_of_missing_srun.cache_clear()
+    with pytest.warns(UserWarning, match=r"has 1 process\(es\), and its SLURM allocation 4 tasks: start .* with srun"):
+        tw.Engine(accelerator="cpu")
+    tw.Engine(accelerator="cpu")
+    for processes, changes in ((4, {}), (1, SLURM), (1, {"SLURM_NTASKS": "1"})):
+        warn_of_missing_srun.cache_clear()
+        with monkeypatch.context() as patch:
+            for name, value in changes.items():
+                patch.setenv(name, value)
+            warn_of_missing_srun(processes, Environment.detect().waiting_tasks)
+    warn_of_missing_srun.cache_clear()

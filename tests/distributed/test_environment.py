@@ -14,7 +14,7 @@ from deadlines import deadline
 from interpreters import search_path
 
 from trainwright.distributed.connection import open_process_group, pick_backend
-from trainwright.distributed.environment import Environment, prepare_deterministic
+from trainwright.distributed.environment import Environment, announce_local_rank, prepare_deterministic
 from trainwright.distributed.ranks import Ranks
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -105,6 +105,24 @@ def test_bad_variables_are_refused(changes: dict[str, str | None], text: str) ->
     with pytest.raises(ValueError, match=text) as caught:
         Environment.detect(variables)
     assert "torchrun" in str(caught.value)
+
+
+def test_a_pod_of_kubeflow_is_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    pod = {"RANK": "2", "WORLD_SIZE": "3", "MASTER_ADDR": "job-master-0", "MASTER_PORT": "23456"}
+    found = Environment.detect(pod)
+    assert (found.rank, found.local_rank, found.world_size, found.local_world_size) == (2, 0, 3, 1)
+    assert (found.node_rank, found.num_nodes, found.main_address, found.main_port) == (2, 3, "job-master-0", 23456)
+    with pytest.raises(ValueError, match=r"LOCAL_RANK=0, .* but not LOCAL_WORLD_SIZE"):
+        Environment.detect(pod | {"LOCAL_RANK": "0"})
+    with pytest.raises(ValueError, match="RANK=2, WORLD_SIZE=3 but not"):
+        Environment.detect({"RANK": "2", "WORLD_SIZE": "3"})
+    for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        monkeypatch.setenv(name, "0")  # so that it is removed afterwards
+        monkeypatch.delenv(name)
+    for name, value in pod.items():
+        monkeypatch.setenv(name, value)
+    announce_local_rank(Environment.detect())
+    assert Environment.detect() == found
 
 
 def test_a_backend_is_picked_for_the_device() -> None:

@@ -487,3 +487,39 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
+
+
+class Searched(Net):
+    def __init__(self, lr: float = 0.1) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+
+    def test_step(self, batch: Any, batch_idx: int) -> dict[str, Tensor]:
+        return {"preds": self.net(batch[0]), "target": batch[1]}
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=self.hparams.lr)
+
+
+@pytest.mark.launch
+def test_results_of_searches_reports_and_profilers_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    module, finder, report = Searched(), tw.LearningRateFinder(1e-4, 1.0, 20), tw.ClassificationReport(verbose=False)
+    settings: dict[str, Any] = {"devices": 2, "accelerator": "cpu", "max_epochs": 1, "logger": False}
+    settings |= dict.fromkeys(("enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+    trainer = tw.Trainer(**settings, callbacks=[finder, report], profiler="simple")
+    trainer.fit(module, make_loader(24, 2))
+    assert finder.optimal_lr is not None
+    assert finder.optimal_lr.suggestion() == module.hparams.lr == module.hparams_initial.lr != 0.1
+    durations = trainer.profiler.durations  # type: ignore[attr-defined]
+    assert durations["training_step"].calls == len(durations["training_step"].of_each) == 6
+    trainer.test(module, make_loader(21, 4), verbose=False)
+    assert int(report.scores["test"].support.sum()) == 21
+    assert "macro avg" in report.scores["test"].text()
+    search = tw.Tuner(tw.Trainer(**settings)).lr_find(module, make_loader(24, 2), num_training=15)
+    assert search is not None
+    assert len(search.results["lr"]) == 15
+    with pytest.warns(
+        UserWarning, match=r"the measurements of AdvancedProfiler stay in the processes of trainer\.validate"
+    ):
+        tw.Trainer(**settings, profiler="advanced").validate(module, make_loader(8, 2), verbose=False)

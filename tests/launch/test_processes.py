@@ -279,3 +279,25 @@ def test_the_output_of_a_rank_is_prefixed_by_line(capfd: pytest.CaptureFixture[s
             pipe.write(chunk)
     output.finish()
     assert capfd.readouterr().out == "[rank1] one\n[rank1] two\n[rank1] \n[rank1] 100%\n[rank1] end\n"
+
+
+SERVICE = """
+import sys, torch, trainwright as tw
+from small import Classifier, make_loader
+trainer = tw.Trainer(devices=int(sys.argv[1]), accelerator="cpu", max_epochs=1)
+trainer.fit(Classifier(), make_loader(8), make_loader(8))
+trainer.test(Classifier(), make_loader(8))
+trainer.print("trained", trainer.global_step)
+"""
+
+
+@pytest.mark.launch
+@pytest.mark.parametrize("devices", ["1", "2"])
+def test_a_service_without_stderr_trains(tmp_path: Path, devices: str) -> None:
+    (tmp_path / "service.py").write_text(SERVICE)
+    service = Started(["sh", "-c", f"exec {sys.executable} service.py {devices} 2>&-"], tmp_path)
+    try:
+        assert service.wait() == 0, service.stdout
+        assert "trained" in service.stdout
+    finally:
+        service.close()

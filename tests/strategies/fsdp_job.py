@@ -388,6 +388,26 @@ def called_in_hook() -> list[str]:
     return caught.value.__notes__
 
 
+class Drawn(Blocks):
+    def __init__(self, where: str) -> None:
+        super().__init__()
+        self.where = where
+
+    def on_train_epoch_end(self) -> None:
+        weight = self.out.weight.detach()
+        weight.numpy() if self.where == "hook" else torch.histogram(weight, 5)
+
+
+def drawn() -> list[list[str]]:
+    """Return the notes of the errors where a weight becomes an array or a histogram."""
+    loader, notes = DataLoader(TensorDataset(torch.ones(4, WIDTH)), batch_size=1), []
+    for where in ("hook", "histogram"):
+        with pytest.raises(RuntimeError) as caught:
+            tw.Trainer(strategy="fsdp", max_epochs=1, **QUIET).fit(Drawn(where), loader)
+        notes.append(caught.value.__notes__)
+    return notes
+
+
 def called_after_fit(folder: Path) -> float:
     """Call a module outside of a step: without gradients as on one process, with them refused."""
     loader = DataLoader(TensorDataset(torch.ones(4, 3)), batch_size=1)
@@ -422,6 +442,7 @@ def fsdp(folder: Path) -> dict[str, Any]:
     refusals()
     found["called"] = called_after_fit(folder)
     found["in a hook"] = called_in_hook()
+    found["drawn"] = drawn()
     found["norm"] = own_loop(folder)
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")

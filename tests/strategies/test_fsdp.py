@@ -114,3 +114,10 @@ def test_a_submodule_called_in_a_hook(job: Any) -> None:
             r"Under fsdp each rank holds a part of 'out.bias' and 'out.weight', and .* only in a step\. .*tw\.gather_module.*",
             *rank["in a hook"],
         )
+
+
+@pytest.mark.slow
+def test_the_error_of_a_weight_as_an_array_names_full_tensor(job: Any) -> None:
+    for rank in job[0]:
+        for notes in rank["drawn"]:
+            assert re.search(r"a hook or a callback use its full_tensor\(\), .*before numpy\(\)", "".join(notes))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 import pickle
 import sys
 import types
@@ -410,6 +411,84 @@ def test_a_row_without_a_logger_and_a_step_without_data_are_named(caplog: pytest
         Rows(), make_loader(16), make_loader(16)
     )
     assert not [each for each in caplog.messages if "validation" in each]
+
+
+def test_metrics_that_the_sanity_check_has_not_logged_are_named_before_the_first_epoch() -> None:
+    class Validates(Logs):
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.log("val_loss", 1.0)
+
+        def on_train_epoch_start(self) -> None:
+            raise KeyError("the first epoch")
+
+    def run(callback: Any) -> None:
+        with pytest.raises(KeyError, match="the first epoch"):
+            trainer_of(callbacks=callback, num_sanity_val_steps=1).fit(Validates(), make_loader(16), make_loader(8))
+
+    wrong = (
+        "EarlyStopping follows 'val_lss', and the validation of the sanity check has logged val_loss; log it, or change"
+    )
+    with pytest.warns(UserWarning, match=rf"{wrong} monitor\. Did you mean 'val_loss'\?"):
+        run(tw.EarlyStopping("val_lss"))
+    with pytest.warns(UserWarning, match="EarlyStopping follows 'error/val', and the validation of the sanity check"):
+        run(tw.EarlyStopping("error/val"))
+    for monitor in ("own_loss", "val_loss", "value_loss"):  # training may log the first and the last
+        run(tw.EarlyStopping(monitor))
+
+
+def test_an_error_in_a_step_names_its_batch() -> None:
+    class Fails(Logs):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return self.net(batch[0].double() if self.stage == "train" and batch_idx == 1 else batch[0]).sum()
+
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            if self.stage == "val" and batch_idx == 1:
+                raise IndexError("no such class")
+
+        def on_train_epoch_end(self) -> None:
+            raise ValueError("after the batches")
+
+    named = {"train": ["In training_step, with batch 1: (float32 [4, 8], int64 [4])."], "end": []}
+    named["val"] = ["In validation_step, with batch 1: {'x': float32 [2, 8], 'names': (str)}."]
+    batches = [{"x": torch.ones(2, 8), "names": ["a"]}] * 2
+    for stage, notes in named.items():
+        module = Fails()
+        module.stage = stage
+        with pytest.raises((RuntimeError, IndexError, ValueError)) as caught:
+            trainer_of(num_sanity_val_steps=2).fit(module, make_loader(16, 4), batches)
+        assert getattr(caught.value, "__notes__", []) == notes
+
+
+def test_a_script_tests_its_best_checkpoint_after_fast_dev_run(capsys: Any) -> None:
+    settings: dict[str, Any] = {**QUIET, "enable_checkpointing": True, "fast_dev_run": True}
+    trainer, module = tw.Trainer(**settings, callbacks=tw.ModelCheckpoint(monitor="loss")), Classifier()
+    with pytest.raises(tw.CheckpointError, match="Run fit first"):
+        trainer.test(module, make_loader(8), ckpt_path="best")
+    trainer.fit(module, make_loader(8))
+    trainer.test(module, make_loader(8), ckpt_path="best")
+    assert (
+        "trainer.test: fast_dev_run saves no checkpoint, so the weights in memory are taken." in capsys.readouterr().out
+    )
+
+
+def test_a_line_of_the_trainer_reaches_a_file_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = io.TextIOWrapper(written := io.BytesIO())
+    monkeypatch.setattr(sys, "stdout", stream)
+    trainer_of().print("the table")
+    assert written.getvalue() == b"the table\n"
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.* is deprecated:DeprecationWarning")
+def test_a_module_that_torch_has_compiled_is_refused_with_the_argument_that_compiles() -> None:
+    with pytest.raises(TypeError, match="Pass the module itself, and compile=True to the Trainer"):
+        trainer_of().fit(torch.compile(Classifier()), make_loader(8))
+
+
+class Logs(Classifier):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        self.log("own_loss", loss)
+        return loss
 
 
 class Ends(tw.Callback):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import json
 import math
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -356,6 +358,63 @@ def test_a_resumed_run_keeps_the_rate(tmp_path: Path) -> None:
     rate = run(1)
     assert rate != 0.05
     assert run(2, f"{tmp_path}/epoch=0.ckpt") == rate
+
+
+def test_a_run_that_may_be_killed_searches_on_its_first_start_and_logs_what_it_has_found(tmp_path: Path) -> None:
+    class Configured(Rated):
+        def __init__(self, lr: float = 0.05, batch_size: int = 4) -> None:
+            super().__init__(lr)
+            self.save_hyperparameters()
+
+        def configure_callbacks(self) -> Any:
+            return [tw.LearningRateFinder(1e-4, 1.0, 30), tw.BatchSizeFinder(max_trials=2)]
+
+    def run(epochs: int) -> Configured:
+        torch.manual_seed(3)
+        module = Configured()
+        settings: dict[str, Any] = {**QUIET, "logger": True, "enable_checkpointing": True, "max_epochs": epochs}
+        trainer = tw.Trainer(**settings, default_root_dir=tmp_path)
+        trainer.fit(module, ckpt_path="auto")
+        assert trainer.log_dir is not None
+        logged = json.loads(Path(trainer.log_dir, "hparams.json").read_text())
+        assert logged == {"lr": module.lr, "batch_size": module.batch_size} == dict(module.hparams_initial)
+        return module
+
+    first, resumed = run(1), run(2)
+    assert first.lr != 0.05
+    assert (first.lr, first.batch_size) == (resumed.lr, resumed.batch_size)
+
+
+@pytest.mark.parametrize("finder", [tw.LearningRateFinder(1e-4, 1.0, 30), tw.BatchSizeFinder(max_trials=2)])
+def test_a_trial_shows_the_limits_of_the_fit(finder: Any) -> None:
+    limits = set()
+
+    class Scheduled(Rated):
+        def configure_optimizers(self) -> Any:
+            limits.add((self.trainer.max_epochs, self.trainer.max_steps))
+            optimizer = torch.optim.SGD(self.parameters(), self.lr)
+            epochs = self.trainer.max_epochs
+            schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, epochs=epochs, steps_per_epoch=10)
+            return [optimizer], [{"scheduler": schedule, "interval": "step"}]
+
+    fit(Scheduled(), callbacks=finder, max_epochs=1, max_steps=7)
+    assert limits == {(1, 7)}
+    if isinstance(finder, tw.LearningRateFinder):
+        assert finder.optimal_lr is not None
+        assert len(finder.optimal_lr.results["lr"]) > 10  # more than an epoch, and than the fit's steps
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.* is deprecated:DeprecationWarning")
+def test_a_search_trains_scripted_layers_and_names_what_it_cannot_copy() -> None:
+    tuner, module = tw.Tuner(tw.Trainer(**QUIET, max_epochs=1)), Rated()
+    module.net[0] = torch.jit.script(module.net[0])  # type: ignore[no-untyped-call]
+    module.net[2].requires_grad_(False)
+    search = tuner.lr_find(module, num_training=12, update_attr=False)
+    assert search is not None
+    assert len(search.results["lr"]) == 12
+    module.net[2].guards = {"first": [threading.Lock()]}
+    with pytest.raises(TypeError, match=r"copies of the module, and Rated\.net\.2\.guards cannot be copied: .*lock"):
+        tuner.lr_find(module, num_training=12)
 
 
 def two_ranks(folder: Path) -> Any:

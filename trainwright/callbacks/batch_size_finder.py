@@ -25,7 +25,7 @@ MODES = ("power", "binsearch")
 class BatchSizeFinder(Callback):
     """Before a fit, trains copies of the module with growing batch sizes, and sets the module's or data module's `batch_size`.
 
-    The loader hook reads the attribute: `DataLoader(dataset, batch_size=self.batch_size)`. A fit with ckpt_path= does not
+    The loader hook reads the attribute: `DataLoader(dataset, batch_size=self.batch_size)`. A fit that resumes does not
     search: it sets the size that the saved run has found. A fit on several processes is refused: memory that runs out on one
     of them ends the others too.
 

@@ -22,7 +22,7 @@ class LearningRateFinder(Callback):
     """Before a fit, trains a copy of the module at growing learning rates, and sets the module's `lr` or `learning_rate`.
 
     The copy has a Trainer like this one, without loggers, checkpoints and other callbacks; the module's weights, its data order
-    and the generators are as if it had not run. A fit with ckpt_path= does not search: it sets the rate that the saved
+    and the generators are as if it had not run. A fit that resumes does not search: it sets the rate that the saved
     run has found.
 
     Args:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
+from torch import Tensor, nn
 
 from trainwright.callbacks.base import Callback
 from trainwright.data.seeding import isolate_rng
@@ -157,9 +158,31 @@ def trial_copy(module: Module) -> Module:
             return _without_steps(super().configure_optimizers())
 
     Trial.__name__ = type(module).__name__  # messages name it
-    copied = copy.deepcopy(module, {id(each): each.detach().clone() for each in computed_tensors(module)})
+    memo = {id(each): each.detach().clone() for each in computed_tensors(module)}
+    try:
+        with torch.no_grad():  # or a copied ScriptModule would have parameters with a graph
+            copied = copy.deepcopy(module, dict(memo))
+    except TypeError as error:
+        raise TypeError(
+            f"a search trains copies of the module, and {', '.join(_uncopyable(module, memo))} cannot be copied: {error}. "
+            "Make it in a hook and delete it there too, or keep it outside of the module."
+        ) from error
+    for parameter, original in zip(copied.parameters(), module.parameters(), strict=True):
+        if parameter.requires_grad != original.requires_grad:
+            parameter.requires_grad_()
     copied.__class__ = Trial
     return copied
+
+
+def _uncopyable(module: nn.Module, memo: dict[int, Tensor]) -> Iterator[str]:
+    """Yield the names of the attributes of a module and its submodules that cannot be copied."""
+    for name, owner in module.named_modules():
+        attributes: Any = {} if isinstance(owner, torch.jit.ScriptModule) else owner.__getstate__()
+        for key in sorted(attributes.keys() - vars(nn.Module()).keys()):
+            try:
+                copy.deepcopy(attributes[key], dict(memo))
+            except TypeError:
+                yield ".".join(filter(None, (type(module).__name__, name, key)))
 
 
 def _without_steps(returned: Any) -> Any:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import prune
 
-from trainwright.errors import a_type_of
+from trainwright.errors import a_type_of, did_you_mean
 from trainwright.rank_zero import rank_zero_warn
 
 FUNCTIONS: dict[str, Callable[..., Any]] = {
@@ -109,12 +109,9 @@ class PruningMethod:
 
     def _choose(self, name: str, is_global: bool, dim: int | None, norm: int | float | str | None) -> None:
         if name not in FUNCTIONS:
-            from difflib import get_close_matches
-
-            near = get_close_matches(name, FUNCTIONS, 1)
             raise ValueError(
                 f"pruning_fn={name!r} is unknown; choose from {', '.join(FUNCTIONS)}, or pass a subclass of "
-                f"BasePruningMethod or a function.{f' Did you mean {near[0]!r}?' if near else ''}"
+                f"BasePruningMethod or a function.{did_you_mean(name, FUNCTIONS)}"
             )
         self.is_structured = name not in METHODS
         options: dict[str, Any] = {}

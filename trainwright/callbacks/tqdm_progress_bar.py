@@ -132,7 +132,7 @@ class TQDMProgressBar(LiveProgressBar):
         return tqdm(**self._options)
 
     def _can_be_live(self) -> bool:
-        return sys.stderr.isatty() or _in_notebook()
+        return sys.stderr is not None and (sys.stderr.isatty() or _in_notebook())
 
     def _make_bar(self, title: str, total: int | None, count: int, *, leave: bool, below: int) -> TQDMBar:
         self._options = {

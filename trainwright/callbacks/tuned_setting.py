@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, MutableMapping, Sequence
 from typing import Any, NoReturn
 
+from trainwright.hyperparameters import kept_hyper_parameters
+
 
 def refuse_within_run(callback: object, method: str) -> NoReturn:
     """Raise RuntimeError for a search that a hook calls, as Lightning's finders allow."""
@@ -79,10 +81,12 @@ def _assign(holder: Any, key: str, value: Any) -> None:
 
 
 def _holders_of(name: str, owners: Sequence[Any]) -> Iterator[tuple[Any, str]]:
-    *path, last = name.split(".")
+    *path, last = name.removeprefix("hparams.").split(".")
     for owner in owners:
-        # Both, because save_hyperparameters keeps a copy, and the loader hook may read either.
-        for start in (owner, getattr(owner, "hparams", None)):
+        # All, because save_hyperparameters keeps copies, which the loader hook and the loggers may read.
+        for start in (
+            kept_hyper_parameters(owner) if name.startswith("hparams.") else (owner, *kept_hyper_parameters(owner))
+        ):
             holder = start
             for part in path:
                 holder = holder.get(part) if isinstance(holder, MutableMapping) else getattr(holder, part, None)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import difflib
 import json
 import math
 import posixpath
@@ -21,7 +20,7 @@ import numpy as np
 from trainwright.callbacks.checkpoint_policy import monitor_of
 from trainwright.checkpoint.discovery import CheckpointEntry, find_candidates, same_path
 from trainwright.checkpoint.reader import open_checkpoint
-from trainwright.errors import CheckpointError
+from trainwright.errors import CheckpointError, did_you_mean
 from trainwright.launch.cli import Parser
 from trainwright.launch.columns import lay_out, terminal_width
 from trainwright.launch.variables import printable
@@ -277,9 +276,8 @@ def _sorting(runs: list[ListedRun], given: str) -> tuple[str, str]:
     elif mode not in ("min", "max"):
         raise ValueError(f"--sort {given}: {mode!r} is not a mode; write {metric}:min or {metric}:max.")
     if metric not in known and runs:
-        close = difflib.get_close_matches(metric, known, n=1)
-        hint = f" Did you mean {close[0]!r}?" if close else ""
-        raise ValueError(f"--sort {given}: no run has this metric; choose from {', '.join(known) or 'none'}.{hint}")
+        names = f"{', '.join(known) or 'none'}.{did_you_mean(metric, known)}"
+        raise ValueError(f"--sort {given}: no run has this metric; choose from {names}")
     # That of a ModelCheckpoint of any run, or else of the name.
     modes = [run.monitors[metric] for run in runs if metric in run.monitors]
     return metric, mode or (modes[0] if modes else direction_of(metric) or "max")

@@ -53,9 +53,8 @@ def read_number(variables: Variables, name: str, starter: str) -> int:
 
 def read_slurm(variables: Variables) -> Task | None:
     """Return the task of a process that srun has started, else None: a batch script has SLURM's variables, but not a step's."""
-    is_task = any(name in variables for name in ("SLURM_STEP_ID", "SLURM_STEPID", "SLURM_STEP_NODELIST"))
     step = variables.get("SLURM_STEP_ID", variables.get("SLURM_STEPID", "0"))
-    if "SLURM_PROCID" not in variables or not is_task or step in NO_STEP_OF_TASKS:
+    if "SLURM_PROCID" not in variables or not _is_in_step(variables):
         return None
     size = _first_name(variables, ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS"), "srun")
     world_size = read_number(variables, size, "srun")
@@ -83,6 +82,17 @@ def read_slurm(variables: Variables) -> Task | None:
     address = LOOPBACK if len(hosts) == 1 else variables.get("MASTER_ADDR") or hosts[0]
     port = main_port(variables, port)
     return Task(rank, local_rank, world_size, tasks[node_rank], node_rank, len(hosts), address, port)
+
+
+def tasks_without_srun(variables: Variables) -> int:
+    """Return the number of tasks of the SLURM allocation of a process that srun has not started; 0 for any other process."""
+    tasks = variables.get("SLURM_NTASKS", "") if read_slurm_job(variables) and not _is_in_step(variables) else ""
+    return int(tasks) if tasks.isdigit() else 0
+
+
+def _is_in_step(variables: Variables) -> bool:
+    is_task = any(name in variables for name in ("SLURM_STEP_ID", "SLURM_STEPID", "SLURM_STEP_NODELIST"))
+    return is_task and variables.get("SLURM_STEP_ID", variables.get("SLURM_STEPID", "0")) not in NO_STEP_OF_TASKS
 
 
 def read_slurm_job(variables: Variables) -> str:

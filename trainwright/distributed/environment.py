@@ -17,6 +17,7 @@ from trainwright.distributed.clusters import (
     read_slurm,
     read_slurm_job,
     requeue,
+    tasks_without_srun,
 )
 from trainwright.distributed.network import LOOPBACK, interface_towards, loopback_interface
 
@@ -42,19 +43,23 @@ class Environment(Task):
     accelerator: str | None = None
     gradient_accumulation_steps: int | None = None
     """This and the three before: from the command line or its config, for settings that the script leaves open."""
+    waiting_tasks: int = 0
+    """The tasks of this process's SLURM allocation, if srun did not start it."""
 
     @classmethod
     def detect(cls, variables: Mapping[str, str] | None = None) -> Environment:
         """Read this process's environment variables, or those given."""
         variables = os.environ if variables is None else variables
         # In this order, because torchrun and our launcher may run inside SLURM or MPI.
-        return _read_torchrun(variables) or _read_cluster(variables) or cls()
+        return _read_torchrun(variables) or _read_cluster(variables) or cls(waiting_tasks=tasks_without_srun(variables))
 
 
 def _read_torchrun(variables: Mapping[str, str]) -> Environment | None:
     """Read the variables that torch elastic sets, under torchrun and under our own launcher."""
     if not any(name in variables for name in ("RANK", "WORLD_SIZE")):
         return None  # `announce_local_rank` sets LOCAL_RANK alone
+    if not any(variables.get(name) for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE")) and variables.get("MASTER_PORT"):
+        variables = {**variables, "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}  # Kubeflow starts one process in each pod
     needed = ["RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"]
     if variables.get("WORLD_SIZE") == "1":
         needed = needed[:4]
@@ -78,6 +83,8 @@ def _read_torchrun(variables: Mapping[str, str]) -> Environment | None:
     more["TORCHELASTIC_RESTART_COUNT"] = 0
     more |= {name: read_number(variables, name, "torchrun") for name in more if variables.get(name)}
     job: dict[str, Any] = json.loads(variables.get(JOB_VARIABLE) or "{}")
+    options = ("strategy", "precision", "accelerator", "gradient_accumulation_steps")
+    given: dict[str, Any] = {name: job.get(name) for name in options}
     return Environment(
         rank=rank,
         local_rank=local_rank,
@@ -91,7 +98,7 @@ def _read_torchrun(variables: Mapping[str, str]) -> Environment | None:
         has_agent_store=variables.get("TORCHELASTIC_USE_AGENT_STORE", "") == "True",
         restart_count=more["TORCHELASTIC_RESTART_COUNT"],
         error_file=variables.get("TORCHELASTIC_ERROR_FILE") or None,
-        **{name: job.get(name) for name in ("strategy", "precision", "accelerator", "gradient_accumulation_steps")},
+        **given,
     )
 
 
@@ -126,9 +133,10 @@ def requeue_job() -> str:
     return requeue(job) if job else ""
 
 
-def announce_local_rank(local_rank: int) -> None:
+def announce_local_rank(environment: Environment) -> None:
     """Set this process's local rank for libraries that read the environment, unless it is set."""
-    os.environ.setdefault("LOCAL_RANK", str(local_rank))
+    os.environ.setdefault("LOCAL_RANK", str(environment.local_rank))
+    os.environ.setdefault("LOCAL_WORLD_SIZE", str(environment.local_world_size))
 
 
 @contextmanager

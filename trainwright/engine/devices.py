@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from trainwright.devices.accelerator import count, names
 from trainwright.distributed.connection import pick_backend
 from trainwright.distributed.environment import Environment
 from trainwright.errors import a_type_of
+from trainwright.rank_zero import rank_zero_warn
 
 
 def device_numbers(devices: Any, device_type: str) -> list[int] | None:
@@ -103,6 +105,16 @@ def device_index(devices: Any, device_type: str, environment: Environment) -> in
 def _has_own_device(device_type: str, environment: Environment) -> bool:
     # `srun --gpus-per-task=1`, for one, shows each process only its own device.
     return environment.launched_by in ("slurm", "mpi") and count(device_type) == 1
+
+
+@cache
+def warn_of_missing_srun(num_processes: int, num_tasks: int) -> None:
+    """Warn, once, of a job with fewer processes than its SLURM allocation has tasks."""
+    if num_processes < num_tasks:
+        rank_zero_warn(
+            f"srun did not start this script, so the job has {num_processes} process(es), and its SLURM allocation {num_tasks} "
+            "tasks: start the script with srun, as in `srun python train.py`, or ask for one task."
+        )
 
 
 def check_nodes(num_nodes: int, environment: Environment) -> None:

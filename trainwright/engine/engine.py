@@ -29,7 +29,7 @@ from trainwright.distributed.connection import open_process_group, pick_backend
 from trainwright.distributed.environment import Environment
 from trainwright.distributed.ranks import Ranks
 from trainwright.engine.command_line import fill_open
-from trainwright.engine.devices import check_nodes, device_index, resolve_num_processes
+from trainwright.engine.devices import check_nodes, device_index, resolve_num_processes, warn_of_missing_srun
 from trainwright.engine.finiteness import Finiteness
 from trainwright.engine.gathering import broadcast, join
 from trainwright.engine.lazy_tensors import (
@@ -119,6 +119,7 @@ class Engine:
         alone = environment.launched_by == "single"
         # Of the job that is about to be started, if this process was not launched in one.
         world_size = num_processes * max(num_nodes, 1) if alone else environment.world_size
+        warn_of_missing_srun(world_size, environment.waiting_tasks)
         self.strategy = resolve_strategy(strategy, world_size)
         chosen_precision = resolve_precision(precision, device_type)
         self.strategy.check(device_type, world_size, chosen_precision)

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from trainwright.errors import a_type_of
+from trainwright.errors import a_type_of, did_you_mean
 from trainwright.rank_zero import rank_zero_warn
 from trainwright.strategies.optimizer_proxy import unwrap_optimizer
 
 INTERVALS = ("epoch", "step", "validation")
+AFTER_VALIDATIONS = "give a scheduler interval='validation', or see check_val_every_n_epoch and limit_val_batches"
+"""What to do about a metric that is followed before a validation has logged it."""
 ACCEPTED = (
     "an Optimizer, a list of them, a pair ([optimizers], [schedulers]), a dict with 'optimizer' and, if wanted, "
     "'lr_scheduler', a list of such dicts, or None"
@@ -182,7 +183,7 @@ def _split_mapping(returned: Mapping[str, Any], where: str) -> tuple[list[Optimi
     if unknown or "optimizer" not in returned:
         raise ValueError(
             f"{where}what configure_optimizers returned is a dict with the keys {list(returned)}; expected 'optimizer', "
-            f"'lr_scheduler' and 'monitor'.{_nearest(unknown, OPTIMIZER_KEYS)}"
+            f"'lr_scheduler' and 'monitor'.{''.join(did_you_mean(key, OPTIMIZER_KEYS) for key in unknown)}"
         )
     _expect_optimizer(returned["optimizer"], f"'optimizer' of {where}what configure_optimizers returned")
     scheduler = returned.get("lr_scheduler")
@@ -200,20 +201,15 @@ def _config(scheduler: Any) -> SchedulerConfig:
     if "scheduler" not in scheduler:
         raise ValueError(
             f"a scheduler's dict has the keys {list(scheduler)}; 'scheduler' is required, and optional are "
-            f"{', '.join(SCHEDULER_KEYS[1:])}.{_nearest(unknown, SCHEDULER_KEYS)}"
+            f"{', '.join(SCHEDULER_KEYS[1:])}.{''.join(did_you_mean(key, SCHEDULER_KEYS) for key in unknown)}"
         )
     if unknown:
         rank_zero_warn(
             f"a scheduler's dict has the keys {unknown}, which have no effect; expected {', '.join(SCHEDULER_KEYS)}."
-            f"{_nearest(unknown, SCHEDULER_KEYS)}",
+            f"{''.join(did_you_mean(key, SCHEDULER_KEYS) for key in unknown)}",
             stacklevel=3,
         )
     return SchedulerConfig(**{key: scheduler[key] for key in SCHEDULER_KEYS if key in scheduler})
-
-
-def _nearest(unknown: Iterable[Any], accepted: Sequence[str]) -> str:
-    close = [match for key in unknown for match in difflib.get_close_matches(str(key), accepted, n=1)]
-    return f" Did you mean {', '.join(map(repr, close))}?" if close else ""
 
 
 def _shape(returned: Any) -> str:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from trainwright.errors import did_you_mean
 from trainwright.ladder.attempt import Attempt, Figure, Result, figure_of
 from trainwright.metric_direction import Direction, direction_of
 
@@ -50,14 +50,12 @@ def choose_metric(
         source = next((source for source, values in found if wanted in values), None)
         if source is None:
             known = list(dict.fromkeys(name for _, values in found for name in values))
-            close = difflib.get_close_matches(wanted, known, n=1)
-            hint = f" Did you mean {close[0]!r}?" if close else ""
             has = (
                 f"it has {', '.join(known)}"
                 if known
                 else "it has neither a test nor a validation metric, and logs none"
             )
-            raise ValueError(f"--metric {wanted}: the script has no such metric; {has}.{hint}")
+            raise ValueError(f"--metric {wanted}: the script has no such metric; {has}.{did_you_mean(wanted, known)}")
         return ComparedMetric(wanted, source, direction or direction_of(wanted))
     found = [each for each in found if each[0] != "log"]  # of the training, unless it is wanted
     if not found:

@@ -413,5 +413,4 @@ def run(job: Job) -> int:
 
 
 def _print(text: str) -> None:
-    sys.stderr.write(text)
-    sys.stderr.flush()
+    print(text, end="", file=sys.stderr, flush=True)  # to stdout in a process without stderr

@@ -37,6 +37,8 @@ def launch(num_processes: int, *, num_nodes: int = 1, reason: str = "this script
         LaunchError: the command cannot be run again.
         ValueError: one of these variables is missing or wrong.
     """
+    from trainwright.distributed.failures import flush_streams  # not at the launcher's start, because it imports torch
+
     if num_processes < 2 and num_nodes == 1:
         raise ValueError(f"num_processes={num_processes}; 2 or more are accepted. One process needs no launcher.")
     nodes = nodes_of(num_nodes, os.environ)
@@ -46,8 +48,7 @@ def launch(num_processes: int, *, num_nodes: int = 1, reason: str = "this script
     for child in multiprocessing.active_children():
         child.terminate()
         child.join(timeout=5)
-    sys.stdout.flush()
-    sys.stderr.flush()
+    flush_streams()
     os.chdir(directory)
     os.execv(sys.executable, launcher_command(num_processes, command, nodes))
 
@@ -91,6 +92,7 @@ def main(arguments: list[str] | None = None) -> int:
 def supervise(job: Job, defaults: dict[str, str | None]) -> int:
     """Run a job's workers on this node and return its exit code; `defaults` are settings that the script may leave open."""
     warnings.simplefilter("ignore")  # the job's output is the workers'
+    sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115  # a service may have none
     _prepare_signals()
     _prepare_environment(job, defaults)
     # Looking for garbage among torch's objects takes 0.1 s while it is imported, and 0.2 s when the launcher ends.

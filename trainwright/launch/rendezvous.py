@@ -320,5 +320,4 @@ class NodeRendezvous(RendezvousHandler):
 
 
 def _say(text: str) -> None:
-    sys.stderr.write(f"trainwright: {text}\n")
-    sys.stderr.flush()
+    print(f"trainwright: {text}", file=sys.stderr, flush=True)

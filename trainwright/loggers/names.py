@@ -5,11 +5,11 @@ To give a logger a name, add one line to `LOGGERS`; the class is imported only w
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import importlib.util
 from typing import NamedTuple
 
+from trainwright.errors import did_you_mean
 from trainwright.loggers.base import Logger
 
 
@@ -37,10 +37,9 @@ def logger_class(name: str) -> type[Logger]:
         ImportError: its package is not installed.
     """
     if name not in LOGGERS:
-        close = difflib.get_close_matches(name.lower(), LOGGERS, n=1)
-        hint = f" Did you mean {close[0]!r}?" if close else ""
         raise ValueError(
-            f"the logger {name!r} is unknown; choose from {', '.join(LOGGERS)}, or pass a Logger instance.{hint}"
+            f"the logger {name!r} is unknown; choose from {', '.join(LOGGERS)}, or pass a Logger instance."
+            f"{did_you_mean(name, LOGGERS)}"
         )
     path, package = LOGGERS[name]
     if package and importlib.util.find_spec(package) is None:

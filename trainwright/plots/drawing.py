@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Sequence
 
+from trainwright.errors import did_you_mean
 from trainwright.plots.curves import panels_of
 from trainwright.plots.history import AXES, History
 
@@ -29,10 +29,8 @@ def checked_metrics(histories: Sequence[History], metrics: Sequence[str]) -> lis
     known = list(dict.fromkeys(name for each in histories for name in each.series))
     for each in metrics:
         if each not in known:
-            close = difflib.get_close_matches(each, known, n=1)
-            hint = f" Did you mean {close[0]!r}?" if close else ""
             choice = f"choose from {', '.join(known)}" if known else "the runs have no rows yet"
-            raise ValueError(f"the metric {each!r} was not logged; {choice}.{hint}")
+            raise ValueError(f"the metric {each!r} was not logged; {choice}.{did_you_mean(each, known)}")
     return list(dict.fromkeys(metrics))
 
 

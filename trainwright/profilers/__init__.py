@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import difflib
 from typing import TYPE_CHECKING
 
 from trainwright.arguments import foreign_hint
-from trainwright.errors import a_type_of
+from trainwright.errors import a_type_of, did_you_mean
 from trainwright.import_paths import refusing
 from trainwright.profilers.advanced import AdvancedProfiler
 from trainwright.profilers.base import PassThroughProfiler, Profiler
@@ -26,10 +25,9 @@ def resolve_profiler(profiler: str | Profiler | None) -> Profiler:
         return PassThroughProfiler()
     if isinstance(profiler, str):
         if profiler not in PROFILERS:
-            close = difflib.get_close_matches(profiler, PROFILERS, n=1)
-            hint = f" Did you mean {close[0]!r}?" if close else ""
             raise ValueError(
-                f"profiler={profiler!r} is unknown; choose from {', '.join(PROFILERS)}, or pass a Profiler instance.{hint}"
+                f"profiler={profiler!r} is unknown; choose from {', '.join(PROFILERS)}, or pass a Profiler instance."
+                f"{did_you_mean(profiler, PROFILERS)}"
             )
         return PROFILERS[profiler]()
     if not isinstance(profiler, Profiler):

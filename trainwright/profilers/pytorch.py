@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
 import os
 from collections.abc import Callable
@@ -15,6 +14,7 @@ from torch.autograd.profiler_util import EventList
 from torch.profiler import ProfilerAction, ProfilerActivity, profile, record_function, schedule
 
 from trainwright.devices import cuda
+from trainwright.errors import did_you_mean
 from trainwright.import_paths import refusing
 from trainwright.profilers.base import Profiler
 
@@ -229,9 +229,7 @@ def _check_names(where: str, given: dict[str, Any], function: Callable[..., Any]
 
 
 def _unknown(what: str, name: str, accepted: tuple[str, ...] | list[str]) -> str:
-    close = difflib.get_close_matches(name, accepted, n=1)
-    hint = f" Did you mean {close[0]!r}?" if close else ""
-    return f"{what}={name!r} is unknown; choose from {', '.join(accepted)}.{hint}"
+    return f"{what}={name!r} is unknown; choose from {', '.join(accepted)}.{did_you_mean(name, accepted)}"
 
 
 if not TYPE_CHECKING:  # a type checker names unknown attributes itself

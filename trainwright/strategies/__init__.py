@@ -5,13 +5,12 @@ To give a strategy a name, add one line to `STRATEGIES`; the class is imported o
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import sys
 from typing import Any
 
 from trainwright.arguments import foreign_hint
-from trainwright.errors import a_type_of
+from trainwright.errors import a_type_of, did_you_mean
 from trainwright.import_paths import missing
 from trainwright.strategies.base import Strategy
 
@@ -79,10 +78,9 @@ def named_strategy(strategy: str, num_processes: int, or_else: str = "") -> tupl
         )
     name, options = VARIANTS.get(name, (name, {}))
     if name not in STRATEGIES:
-        close = difflib.get_close_matches(name, [*STRATEGIES, *VARIANTS], n=1)
-        hint = f" Did you mean {close[0]!r}?" if close else ""
         raise ValueError(
-            f"strategy={strategy!r} is unknown; choose from {', '.join([*CHOICES, *VARIANTS])}{or_else}.{hint}"
+            f"strategy={strategy!r} is unknown; choose from {', '.join([*CHOICES, *VARIANTS])}{or_else}."
+            f"{did_you_mean(name, [*STRATEGIES, *VARIANTS])}"
         )
     return name, options
 

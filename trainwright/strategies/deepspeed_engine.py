@@ -158,7 +158,7 @@ def make_engine(
     """Return DeepSpeed's engine for a module with rank 0's weights; `check` may refuse the config's optimizer. Collective."""
     from pydantic import ValidationError
 
-    announce_local_rank(Environment.detect().local_rank)
+    announce_local_rank(Environment.detect())
     deepspeed = import_deepspeed(device)
     stage = config["zero_optimization"]["stage"]
     refuse_what_cannot_be_sharded(part, stage)

@@ -30,6 +30,13 @@ CHAIN = re.compile(r"\b([A-Za-z_]\w*)((?:\.\w+|\[\d+\])+)")
 PART = re.compile(r"\.(\w+)|\[(\d+)\]")
 MIXED = "mixed torch.Tensor and DTensor"
 """What torch's error says if an operation is given a sharded parameter."""
+SHARDED = (
+    MIXED,
+    "not supported for tensor subclasses",
+    "sharding strategy registered",
+    "storage that is not resizable",
+)
+"""The same of other operations; the last one if an array of a step's numpy() has kept the memory of a parameter."""
 NO_STEPS = ("reset_parameters", "configure_optimizers")
 """Public methods that no step calls."""
 
@@ -217,12 +224,13 @@ def explain(error: BaseException, module: nn.Module) -> RuntimeError | None:
 
 def note_use_in_hook(error: BaseException, modules: Iterable[nn.Module]) -> None:
     """Add a note to the error of a hook that used sharded parameters, by a submodule that it called, say."""
-    for module in modules if MIXED in str(error) else ():
+    for module in modules if any(each in str(error) for each in SHARDED) else ():
         which = " and ".join(map(repr, sorted(set(_touched(error.__traceback__, _names_of_shards(module))))[:3]))
         error.add_note(
             f"Under fsdp each rank holds a part of {which or 'a parameter'}, and the whole is there only in a step. In a hook "
-            "or a callback use the whole copy that tw.gather_module(module, all_ranks=True) gives, called on every rank; or "
-            "call the module itself, self(...), under torch.no_grad(); or do this in a step, such as validation_step."
+            "or a callback use its full_tensor(), or tw.gather_module(module, all_ranks=True), called on every rank; or "
+            "call the module itself, self(...), under torch.no_grad(); or do this in a step, such as validation_step, with a "
+            "copy before numpy(): parameter.detach().clone()."
         )
 
 

@@ -174,7 +174,8 @@ class CheckpointSearch:
             )
         if not falls_back or not is_fit:
             problem = "no complete checkpoint found" if falls_back else "no checkpoint was saved"
-            raise MissingCheckpoint(f"ckpt_path={name!r}: {problem}{seen['where']}. Run fit first, or pass a path.")
+            fix = "For a first start pass 'auto'" if is_fit else "Run fit first"
+            raise MissingCheckpoint(f"ckpt_path={name!r}: {problem}{seen['where']}. {fix}, or pass a path.")
         weights = f" ({seen['weights']} holds only weights, from which no run can resume)" if seen["weights"] else ""
         self.say(f"ckpt_path='auto': no checkpoint found{seen['where']}{weights}; starting from scratch.")
         # A default folder is left out, because this run gets a new one.

@@ -20,7 +20,7 @@ from trainwright.profilers.instrumentation import is_measuring
 from trainwright.rank_zero import rank_zero_info
 from trainwright.trainer.inputs import iterators_of
 from trainwright.trainer.metrics import MetricCollector
-from trainwright.trainer.oversights import warn_of_shuffling
+from trainwright.trainer.oversights import warn_of_monitors, warn_of_shuffling
 from trainwright.trainer.phase import Phase
 from trainwright.trainer.run import Run
 from trainwright.trainer.sources import BatchTransfer, LoaderSource, PulledBatches, find_transfer
@@ -363,6 +363,7 @@ def sanity_check(evaluation: Evaluation) -> None:
         try:
             evaluate(evaluation, Phase.SANITY_CHECK, most=most)
             run.hooks.call("on_sanity_check_end")
+            warn_of_monitors(set(run.logbook.callback_metrics), run.callbacks, run.trained.schedulers, run.settings)
         except EvaluationAbandoned:  # nothing was trained, so the run is saved as it begins
             run.logbook.end_evaluation()
 

@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 
 from trainwright.arguments import foreign_hint
+from trainwright.compiled_names import WRAPPER
 from trainwright.data.combined_loader import CombinedLoader, is_collection
 from trainwright.errors import a_type_of
 from trainwright.module import Module, is_overridden
@@ -66,6 +67,8 @@ def check_module(module: Any, needed: list[str], call: str) -> None:
     if not isinstance(module, Module):
         hint = " Subclass trainwright.Module, or use trainwright.Accelerator in your own loop."
         hint = foreign_hint(module) or (hint if isinstance(module, nn.Module) else "")
+        if isinstance(getattr(module, WRAPPER, None), Module):  # of torch.compile
+            hint = " Pass the module itself, and compile=True to the Trainer: it compiles the submodules that the steps call."
         raise TypeError(
             f"trainer.{call} was given {a_type_of(module)}; expected an instance of trainwright.Module.{hint}"
         )

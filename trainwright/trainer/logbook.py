@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from trainwright.engine.engine import Engine
+from trainwright.engine.optimizers import AFTER_VALIDATIONS
 from trainwright.loggers.base import Logger
 from trainwright.loggers.folder import FolderLogger
 from trainwright.loggers.position import logger_states
@@ -242,9 +243,14 @@ class Logbook:
         self._keep_steps()
         metrics = self._callback  # of which epoch values are not rounded
         if name not in metrics:
+            early = (
+                ""
+                if self._state.validations
+                else f" No validation has run yet: if it logs {name!r}, {AFTER_VALIDATIONS}."
+            )
             raise ValueError(
                 f"{asker} follows {name!r}, which was not logged; there are {', '.join(sorted(metrics)) or 'no metrics'}. "
-                "Log it with self.log, or change monitor."
+                f"Log it with self.log, or change monitor.{early}"
             )
         return float(metrics[name])  # NOTE: waits for the device if the value is a step's
 

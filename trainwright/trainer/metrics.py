@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from itertools import islice
 from numbers import Real
+from traceback import walk_tb
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -95,6 +96,17 @@ class MetricCollector:
 
     def end_batches(self) -> None:
         self.batch = None
+
+    def annotate(self, error: BaseException) -> None:
+        """Add to an error of a step, or of a hook with a batch, which batch it was and what is in it."""
+        kinds = (RuntimeError, ValueError, TypeError, LookupError)
+        frames = [frame for frame, _ in walk_tb(error.__traceback__) if isinstance(error, kinds)]
+        if self.batch is None or all(frame.f_code.co_name != self.hook for frame in frames):
+            return
+        index = next(
+            (each.f_locals["index"] for each in frames if each.f_code.co_name in ("fit_epoch", "run_loader")), ""
+        )
+        error.add_note(f"In {self.hook}, with batch {index}: {_in_words(self.batch)}.")
 
     def begin_uneven_round(self, silent: bool) -> None:
         """Begin a round in which ranks have different numbers of samples; `silent`: this rank has none."""
@@ -355,3 +367,12 @@ def _leading_sizes(batch: Any) -> list[int]:
     if isinstance(batch, (list, tuple)):
         return [size for item in batch for size in _leading_sizes(item)]
     return []
+
+
+def _in_words(batch: Any) -> str:
+    """Return the dtypes and shapes of a batch's tensors, and the types of other values."""
+    if isinstance(batch, Tensor):
+        return f"{str(batch.dtype).removeprefix('torch.')} {list(batch.shape)}"
+    if isinstance(batch, Mapping):
+        return f"{{{', '.join(f'{key!r}: {_in_words(each)}' for key, each in list(batch.items())[:8])}}}"
+    return f"({', '.join(map(_in_words, batch[:8]))})" if isinstance(batch, (list, tuple)) else type(batch).__name__

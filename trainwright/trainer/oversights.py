@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -19,6 +20,8 @@ from trainwright.callbacks.early_stopping import EarlyStopping
 from trainwright.callbacks.timer import Timer
 from trainwright.data.combined_loader import CombinedLoader, is_collection
 from trainwright.devices.accelerator import wait_for
+from trainwright.engine.optimizers import AFTER_VALIDATIONS, SchedulerConfig
+from trainwright.errors import did_you_mean
 from trainwright.rank_zero import rank_zero_warn
 from trainwright.trainer.settings import DEFAULT_MAX_EPOCHS, Settings
 
@@ -26,6 +29,8 @@ LONG_EPOCH = 100
 """Batches of an epoch in which waiting for data is worth measuring."""
 WATCHED = 32
 """Batches of a run during which it is measured how long training waits for data."""
+VALIDATION_WORDS = {"val", "valid", "validation", "eval", "dev"}
+"""Words in the names of metrics that only a validation logs."""
 LONG_WAIT_SECONDS = 0.01
 LARGE_WAIT = 0.3
 """A wait is worth a warning if a batch takes longer than this, and all of them this fraction of the time."""
@@ -46,6 +51,24 @@ def warn_of_open_end(settings: Settings, callbacks: list[Callback]) -> None:
             "max_steps= or max_time=.",
             stacklevel=2,
         )
+
+
+def warn_of_monitors(
+    logged: set[str], callbacks: list[Callback], schedulers: list[SchedulerConfig], settings: Settings
+) -> None:
+    """Warn of metrics that are followed, and that validations have not `logged` in the sanity check or log too late.
+
+    An error would be wrong: another hook may log them, or the same hook outside of the sanity check.
+    """
+    every, names = settings.check_val_every_n_epoch or 1, ", ".join(sorted(logged)) or "nothing"
+    for each in (*callbacks, *(each for each in schedulers if each.is_plateau)):
+        name, asker = getattr(each, "monitor", None), type(getattr(each, "scheduler", each)).__name__
+        if name in logged and isinstance(each, SchedulerConfig) and each.interval == "epoch" and each.frequency < every:
+            problem = f"and steps after epoch {each.frequency}, before the first validation; {AFTER_VALIDATIONS}."
+            rank_zero_warn(f"{asker} follows {name!r}, {problem}", stacklevel=2)
+        elif name not in logged and VALIDATION_WORDS.intersection(re.split(r"[^a-z]+", str(name))):
+            problem = f"and the validation of the sanity check has logged {names}; log it, or change monitor."
+            rank_zero_warn(f"{asker} follows {name!r}, {problem}{did_you_mean(name, logged)}", stacklevel=2)
 
 
 def warn_of_shuffling(loaders: Any, stage: str) -> None:

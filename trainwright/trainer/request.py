@@ -56,7 +56,11 @@ def read_evaluation(
     if model is None and ckpt_path is None and best:
         ckpt_path = "best"
         latest.trainer.print(f"trainer.{call} was given no module: it takes the best checkpoint, {best}")
-    active = active_rung() if ckpt_path in ("", "best") and not best else None
+    has_none = ckpt_path in ("", "best") and not best
+    if has_none and latest.settings.fast_dev_run and latest.module is not None:
+        latest.trainer.print(f"trainer.{call}: fast_dev_run saves no checkpoint, so the weights in memory are taken.")
+        ckpt_path = None
+    active = active_rung() if has_none else None
     if active is not None and active.rung.steps is not None:
         # Ended within its first epoch, the training has no best checkpoint.
         ckpt_path = active.replace("ckpt_path", ckpt_path, None)

@@ -310,6 +310,8 @@ class Run:
             except BaseException as error:
                 outcome.error = error
                 engine.strategy.annotate(error)
+                if self.logbook.collector is not None:
+                    self.logbook.collector.annotate(error)
                 if self.is_prepared:
                     self.state.progress.fail(self.obstacle(error))
                 self.stop.note_end(error)
@@ -374,14 +376,13 @@ class Run:
         with engine.precision.init_context():
             configure_model()
         self.profiler.attach(module)
-        if self.call == "fit" and engine.rank == 0 and self.loggers:
-            self._log_hyper_parameters(module, datamodule)
-            for logger in self.loggers:
-                logger.log_graph(module)
+        for logger in self.loggers if self.call == "fit" and engine.rank == 0 else ():
+            logger.log_graph(module)
 
-    def _log_hyper_parameters(self, *owners: Module | DataModule | None) -> None:
-        if self.settings.enable_autolog_hparams:
-            plain, _ = logged_hyper_parameters(owners, is_plain)
+    def log_hyper_parameters(self) -> None:
+        """Write the hyper-parameters to the loggers, on rank 0."""
+        if self.settings.enable_autolog_hparams and self.loggers and self.engine.rank == 0:
+            plain, _ = logged_hyper_parameters((self.module, self.datamodule), is_plain)
             for logger in self.loggers if plain else ():
                 logger.log_hyperparams(plain)
 

@@ -82,6 +82,14 @@ class Status:
     _loggers: list[Logger]
     run: Run
 
+    def _refuse_nested(self, call: str) -> None:
+        """Refuse a call from within a run of this Trainer, before it changes anything of that (RuntimeError)."""
+        if self.run.running_call is not None:
+            raise RuntimeError(
+                f"trainer.{call} was called while trainer.{self.run.running_call} runs; call it after that, or from another "
+                "Trainer."
+            )
+
     def _change_setting(self, name: str, value: Any) -> None:
         if self.run.running_call is not None:
             raise RuntimeError(

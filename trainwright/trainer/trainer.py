@@ -6,6 +6,7 @@ import builtins
 import os
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -48,7 +49,7 @@ from trainwright.trainer.request import Request, choose_checkpoint, read_evaluat
 from trainwright.trainer.resume import Resumption, open_with_hooks, restore_weights
 from trainwright.trainer.run import Parts, Run
 from trainwright.trainer.saving import save_checkpoint
-from trainwright.trainer.settings import REPLACED
+from trainwright.trainer.settings import REPLACED, Settings
 from trainwright.trainer.sources import find_source
 from trainwright.trainer.state import TrainerState
 from trainwright.trainer.status import Status
@@ -123,6 +124,8 @@ class Trainer(Status):
     >>> trainer.current_epoch, trainer.global_step
     (2, 16)
     """
+
+    _trial_settings: Settings | None = None  # of a trial run, which the module does not see
 
     @filled_by_environment("Trainer")
     def __init__(
@@ -231,11 +234,11 @@ class Trainer(Status):
         """
         self._refuse_nested("fit")
         path = self._ckpt_path if ckpt_path is None else ckpt_path
-        if path is None and not self.fast_dev_run and not self.engine.num_workers:
-            loaders = {"train_dataloaders": train_dataloaders, "val_dataloaders": val_dataloaders}
-            tune(self.callbacks, self.trial, model, {**loaders, "datamodule": datamodule})
         request = read_fit(model, train_dataloaders, val_dataloaders, datamodule, path, verify, fresh)
         parts, choice = self._begin(request)
+        if choice.path is None and not self.fast_dev_run and not self.engine.num_workers:
+            loaders = {"train_dataloaders": train_dataloaders, "val_dataloaders": val_dataloaders}
+            tune(self.callbacks, self.trial, model, {**loaders, "datamodule": datamodule})
         if self.engine.num_workers:
             run = Run(parts, "fit", model, request.datamodule, choice, self.run)
             options = {"train_dataloaders": request.loaders, "val_dataloaders": val_dataloaders, "verify": verify}
@@ -252,6 +255,7 @@ class Trainer(Status):
                 resumption.parts()
             prepare_fit(run)
             run.hooks.call("on_fit_start")
+            run.log_hyper_parameters()  # after a search's callback has set the value that the saved run has found
             # Before the schedulers' state is loaded, since a callback's scheduler has state as well.
             run.replace_schedulers()
             if resumption is not None:
@@ -264,12 +268,17 @@ class Trainer(Status):
     def trial(self, **changes: Any) -> Trainer:
         """Return a Trainer with the same arguments for a trial run: it writes nothing, validates nothing and has no callbacks.
 
+        Its max_epochs and max_steps show the limits of this Trainer, from which the module may make a scheduler.
+
         Args:
             changes: arguments that differ, such as callbacks= and max_steps=.
         """
         settings = trial_arguments({**self._arguments, **self._fresh}, bool(self.loggers))
         with aside():
-            return Trainer(**{**settings, **changes})
+            trial = Trainer(**{**settings, **changes})
+        shown = replace(trial._settings, max_epochs=self.max_epochs, max_steps=self.max_steps)
+        trial._trial_settings, trial._settings = trial._settings, shown
+        return trial
 
     @refuses_unknown
     def validate(
@@ -396,8 +405,9 @@ class Trainer(Status):
         return making_modules(self.engine, bool(empty_init))
 
     def print(self, *args: Any, **kwargs: Any) -> None:
-        """Print on rank 0 only."""
+        """Print on rank 0 only, and flush, so that a file of stdout and stderr has their lines in order."""
         if self.is_global_zero:
+            kwargs.setdefault("flush", True)
             bar = self.progress_bar_callback if self.run.running_call is not None else None
             (builtins.print if bar is None else bar.print)(*args, **kwargs)  # above a live bar, not through it
 
@@ -443,16 +453,8 @@ class Trainer(Status):
         vars(self).update(state["attributes"])
 
     def _parts(self, root: str) -> Parts:
-        settings = self._settings
+        settings = self._trial_settings or self._settings
         return Parts(self, settings, self.engine, self.loggers, self.profiler, bool(settings.overfit), root)
-
-    def _refuse_nested(self, call: str) -> None:
-        """Refuse a call from within a run of this Trainer, before it changes anything of that (RuntimeError)."""
-        if self.run.running_call is not None:
-            raise RuntimeError(
-                f"trainer.{call} was called while trainer.{self.run.running_call} runs; call it after that, or from another "
-                "Trainer."
-            )
 
     def _begin(self, request: Request) -> tuple[Parts, Choice]:
         """Return the parts of a call and its checkpoint, once the module has given its callbacks. Collective."""
