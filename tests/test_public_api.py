@@ -59,9 +59,9 @@ METHODS = {
     tw.Logger: """after_save_checkpoint begin_fit close finalize flush load_state_dict log_graph log_hyperparams log_images
         log_metrics plot save start state_dict""",
 }
-CALLBACKS_MAY_USE = """accumulate_grad_batches batch_indices callback_metrics callbacks ckpt_path current_epoch datamodule
+CALLBACKS_MAY_USE = """accumulate_grad_batches batch_indices callback_metrics callbacks ckpt_path current_epoch
     default_root_dir enable_validation engine fast_dev_run global_rank global_step is_dummy_batch is_global_zero log_dir
-    log_every_n_steps loggers lr_scheduler_configs max_epochs metrics num_predict_batches
+    log_every_n_steps loggers lr_scheduler_configs max_epochs max_steps metrics num_predict_batches
     num_sanity_val_batches num_test_batches num_training_batches num_val_batches optimizers print profiler
     progress_bar_metrics resume_source sanity_checking save_checkpoint should_stop state stop_soon strategy
     train_dataloader world_size"""

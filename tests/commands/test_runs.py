@@ -45,6 +45,7 @@ def fit(folder: Path, *, fails: bool = False, ckpt_path: str | None = None, **op
 
 
 def listed(capsys: pytest.CaptureFixture[str], *arguments: object) -> list[dict[str, Any]]:
+    capsys.readouterr()  # fits print the path of their report
     assert runs_command([*map(str, arguments), "--json"], check_names) == 0
     found: list[dict[str, Any]] = json.loads(capsys.readouterr().out)
     return found

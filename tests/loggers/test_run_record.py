@@ -247,12 +247,13 @@ def two_ranks(folder: Path) -> str:
     options = {**QUIET, "logger": logger, "devices": "auto", "max_epochs": 1, "log_every_n_steps": 1}
     trainer = tw.Trainer(**options)
     trainer.fit(Classifier(), make_loader())
+    plotted = logger.plot()
     before = (folder / "version_0/trainwright_run.json").read_bytes() if trainer.is_global_zero else b""
     with pytest.raises(TypeError):
         trainer.fit(Refused(), make_loader())
     if trainer.is_global_zero:
         assert (folder / "version_0/trainwright_run.json").read_bytes() == before
-    return logger.plot()
+    return plotted
 
 
 def test_two_ranks_write_one_record(tmp_path: Path) -> None:

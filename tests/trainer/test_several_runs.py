@@ -297,7 +297,7 @@ def test_a_fit_from_step_0_is_a_run_of_its_own_and_a_resumed_fit_continues(tmp_p
     other.fit(Noted(0.01), make_loader(), ckpt_path="last")
     assert other.log_dir == f"{logs}/version_1"
     assert steps_in(other.log_dir) == list(range(22))
-    other.fit(Noted(0.02), make_loader(), ckpt_path=f"{logs}/version_0/checkpoints/epoch=0-step=11.ckpt")
+    other.fit(Noted(), make_loader(), ckpt_path=f"{logs}/version_0/checkpoints/epoch=0-step=11.ckpt")
     assert other.log_dir == f"{logs}/version_0"
     other.fit(Noted(0.03), make_loader())
     assert other.log_dir == f"{logs}/version_2"

@@ -340,6 +340,7 @@ def test_a_save_that_nobody_foresees_takes_the_state_of_an_earlier_batch(tmp_pat
     again = tw.Accelerator(cpu=ON_HOST)
     _, loader = again.prepare(nn.Linear(1, 1), DataLoader(Endless(), batch_size=2))
     again.load_state(str(tmp_path / "loop.ckpt"))
+    assert loader.epoch == 0  # a loop that reads it continues at the saved batch
     assert [batch.tolist() for batch, _ in zip(loader, range(21), strict=False)] == told[SPACING + 10 :]
 
 

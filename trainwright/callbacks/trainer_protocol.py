@@ -11,7 +11,6 @@ from torch.optim import Optimizer
 if TYPE_CHECKING:
     from trainwright.callbacks.base import Callback
     from trainwright.checkpoint.store import CheckpointWriter
-    from trainwright.data.datamodule import DataModule
     from trainwright.distributed.connection import Connection
     from trainwright.distributed.ranks import Ranks
     from trainwright.engine.finiteness import Finiteness
@@ -178,12 +177,12 @@ class TrainerProtocol(Protocol):
         """The schedulers and when they step."""
 
     @property
-    def datamodule(self) -> DataModule | None:
-        """The DataModule of the run; None without."""
-
-    @property
     def max_epochs(self) -> int | None:
         """The number of epochs to train; -1 for no limit."""
+
+    @property
+    def max_steps(self) -> int:
+        """The number of optimizer steps to make; -1 for no limit."""
 
     @property
     def fast_dev_run(self) -> bool | int:

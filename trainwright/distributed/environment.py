@@ -65,9 +65,9 @@ def _read_torchrun(variables: Mapping[str, str]) -> Environment | None:
         needed = needed[:4]
     missing = [name for name in needed if not variables.get(name)]
     if missing:
-        given = ", ".join(f"{name}={variables[name]}" for name in needed if name in variables)
+        present = ", ".join(f"{name}={variables[name]}" for name in needed if name in variables)
         raise ValueError(
-            f"the environment has {given} but not {', '.join(missing)}; a job of several processes needs "
+            f"the environment has {present} but not {', '.join(missing)}; a job of several processes needs "
             f"{', '.join(needed)}. Start it with torchrun, or unset these variables to run as one process."
         )
     numbers = {name: read_number(variables, name, "torchrun") for name in needed if name != "MASTER_ADDR"}

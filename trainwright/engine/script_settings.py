@@ -18,7 +18,7 @@ SCHEDULERS, OPTIMIZER_SETTINGS = FRESH = ("schedulers", "optimizer_settings")
 """What a resume can take from the script instead of from the checkpoint."""
 RATES = ("lr", "initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr")
 """Values of a parameter group that belong to its scheduler, if there is one."""
-PROGRESS = ("last_epoch", "base_lrs", "_last_lr", "_step_count", "T_cur", "T_i")
+PROGRESS = ("last_epoch", "base_lrs", "T_cur", "T_i")
 """Attributes of schedulers that follow from the position or from the optimizer's rates."""
 
 
@@ -133,7 +133,7 @@ def _scheduler_settings(schedulers: Sequence[Any]) -> Settings:
         for where, each in ((f"scheduler {number}", scheduler), *_within(scheduler, f"scheduler {number}")):
             classes.append(type(each).__name__)
             for name, value in getattr(each, "__dict__", {}).items():
-                if name not in PROGRESS and is_plain(value):
+                if name not in PROGRESS and not name.startswith("_") and is_plain(value):
                     settings[f"{name} of {where}"] = repr(value)
     return {"classes": ", ".join(classes), **settings}
 

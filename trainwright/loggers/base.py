@@ -13,6 +13,8 @@ from typing import Any, Literal, Protocol, Self
 from trainwright.distributed.environment import Environment
 from trainwright.errors import a_type_of
 
+Params = Mapping[str, Any] | argparse.Namespace
+"""The hyper-parameters that a logger takes."""
 RunResult = Literal["success", "failed", "interrupted"]
 """Lightning's words, which `finalize` gets. Users read them as the states finished, failed and stopped (run_record.py)."""
 
@@ -83,9 +85,7 @@ class Logger:
         `agreed(text)` returns rank 0's text on every rank.
         """
 
-    def log_hyperparams(
-        self, params: Mapping[str, Any] | argparse.Namespace, metrics: Mapping[str, Any] | float | None = None
-    ) -> None:
+    def log_hyperparams(self, params: Params, metrics: Mapping[str, Any] | float | None = None) -> None:
         """Record the hyper-parameters of the run, with metrics where the logger has both; called once by the trainer."""
 
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
@@ -227,7 +227,7 @@ def _number(name: str, value: Any) -> float:
     )
 
 
-def to_dict(params: Mapping[str, Any] | argparse.Namespace) -> dict[str, Any]:
+def to_dict(params: Params) -> dict[str, Any]:
     """Return hyper-parameters as a dict; raise TypeError unless they are a Mapping or a Namespace."""
     if isinstance(params, argparse.Namespace):
         return dict(vars(params))

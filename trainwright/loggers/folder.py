@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import hashlib
 import json
@@ -18,9 +17,9 @@ import yaml
 from trainwright.distributed.environment import Environment
 from trainwright.errors import a_type_of
 from trainwright.loggers.background import BackgroundWriter, flush_at_exit
-from trainwright.loggers.base import KeptCheckpoints, Logger, RunResult, to_dict, to_json, to_numbers
+from trainwright.loggers.base import KeptCheckpoints, Logger, Params, RunResult, to_dict, to_json, to_numbers
 from trainwright.loggers.files import explained_for, is_local, write_file
-from trainwright.loggers.run_record import FIT, LOOP, RunRecorder
+from trainwright.loggers.run_record import LOOP, RunRecorder
 from trainwright.paths import absolute
 from trainwright.plots.history import History
 
@@ -243,11 +242,7 @@ class FolderLogger(Logger):
     def _add_row(self, row: Row) -> None:
         self._rows.append(row)
 
-    def log_hyperparams(
-        self,
-        params: Mapping[str, Any] | argparse.Namespace | None = None,
-        metrics: Mapping[str, Any] | float | None = None,
-    ) -> None:
+    def log_hyperparams(self, params: Params | None = None, metrics: Mapping[str, Any] | float | None = None) -> None:
         """Write the hyper-parameters to `hparams.json` and `hparams.yaml`, in addition to those of earlier calls."""
         if self._is_writer:
             self._hparams.update(to_dict(params or {}))
@@ -299,8 +294,7 @@ class FolderLogger(Logger):
         self.flush()
         if self._is_writer and self._folder is None:
             raise RuntimeError(
-                f"{type(self).__name__}.plot() was called before anything was logged; call it after log_metrics, in a run or "
-                "after it."
+                f"{type(self).__name__}.plot() was called before anything was logged; call it after a row."
             )
         target = absolute(path) if path is not None else f"{self.log_dir or self.root_dir}/{CURVES_NAME}"
         if self._is_writer and self._folder is not None:
@@ -367,8 +361,6 @@ def start_loggers(
     """
     started: list[FolderLogger] = []
     for logger in loggers:
-        if call == FIT:
-            logger.begin_fit()
         if not isinstance(logger, FolderLogger):
             logger.start(agreed, is_writer=is_writer)
             continue

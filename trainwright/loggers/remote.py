@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import random
@@ -16,7 +15,7 @@ from typing import Any, NamedTuple
 
 from trainwright.distributed.environment import Environment
 from trainwright.loggers.background import BackgroundWriter, flush_at_exit
-from trainwright.loggers.base import KeptCheckpoints, Logger, RunResult, SilentExperiment, to_dict, to_numbers
+from trainwright.loggers.base import KeptCheckpoints, Logger, Params, RunResult, SilentExperiment, to_dict, to_numbers
 
 RETRY_SECONDS = 5.0
 """After a failed write the next rows wait that long, since a client may block for as long at each attempt."""
@@ -240,9 +239,7 @@ class RemoteLogger(Logger):
             self._rows.clear()
             self._has_warned, self._retry_at = False, 0.0
 
-    def log_hyperparams(
-        self, params: Mapping[str, Any] | argparse.Namespace, metrics: Mapping[str, Any] | float | None = None
-    ) -> None:
+    def log_hyperparams(self, params: Params, metrics: Mapping[str, Any] | float | None = None) -> None:
         """Write the hyper-parameters."""
         if self._begin():
             self._write_hyperparams(to_dict(params))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import importlib.util
 import os
@@ -22,7 +21,7 @@ from torch import nn
 from trainwright.arguments import refuse_unknown
 from trainwright.devices.generators import forked_generators
 from trainwright.errors import a_type_of
-from trainwright.loggers.base import SilentExperiment, to_dict, to_numbers
+from trainwright.loggers.base import Params, SilentExperiment, to_dict, to_numbers
 from trainwright.loggers.files import is_local
 from trainwright.loggers.folder import FolderLogger, Row
 from trainwright.paths import open_no_link
@@ -180,7 +179,7 @@ class TensorBoardLogger(FolderLogger):
 
     def log_hyperparams(
         self,
-        params: Mapping[str, Any] | argparse.Namespace | None = None,
+        params: Params | None = None,
         metrics: Mapping[str, Any] | float | None = None,
         step: int | None = None,
     ) -> None:

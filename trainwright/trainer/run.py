@@ -349,6 +349,8 @@ class Run:
         elif choice.loggers:
             ranks.decide(lambda: refuse_branch(self.loggers, choice.loggers, path), START_OF_LOGGERS)
         # Default folders are in the loggers' run folders, which are known from here on.
+        for logger in self.loggers if self.call == "fit" else ():
+            logger.begin_fit()
         agreed = partial(ranks.broadcast, call=START_OF_LOGGERS)
         start_loggers(self.loggers, agreed, is_writer=self.engine.rank == 0, call=self.call)
         locks.take(each.folder_in(self.trainer) for each in saving)

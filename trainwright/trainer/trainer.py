@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from functools import partial
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -240,9 +241,9 @@ class Trainer(Status):
             loaders = {"train_dataloaders": train_dataloaders, "val_dataloaders": val_dataloaders}
             tune(self.callbacks, self.trial, model, {**loaders, "datamodule": datamodule})
         if self.engine.num_workers:
+            options = {"val_dataloaders": val_dataloaders, "verify": verify, "fresh": request.fresh}
             run = Run(parts, "fit", model, request.datamodule, choice, self.run)
-            options = {"train_dataloaders": request.loaders, "val_dataloaders": val_dataloaders, "verify": verify}
-            self._call_workers(run, {**options, "fresh": request.fresh})
+            self._call_workers(run, {"train_dataloaders": request.loaders, **options})
             return
         self.run = run = TrainingRun(
             parts, model, request.datamodule, choice, self.run, request.source, val_dataloaders
@@ -347,12 +348,9 @@ class Trainer(Status):
             raise ValueError(f"return_predictions={return_predictions!r} is not accepted; pass True, False or 'own'.")
         given = (model, dataloaders, ckpt_path, datamodule, verify)
         wanted, own_only = return_predictions is not False, return_predictions == "own"
+        run = partial(predict, return_predictions=wanted, own_only=own_only)
         predictions: list[Any] | None = self._evaluate(
-            "predict",
-            "predict",
-            given,
-            lambda each: predict(each, wanted, own_only=own_only),
-            return_predictions=return_predictions,
+            "predict", "predict", given, run, return_predictions=return_predictions
         )
         return predictions
 
