@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from trainwright.data.combined_loader import is_read_once
 from trainwright.data.seeding import IsolatedGenerators, derive_seed, read_isolated
 from trainwright.data.source_state import SourceState, SourceStates
 from trainwright.data.stateful_reader import END, ReaderState, StateRejected
@@ -103,7 +104,7 @@ class BatchStream(StreamShard):
     def drawn(self, pass_number: int, start: int = 0) -> Iterator[Any]:
         if isinstance(self.source, Sequence):
             return islice(iter(self.source), start, None)
-        if isinstance(self.source, Iterator):
+        if is_read_once(self.source):
             return islice(self._read_once(self.source, pass_number), start, None)
         if self.states is not None:
             return self._read_from_state(self.states, pass_number, start)

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from itertools import chain, count, islice
 from typing import Any
 
-from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
+from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler, SubsetRandomSampler
 
 from trainwright.data.order_digest import OrderDigest
 from trainwright.data.sampler_generators import SamplerGenerators
@@ -249,15 +249,18 @@ def _is_torchs(source: Any) -> bool:
     return all(type(each).__module__.startswith("torch.utils.data.") for each in parts)
 
 
-def in_dataset_order(source: Any) -> tuple[Any, bool]:
-    """Return a sampler without the shuffling of torch's own, and whether its order is still one of the user's."""
+def in_dataset_order(source: Any, dataset: Any, is_replaceable: bool) -> tuple[Any, Any]:
+    """Return the sampler without shuffling, and the user's sampler if that is not torch's plain shuffle and has its own order.
+
+    The user's sampler is kept unless it `is_replaceable`.
+    """
     sampler = source.sampler if type(source) is BatchSampler else source
-    if type(sampler) is RandomSampler and not sampler.replacement and sampler.num_samples == len(sampler.data_source):
-        in_order = SequentialSampler(sampler.data_source)
-        if sampler is source:
-            return in_order, False
-        source = copy.copy(source)
-        source.sampler = in_order
-        return source, False
-    keeps_order = isinstance(sampler, (SequentialSampler, list, tuple, range))
-    return source, not keeps_order and getattr(sampler, "shuffle", None) is not False
+    if isinstance(sampler, (SequentialSampler, list, tuple, range)) or getattr(sampler, "shuffle", None) is False:
+        return source, None
+    if not is_replaceable:
+        return source, sampler
+    is_plain = type(sampler) is RandomSampler and not sampler.replacement and sampler.num_samples == len(dataset)
+    in_order: Any = sorted(sampler.indices) if isinstance(sampler, SubsetRandomSampler) else SequentialSampler(dataset)
+    if sampler is not source:
+        in_order, source.sampler = copy.copy(source), in_order
+    return in_order, None if is_plain else sampler

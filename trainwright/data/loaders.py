@@ -161,9 +161,11 @@ class ShardedLoader(StatefulLoader):
         source: Any = clone.batch_sampler if batched else loader.sampler
         is_whole = type(source) is BatchSampler or not self.is_sharded
         if in_order:
-            source, is_own = in_dataset_order(source)
-            if is_own:
-                _warn_of_kept_order(getattr(source, "sampler", source))
+            # A batch sampler may choose more than the order, and a DistributedSampler the samples of this rank.
+            is_replaceable = is_whole and (type(source) is BatchSampler or not batched)
+            source, chooser = in_dataset_order(source, loader.dataset, is_replaceable)
+            if chooser is not None:
+                _warn_of_order(chooser, is_kept=not is_replaceable)
         stream = IndexStream(
             source,
             batched=batched,
@@ -179,7 +181,7 @@ class ShardedLoader(StatefulLoader):
 
     def _with_batches(self, loader: Iterable[Any], in_order: bool) -> BatchStream:
         if in_order and isinstance(loader, DataLoader) and isinstance(loader.sampler, RandomSampler):
-            _warn_of_kept_order(loader)
+            _warn_of_order(loader, is_kept=True)
         is_read_by_workers = _is_plain(loader) and loader.num_workers > 0
         return BatchStream(
             self._source,
@@ -390,9 +392,12 @@ def _check_parts(loader: Iterable[Any], parts: int, is_sharded: bool) -> None:
         )
 
 
-def _warn_of_kept_order(chooser: Any) -> None:
+def _warn_of_order(chooser: Any, is_kept: bool) -> None:
+    outcome = (
+        "kept; give the loader a sampler whose order does not change" if is_kept else "replaced by the dataset's order"
+    )
     warnings.warn(
         f"overfit_batches needs the same batches each epoch, but the loader's {type(chooser).__name__} chooses its own order, "
-        "which is kept; give the loader a sampler whose order does not change, or shuffle=True, which is switched off.",
+        f"which is {outcome}.",
         stacklevel=2,
     )

@@ -141,11 +141,10 @@ class Evaluation:
         which = f" {index if name is None else name!r}" if len(self.loaders) > 1 else ""
         return f"the {self.stage} loader{which}"
 
-    def reload(self) -> None:
-        """Call the hook that makes the loaders again, where there is one. Collective."""
+    def renew(self, generators: dict[str, Any]) -> None:
+        """Let the next evaluation call the loaders' hook again, if there is one, with these generators."""
         if self.source.owner is not None:
-            self.is_loaded, self.generators = False, None
-            self.load()
+            self.is_loaded, self.generators = False, generators
 
     def limit_of(self, loader: Shard, most: int | None = None) -> int | None:
         """Return the number of a loader's batches to run, at most `most`; None for all until its end."""
@@ -277,11 +276,11 @@ def run_dummy(
     batch: Any,
     arguments: tuple[Any, ...],
     indices: tuple[int, ...] = (),
-    pulled: tuple[PulledBatches, tuple[int, ...]] | None = None,
+    pulled: PulledBatches | None = None,
 ) -> None:
     """Run what communicates of a batch that is not this rank's own, because other ranks wait for it. Its results are dropped.
 
-    `pulled` is where a step takes its batches from itself, and the loader's index for its hook.
+    `pulled` is the iterator from which the step takes its batches itself.
     """
     run, stage, communication = evaluation.run, evaluation.stage, evaluation.communication
     uneven = UnevenRound(collector, evaluation.module, run.callbacks, is_dummy=True)
@@ -290,8 +289,8 @@ def run_dummy(
     outputs = None
     if communication.in_step or communication.in_hooks:
         outputs = run.engine.run(evaluation.module, f"{stage}_step", *arguments)
-    if communication.in_hooks and pulled is not None and pulled[0].count:
-        batch, indices = pulled[0].latest, (pulled[0].count - 1, *pulled[1])
+    if communication.in_hooks and pulled is not None and pulled.count:
+        batch, indices = pulled.latest, (pulled.count - 1, *indices[1:])
     if communication.in_hooks and indices:
         run.hooks.call(f"on_{stage}_batch_end", outputs, batch, *indices)
     uneven.end()
@@ -326,21 +325,22 @@ def run_pulled(
             break
         collector.begin_batch(collector.batch, step, length is None or taken >= length - 1)
         if is_dummy(taken):
-            run_dummy(evaluation, collector, batches, (batches,), pulled=(batches, several))
+            run_dummy(evaluation, collector, batches.latest, (batches,), (taken, *several), batches)
             if batches.count == taken:
                 break
             continue
-        before = collectives.count_issued()
+        counts = [collectives.count_issued()]
+        run.hooks.call(f"on_{stage}_batch_start", batches.latest, taken, *several)
+        counts.append(collectives.count_issued())
         outputs = engine.run(evaluation.module, step, batches)
-        after = collectives.count_issued()
+        counts.append(collectives.count_issued())
         if batches.count == taken:
             raise RuntimeError(f"{step} took no batch from its dataloader_iter; call next(dataloader_iter) in it.")
         if keep is not None:
             keep(loader_index, batches.count - 1, outputs)
         run.hooks.call(f"on_{stage}_batch_end", outputs, batches.latest, batches.count - 1, *several)
         if taken == 0:
-            counts = [before, before, after, collectives.count_issued()]
-            evaluation.communication.learn(counts, engine.strategy.forward_is_collective)
+            evaluation.communication.learn([*counts, collectives.count_issued()], engine.strategy.forward_is_collective)
         run.logbook.log_evaluation_step(batches.count - 1)
 
 

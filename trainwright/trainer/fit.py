@@ -105,7 +105,7 @@ def begin_epoch(run: TrainingRun) -> None:
     if run.data.is_to_reload:
         run.data.reload()
         if run.validation is not None:
-            run.validation.reload()
+            run.validation.renew(rng_state())
     run.data.seek(run.trained.resume_source)
     run.hooks.call("on_train_epoch_start")
     run.replace_schedulers()
@@ -142,7 +142,7 @@ def fit_epoch(run: TrainingRun) -> None:
         if index in run.data.uneven:
             run.begin_uneven_round(index)
         unchecked = state.unchecked_batches if window.is_open else 0
-        if batch_start and -1 in hooks.call("on_train_batch_start", batch, index):
+        if batch_start and -1 in hooks.call("on_train_batch_start", batch.latest if run.pulls else batch, index):
             agree_to_leave(run)
             is_last = True
             break
