@@ -486,6 +486,11 @@ OTHERS = (
     Use(
         "omegaconf.base.Node", "_get_parent", "know a part of a configuration that refers to the rest (plain_forms.py)"
     ),
+    Use(
+        "datasets.IterableDataset",
+        "_ex_iterable",
+        "know a stream that is split after a shuffle (data/epoch_listeners.py)",
+    ),
     Use("_pytest", "__name__", "know a script that a test runner runs (launch/command.py)"),
 )
 

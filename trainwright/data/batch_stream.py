@@ -52,6 +52,7 @@ class BatchStream(StreamShard):
         self.seed_rank, self.states = seed_rank, states
         self._plan: Sequence[tuple[int, int]] = ()
         self._generator, self._draws = generator, draws
+        self._compare: Callable[[Any], Any] | None = None
         self._from: SourceState | None = None
         """A state within the pass that the shard starts in, at the start or before it."""
         self._why_reread = ""
@@ -73,6 +74,10 @@ class BatchStream(StreamShard):
         super().set_epoch(seed, epoch, start_batch, position)
         if self.states is not None:
             self._resume(self.states, state, position)
+
+    def compare_first(self, compare: Callable[[Any], Any]) -> None:
+        """Pass the next batch that is read through a function, which compares it with those of other ranks."""
+        self._compare = compare
 
     def plan_states(self, batches: Sequence[tuple[int, int]]) -> None:
         self._plan = batches
@@ -149,10 +154,12 @@ class BatchStream(StreamShard):
         if self.states is not None:
             self.states.read_with(isolated)
         if isolated is None:
-            return begin()
-        with isolated.active():
             batches = begin()
-        return read_isolated(batches, repeat(isolated))
+        else:
+            with isolated.active():
+                batches = read_isolated(begin(), repeat(isolated))
+        compare, self._compare = self._compare, None
+        return batches if compare is None else chain(map(compare, islice(batches, 1)), batches)
 
     def _resume(self, states: SourceStates, state: SourceState | None, position: StreamPosition | None) -> None:
         """Let the source resume from a state that fits: one within this pass, or at its start what the last epoch left."""

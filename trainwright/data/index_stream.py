@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 from collections import deque
 from collections.abc import Iterator
+from contextlib import suppress
 from itertools import chain, count, islice
 from typing import Any
 
@@ -95,6 +96,28 @@ class IndexStream(StreamShard):
         length = self._length_of(len(self.source))
         assert length is not None
         return length
+
+    @property
+    def sampler(self) -> Any:
+        """Return the user's sampler, or batch sampler."""
+        return self.source.sampler if type(self.source) is BatchSampler else self.source
+
+    def first_indices(self, most: int) -> list[Any]:
+        """Return the first items of the user's sampler, drawn from a copy; none of an iterator and of torch's plain orders."""
+        sampler = copy.copy(self.sampler)
+        attributes = getattr(sampler, "__dict__", {}).values()
+        if type(sampler) in (SequentialSampler, RandomSampler) or any(
+            isinstance(each, Iterator) for each in (sampler, *attributes)
+        ):
+            return []
+        own = SamplerGenerators(sampler, 0, 0)
+        with (
+            suppress(Exception),
+            IsolatedGenerators(0).active(),
+            own.active(),
+        ):  # an error comes again in the first epoch
+            return list(islice(iter(sampler), most if type(self.source) is BatchSampler or not self.batched else 1))
+        return []
 
     @property
     def order(self) -> str:

@@ -22,7 +22,7 @@ from torch.utils.data.datapipes.datapipe import IterDataPipe
 from torch.utils.data.distributed import DistributedSampler
 
 from trainwright.data.batch_stream import BatchStream
-from trainwright.data.epoch_listeners import set_epoch_of_parts
+from trainwright.data.epoch_listeners import is_split_after_shuffle, set_epoch_of_parts
 from trainwright.data.fetching import fetched, is_fetched_here
 from trainwright.data.index_stream import IndexStream, in_dataset_order
 from trainwright.data.loader_state import StatefulLoader
@@ -84,7 +84,7 @@ class ShardedLoader(StatefulLoader):
         self.is_sharded = _is_to_shard(loader, world_size, shard)
         """Whether the ranks read one stream; False on one process, and if the user gave each rank its own data."""
         if self.is_sharded:
-            _check_shardable(loader, rank, world_size)
+            _check_shardable(loader, world_size)
         if batch_parts > 1:
             _check_parts(loader, batch_parts, self.is_sharded)
         self.batch_parts = batch_parts
@@ -135,7 +135,16 @@ class ShardedLoader(StatefulLoader):
             own["batch_sampler"] = BatchSampler(loader.sampler, size, loader.drop_last)
         if isinstance(dataset, IterDataPipe):
             return clone
-        if is_iterable and self.mode == "train" and is_stateful(dataset):
+        is_fixed = is_split_after_shuffle(dataset)
+        if is_fixed and self.mode == "train":
+            rank_zero_warn(
+                "the data is a shuffled stream that is split by take() or skip(): each epoch has the first one's order, because "
+                "another order would mix the two parts. Shuffle each part after the split instead.",
+                stacklevel=2,
+            )
+        if (
+            is_iterable and self.mode == "train" and is_stateful(dataset) and not is_fixed
+        ):  # a state would begin at its end
             own["dataset"] = stateful = StatefulIterable(dataset, size)
             if num_workers > 0:
                 own["collate_fn"] = StatefulCollate(stateful, loader.collate_fn, size, loader.drop_last)
@@ -162,7 +171,7 @@ class ShardedLoader(StatefulLoader):
         is_whole = type(source) is BatchSampler or not self.is_sharded
         if in_order:
             # A batch sampler may choose more than the order, and a DistributedSampler the samples of this rank.
-            is_replaceable = is_whole and (type(source) is BatchSampler or not batched)
+            is_replaceable = not _is_distributed(loader.sampler) and (type(source) is BatchSampler or not batched)
             source, chooser = in_dataset_order(source, loader.dataset, is_replaceable)
             if chooser is not None:
                 _warn_of_order(chooser, is_kept=not is_replaceable)
@@ -341,33 +350,27 @@ def _is_to_shard(loader: Iterable[Any], world_size: int, shard: bool) -> bool:
     samplers = (
         [loader.sampler, getattr(loader.batch_sampler, "sampler", None)] if isinstance(loader, DataLoader) else []
     )
-    found = [each for each in samplers if isinstance(each, DistributedSampler)]
+    found = [each for each in samplers if _is_distributed(each)]
     if found and found[0].num_replicas != world_size:
         raise ValueError(
-            f"the loader's DistributedSampler has num_replicas={found[0].num_replicas}, but this job has {world_size} ranks; "
-            f"leave the sampler out, since loaders are sharded for you, or pass num_replicas={world_size}."
+            f"the loader's {type(found[0]).__name__} has num_replicas={found[0].num_replicas}, but this job has {world_size} "
+            f"ranks; leave the sampler out, since loaders are sharded for you, or pass num_replicas={world_size}."
         )
     return not found
 
 
-def _check_shardable(loader: Iterable[Any], rank: int, world_size: int) -> None:
+def _is_distributed(sampler: Any) -> bool:
+    """Return whether a sampler draws one rank's samples: torch's DistributedSampler, or one with the same attributes."""
+    return isinstance(sampler, DistributedSampler) or (hasattr(sampler, "num_replicas") and hasattr(sampler, "rank"))
+
+
+def _check_shardable(loader: Iterable[Any], world_size: int) -> None:
     if not _is_plain(loader):
         overrides = f"{type(loader).__name__} overrides __iter__"
         reason = overrides if isinstance(loader, DataLoader) else f"{a_type_of(loader)} is not a DataLoader"
         raise TypeError(
             f"this loader cannot be sharded over {world_size} ranks: {reason}. Pass a torch DataLoader, run on one device, or "
             "give each rank its own data and set use_distributed_sampler=False (or leave the loader out of prepare)."
-        )
-    if rank == 0 and isinstance(loader.dataset, IterableDataset):
-        # One that splits itself by rank would be split twice, and nothing else would show that.
-        # The class of the package datasets has torch's name.
-        is_named_so = type(loader.dataset).__name__ == "IterableDataset"
-        what = "the dataset" if is_named_so else a_type_of(loader.dataset)
-        warnings.warn(
-            f"{what} is an IterableDataset: each of the {world_size} ranks reads all of it and "
-            f"keeps one batch in {world_size}. If it splits itself by rank, set use_distributed_sampler=False (or leave its "
-            "loader out of prepare).",
-            stacklevel=2,
         )
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from trainwright.data.combined import ShardedCombination, evaluation_loaders
+from trainwright.data.first_draws import compare_first_draws
 from trainwright.data.loaders import ShardedLoader, refuse_length, with_last
 from trainwright.data.seeding import isolate_rng, set_rng_state
 from trainwright.distributed import collectives
@@ -90,6 +91,7 @@ class Evaluation:
             self._refuse_empty()
         # Before any batch: the ranks with a batch would wait in its forward for those without.
         for _, loader in self.loaders:
+            compare_first_draws(loader, engine.ranks, self.stage)
             if engine.strategy.forward_is_collective and isinstance(loader, ShardedCombination):
                 loader.refuse_parted_rounds(self.limit_of(loader))
         self.is_loaded, self.has_iterators = True, bool(iterators_of(loaders))
