@@ -13,7 +13,6 @@ from small import ACCELERATOR, DEVICE, QUIET, Classifier, loss_of, make_loader, 
 from torch.utils.data import DataLoader
 
 import trainwright as tw
-from trainwright.ladder.batch_samples import batch_samples
 from trainwright.ladder.recording import active_recording, peak_bytes
 from trainwright.ladder.run_record import RunRecord
 from trainwright.ladder.steady_rate import steady_rate, steady_steps
@@ -35,11 +34,11 @@ def test_steady_rate() -> None:
 
 def test_samples_of_a_batch() -> None:
     images, labels = torch.zeros(4, 3), torch.zeros(4)
-    assert batch_samples((images, labels)) == batch_samples({"ids": images, "more": [labels]}) == 4
-    assert batch_samples([{"name": ["a"], "x": images.numpy()}]) == 4
-    assert batch_samples([torch.tensor(1.0), images]) == 4
-    assert batch_samples(iter([images])) is None
-    assert batch_samples(["a text"]) is None
+    assert sample_counts((images, labels)) == sample_counts({"ids": images, "more": [labels]}) == [4]
+    assert sample_counts([{"name": ["a"], "x": images.numpy()}]) == [4]
+    assert sample_counts([torch.tensor(1.0), images]) == [4]
+    assert sample_counts(iter([images])) == []
+    assert sample_counts(["a text"]) == [1]
 
 
 def test_a_clock_reads_all_marks() -> None:

@@ -138,7 +138,7 @@ class ShardedLoader(StatefulLoader):
         is_fixed = is_split_after_shuffle(dataset)
         if is_fixed and self.mode == "train":
             rank_zero_warn(
-                "the data is a shuffled stream that is split by take() or skip(): each epoch has the first one's order, because "
+                "the data is a shuffled stream that is split by take() or skip(): each epoch has the first one's order, since "
                 "another order would mix the two parts. Shuffle each part after the split instead.",
                 stacklevel=2,
             )
