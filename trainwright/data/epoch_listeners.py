@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -39,10 +40,7 @@ def is_split_after_shuffle(stream: Any) -> bool:
 
     Another epoch would shuffle before the split, and mix the items of both parts.
     """
-    names = []
-    part = getattr(stream, "_ex_iterable", None)
+    names, part = "", getattr(stream, "_ex_iterable", None)
     while part is not None:
-        names.append(type(part).__name__)
-        part = getattr(part, "ex_iterable", None)
-    after = next((number for number, name in enumerate(names) if name.startswith(("Take", "Skip"))), len(names))
-    return "BufferShuffledExamplesIterable" in names[after:]
+        names, part = names + type(part).__name__, getattr(part, "ex_iterable", None)
+    return re.search("(Take|Skip)Examples.*BufferShuffled", names) is not None

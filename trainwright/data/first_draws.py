@@ -42,9 +42,8 @@ def compare_first_draws(loader: Any, ranks: Ranks, stage: str) -> None:
         if isinstance(part.shard, BatchStream) and part.is_sharded:
             part.shard.compare_first(partial(_compared, ranks.subchannel("first batches"), stage, part.loader))
         elif part.is_sharded:
-            draws[f"the first indices of {a_type_of(part.stream.sampler)}"] = fingerprint(
-                part.stream.first_indices(FEW)
-            )
+            sampler = a_type_of(getattr(part.stream.source, "sampler", part.stream.source))
+            draws[f"the first indices of {sampler}"] = fingerprint(part.stream.first_indices(FEW))
             with suppress(Exception):  # an attribute of any kind, which training may never look at
                 draws |= _contents(part.loader.dataset, type(part.loader.dataset).__name__)
     first, *others = ranks.exchange(draws, f"the comparison of the {stage} data")
@@ -72,7 +71,7 @@ def _contents(value: Any, name: str, depth: int = 0) -> Iterator[tuple[str, list
     elif (isinstance(value, Dataset) and depth < DEEPEST) or not depth:
         for attribute, each in vars(value).items():
             yield from _contents(each, f"{name}.{attribute}", depth + 1)
-    elif isinstance(value, (list, tuple)) or getattr(value, "ndim", 0):
+    elif isinstance(value, (list, tuple)) or getattr(value, "ndim", None):
         yield name, fingerprint([len(value), *value[:FEW]])
 
 

@@ -97,18 +97,11 @@ class IndexStream(StreamShard):
         assert length is not None
         return length
 
-    @property
-    def sampler(self) -> Any:
-        """Return the user's sampler, or batch sampler."""
-        return self.source.sampler if type(self.source) is BatchSampler else self.source
-
     def first_indices(self, most: int) -> list[Any]:
         """Return the first items of the user's sampler, drawn from a copy; none of an iterator and of torch's plain orders."""
-        sampler = copy.copy(self.sampler)
-        attributes = getattr(sampler, "__dict__", {}).values()
-        if type(sampler) in (SequentialSampler, RandomSampler) or any(
-            isinstance(each, Iterator) for each in (sampler, *attributes)
-        ):
+        sampler = copy.copy(self.source.sampler if self.is_split else self.source)
+        is_iterator = any(isinstance(each, Iterator) for each in (sampler, *getattr(sampler, "__dict__", {}).values()))
+        if is_iterator or type(sampler) in (SequentialSampler, RandomSampler):
             return []
         own = SamplerGenerators(sampler, 0, 0)
         with (
@@ -116,7 +109,7 @@ class IndexStream(StreamShard):
             IsolatedGenerators(0).active(),
             own.active(),
         ):  # an error comes again in the first epoch
-            return list(islice(iter(sampler), most if type(self.source) is BatchSampler or not self.batched else 1))
+            return list(islice(iter(sampler), most if self.is_split or not self.batched else 1))
         return []
 
     @property
@@ -272,18 +265,17 @@ def _is_torchs(source: Any) -> bool:
     return all(type(each).__module__.startswith("torch.utils.data.") for each in parts)
 
 
-def in_dataset_order(source: Any, dataset: Any, is_replaceable: bool) -> tuple[Any, Any]:
-    """Return the sampler without shuffling, and the user's sampler if that is not torch's plain shuffle and has its own order.
+def in_dataset_order(source: Any, dataset: Any) -> tuple[Any, Any]:
+    """Return a sampler in the dataset's order, and the user's sampler if it has an order of its own; a batch sampler is kept.
 
-    The user's sampler is kept unless it `is_replaceable`.
+    So is one that draws a single rank's samples.
     """
-    sampler = source.sampler if type(source) is BatchSampler else source
+    is_batch_sampler = type(source) is BatchSampler
+    sampler = source.sampler if is_batch_sampler else source
     if isinstance(sampler, (SequentialSampler, list, tuple, range)) or getattr(sampler, "shuffle", None) is False:
         return source, None
-    if not is_replaceable:
-        return source, sampler
-    is_plain = type(sampler) is RandomSampler and not sampler.replacement and sampler.num_samples == len(dataset)
     in_order: Any = sorted(sampler.indices) if isinstance(sampler, SubsetRandomSampler) else SequentialSampler(dataset)
-    if sampler is not source:
-        in_order, source.sampler = copy.copy(source), in_order
+    is_plain = type(sampler) is RandomSampler and not sampler.replacement and sampler.num_samples == len(dataset)
+    if is_batch_sampler:
+        in_order = BatchSampler(in_order, source.batch_size, source.drop_last)
     return in_order, None if is_plain else sampler

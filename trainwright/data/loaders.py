@@ -19,7 +19,6 @@ from typing import Any, NoReturn, Protocol, TypeGuard
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler
 from torch.utils.data.datapipes.datapipe import IterDataPipe
-from torch.utils.data.distributed import DistributedSampler
 
 from trainwright.data.batch_stream import BatchStream
 from trainwright.data.epoch_listeners import is_split_after_shuffle, set_epoch_of_parts
@@ -135,16 +134,14 @@ class ShardedLoader(StatefulLoader):
             own["batch_sampler"] = BatchSampler(loader.sampler, size, loader.drop_last)
         if isinstance(dataset, IterDataPipe):
             return clone
-        is_fixed = is_split_after_shuffle(dataset)
-        if is_fixed and self.mode == "train":
+        if is_fixed := is_split_after_shuffle(dataset):
             rank_zero_warn(
                 "the data is a shuffled stream that is split by take() or skip(): each epoch has the first one's order, since "
                 "another order would mix the two parts. Shuffle each part after the split instead.",
                 stacklevel=2,
             )
-        if (
-            is_iterable and self.mode == "train" and is_stateful(dataset) and not is_fixed
-        ):  # a state would begin at its end
+        # The state of a stream without an epoch would begin the next one at its end.
+        if is_iterable and self.mode == "train" and is_stateful(dataset) and not is_fixed:
             own["dataset"] = stateful = StatefulIterable(dataset, size)
             if num_workers > 0:
                 own["collate_fn"] = StatefulCollate(stateful, loader.collate_fn, size, loader.drop_last)
@@ -171,10 +168,11 @@ class ShardedLoader(StatefulLoader):
         is_whole = type(source) is BatchSampler or not self.is_sharded
         if in_order:
             # A batch sampler may choose more than the order, and a DistributedSampler the samples of this rank.
-            is_replaceable = not _is_distributed(loader.sampler) and (type(source) is BatchSampler or not batched)
-            source, chooser = in_dataset_order(source, loader.dataset, is_replaceable)
+            is_kept = hasattr(loader.sampler, "num_replicas") or (batched and type(source) is not BatchSampler)
+            in_order_source, chooser = in_dataset_order(source, loader.dataset)
             if chooser is not None:
-                _warn_of_order(chooser, is_kept=not is_replaceable)
+                _warn_of_order(chooser, is_kept)
+            source = source if is_kept else in_order_source
         stream = IndexStream(
             source,
             batched=batched,
@@ -190,7 +188,7 @@ class ShardedLoader(StatefulLoader):
 
     def _with_batches(self, loader: Iterable[Any], in_order: bool) -> BatchStream:
         if in_order and isinstance(loader, DataLoader) and isinstance(loader.sampler, RandomSampler):
-            _warn_of_order(loader, is_kept=True)
+            _warn_of_order(loader, True)
         is_read_by_workers = _is_plain(loader) and loader.num_workers > 0
         return BatchStream(
             self._source,
@@ -347,21 +345,16 @@ def _is_to_shard(loader: Iterable[Any], world_size: int, shard: bool) -> bool:
     """Return whether to shard the loader; refuse a DistributedSampler of a different world size (ValueError)."""
     if world_size == 1 or not shard:
         return False
-    samplers = (
+    samplers: list[Any] = (
         [loader.sampler, getattr(loader.batch_sampler, "sampler", None)] if isinstance(loader, DataLoader) else []
     )
-    found = [each for each in samplers if _is_distributed(each)]
+    found = [each for each in samplers if hasattr(each, "num_replicas")]  # a DistributedSampler, or another library's
     if found and found[0].num_replicas != world_size:
         raise ValueError(
             f"the loader's {type(found[0]).__name__} has num_replicas={found[0].num_replicas}, but this job has {world_size} "
             f"ranks; leave the sampler out, since loaders are sharded for you, or pass num_replicas={world_size}."
         )
     return not found
-
-
-def _is_distributed(sampler: Any) -> bool:
-    """Return whether a sampler draws one rank's samples: torch's DistributedSampler, or one with the same attributes."""
-    return isinstance(sampler, DistributedSampler) or (hasattr(sampler, "num_replicas") and hasattr(sampler, "rank"))
 
 
 def _check_shardable(loader: Iterable[Any], world_size: int) -> None:
@@ -396,9 +389,7 @@ def _check_parts(loader: Iterable[Any], parts: int, is_sharded: bool) -> None:
 
 
 def _warn_of_order(chooser: Any, is_kept: bool) -> None:
-    outcome = (
-        "kept; give the loader a sampler whose order does not change" if is_kept else "replaced by the dataset's order"
-    )
+    outcome = "kept; give the loader another sampler" if is_kept else "replaced by the dataset's order"
     warnings.warn(
         f"overfit_batches needs the same batches each epoch, but the loader's {type(chooser).__name__} chooses its own order, "
         f"which is {outcome}.",

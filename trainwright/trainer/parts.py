@@ -45,14 +45,13 @@ TRIAL: dict[str, Any] = {
 def settings_of(arguments: dict[str, Any]) -> Settings:
     """Return the settings among a Trainer's arguments, as a run takes them."""
     given = Settings(**{each.name: arguments[each.name] for each in fields(Settings) if each.name in arguments})
-    limits = {name: getattr(given, name) for name in ("limit_train_batches", "limit_val_batches")}
-    ignored = [f"{name}={limit!r}" for name, limit in limits.items() if limit not in (None, 1.0, given.overfit_batches)]
-    if given.overfit_batches and ignored:
-        rank_zero_warn(
-            f"overfit_batches={given.overfit_batches!r} sets the limits of training and validation, so {' and '.join(ignored)} "
-            "is ignored; pass one of them.",
-            stacklevel=4,
-        )
+    own = [f"limit_{each}_batches={getattr(given, f'limit_{each}_batches')!r}" for each in ("train", "val")]
+    if given.overfit_batches and {given.limit_train_batches, given.limit_val_batches} - {
+        None,
+        1.0,
+        given.overfit_batches,
+    }:
+        rank_zero_warn(f"overfit_batches={given.overfit_batches!r} replaces {' and '.join(own)}.", stacklevel=4)
     accumulate = fill_accumulation(Environment.detect(), "accumulate_grad_batches", given.accumulate_grad_batches)
     return replace(given.effective, accumulate_grad_batches=accumulate)
 
