@@ -465,6 +465,11 @@ PYTHON = (
         "start a notebook's processes with this one's flags (launch/notebook.py)",
     ),
     Use(
+        "multiprocessing.queues.Queue",
+        "_on_queue_feeder_error",
+        "send why a batch cannot be sent (data/worker_process.py)",
+    ),
+    Use(
         "multiprocessing.util",
         "_exit_function",
         "remove a worker's temporary folder when a signal ends it (data/workers.py)",

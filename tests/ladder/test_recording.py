@@ -32,15 +32,6 @@ def test_steady_rate() -> None:
     assert steady_rate([], [], []) is None
 
 
-def test_samples_of_a_batch() -> None:
-    images, labels = torch.zeros(4, 3), torch.zeros(4)
-    assert sample_counts((images, labels)) == sample_counts({"ids": images, "more": [labels]}) == [4]
-    assert sample_counts([{"name": ["a"], "x": images.numpy()}]) == [4]
-    assert sample_counts([torch.tensor(1.0), images]) == [4]
-    assert sample_counts(iter([images])) == []
-    assert sample_counts(["a text"]) == [1]
-
-
 def test_a_clock_reads_all_marks() -> None:
     clock = StepClock(torch.device("cpu"))
     for _ in range(MOST_UNREAD + 5):

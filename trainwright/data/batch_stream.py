@@ -236,11 +236,10 @@ def round_sizes(counts: Iterable[list[int]], ranks: int) -> list[int]:
     counts = list(counts)
     if len(counts) == ranks and all(each == counts[0] for each in counts):
         return []
-    unclear = next((each for each in counts if len(each) != 1), None)
-    if unclear is not None:
+    if unclear := [each for each in counts if len(each) != 1]:
         rank_zero_warn(
-            f"the samples of a batch are unclear (its parts have the lengths {unclear}), but in a last round batches may have "
-            "different weights. Let collate_fn return tensors or lists that all have one entry for each sample.",
+            f"the samples of a batch are unclear (its parts have the lengths {unclear[0]}), so its weight in a last round may "
+            "be wrong. Let collate_fn return tensors or lists that all have one entry for each sample.",
             stacklevel=2,
         )
     # Each batch has the same weight if its samples are unknown.

@@ -121,10 +121,8 @@ def holds_loader(value: Any) -> bool:
 
 
 def is_read_once(loader: Any) -> bool:
-    """Return whether a loader is an iterator that cannot start again.
-
-    An iterator with a length is a loader whose `__iter__` resets it and returns it, as NVIDIA DALI's, unless it is torch's.
-    """
+    """Return whether a loader is an iterator that cannot start again."""
+    # One with a length is a loader whose __iter__ resets it and returns it, as NVIDIA DALI's, unless it is torch's.
     return isinstance(loader, Iterator) and (
         not isinstance(loader, Sized) or type(loader).__module__.startswith("torch.")
     )

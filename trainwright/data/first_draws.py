@@ -64,7 +64,7 @@ def _contents(value: Any, name: str, depth: int = 0) -> Iterator[tuple[str, list
         yield from _contents(value.dataset, f"{name}.dataset", depth + 1)
     elif hasattr(value, "with_format") and hasattr(
         value, "num_rows"
-    ):  # the package datasets; this leaves transforms out
+    ):  # of the package datasets, without its transforms
         yield name, fingerprint(value.with_format("arrow")[:2].to_pydict())
     elif hasattr(value, "iloc"):  # pandas
         yield name, fingerprint(value.iloc[:FEW].to_dict("list"))

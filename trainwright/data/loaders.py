@@ -135,11 +135,8 @@ class ShardedLoader(StatefulLoader):
         if isinstance(dataset, IterDataPipe):
             return clone
         if is_fixed := is_split_after_shuffle(dataset):
-            rank_zero_warn(
-                "the data is a shuffled stream that is split by take() or skip(): each epoch has the first one's order, since "
-                "another order would mix the two parts. Shuffle each part after the split instead.",
-                stacklevel=2,
-            )
+            text = "each epoch has the same order, as a split by take() or skip() follows a shuffle; shuffle after the split."
+            rank_zero_warn(f"the data is a stream of the package datasets: {text}", stacklevel=2)
         # The state of a stream without an epoch would begin the next one at its end.
         if is_iterable and self.mode == "train" and is_stateful(dataset) and not is_fixed:
             own["dataset"] = stateful = StatefulIterable(dataset, size)

@@ -281,14 +281,13 @@ class MetricCollector:
             self._batch_size, self._batch_size_of = float(sizes[-1]) if sizes else 1.0, batch
             if len(sizes) != 1 and "batch size" not in self.warned:
                 self.warned.add("batch size")
-                problem = (
-                    f"the tensors of this batch have leading sizes {sizes}; the epoch mean of {name!r} is weighted by "
-                    f"{sizes[-1]}."
-                    if sizes
-                    else f"found no tensor in this batch ({a_type_of(batch)}), so the epoch mean of {name!r} weights "
-                    "every batch equally."
+                found = f"the parts of this batch have leading sizes {sizes}"
+                found = found if sizes else f"found no tensor in this batch ({a_type_of(batch)})"
+                warn(
+                    f"{found}, so the epoch mean of {name!r} is weighted by {self._batch_size:g}. Pass batch_size= to self.log "
+                    "to set the batch size.",
+                    stacklevel=4,
                 )
-                warn(f"{problem} Pass batch_size= to self.log to set the batch size.", stacklevel=4)
         return 1.0 if batch is None else self._batch_size
 
     def warn_of_rows(self, rows: list[int]) -> None:
