@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import is_dataclass
+from dataclasses import fields, is_dataclass
 from itertools import chain, islice, repeat
 from typing import Any
 
@@ -254,17 +254,16 @@ def sample_counts(batch: Any) -> list[int]:
 
 
 def _lengths(value: Any, of_columns: bool, depth: int = 0) -> Iterator[int]:
-    """Yield the length of each column of a batch, as default_collate makes them, or of each list of samples.
-
-    A part that cannot be a column, because a list or mapping within the batch mixes tensors and plain values, yields 0.
-    """
+    """Yield the length of each column of a batch, as default_collate makes them, or of each list of samples."""
+    if is_dataclass(value) and not isinstance(value, (type, Mapping)):
+        value = {each.name: getattr(value, each.name) for each in fields(value)}
     is_list = isinstance(value, Sequence) and not isinstance(value, (str, bytes))
     if isinstance(shape := getattr(value, "shape", None), tuple):
         yield from shape[:1]
     elif isinstance(count := getattr(value, "num_graphs", None), int):  # a batch of PyTorch Geometric
         yield count
-    elif isinstance(value, Mapping) or is_list or (is_dataclass(value) and not isinstance(value, type)):
-        parts = list(value if is_list else value.values() if isinstance(value, Mapping) else vars(value).values())
+    elif isinstance(value, Mapping) or is_list:
+        parts = list(value if is_list else value.values())
         found = [list(_lengths(part, of_columns, depth + 1)) for part in parts]
         kinds = {_kind(part) for part in parts}
         kind = kinds.pop() if len(kinds) == 1 else None
@@ -275,7 +274,7 @@ def _lengths(value: Any, of_columns: bool, depth: int = 0) -> Iterator[int]:
             return
         yield from chain.from_iterable(found)
         if of_columns and depth and any(found) and not all(found):
-            yield 0
+            yield 0  # tensors beside plain values within a batch are a sample, and no columns
 
 
 def _kind(value: Any) -> Any:

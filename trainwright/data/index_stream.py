@@ -104,11 +104,8 @@ class IndexStream(StreamShard):
         if is_iterator or type(sampler) in (SequentialSampler, RandomSampler):
             return []
         own = SamplerGenerators(sampler, 0, 0)
-        with (
-            suppress(Exception),
-            IsolatedGenerators(0).active(),
-            own.active(),
-        ):  # an error comes again in the first epoch
+        # An error of the sampler comes again in the first epoch.
+        with suppress(Exception), IsolatedGenerators(0).active(), own.active():
             return list(islice(iter(sampler), most if self.is_split or not self.batched else 1))
         return []
 
@@ -266,10 +263,7 @@ def _is_torchs(source: Any) -> bool:
 
 
 def in_dataset_order(source: Any, dataset: Any) -> tuple[Any, Any]:
-    """Return a sampler in the dataset's order, and the user's sampler if it has an order of its own; a batch sampler is kept.
-
-    So is one that draws a single rank's samples.
-    """
+    """Return a sampler in the dataset's order, and the user's sampler if its own order is not torch's plain shuffle."""
     is_batch_sampler = type(source) is BatchSampler
     sampler = source.sampler if is_batch_sampler else source
     if isinstance(sampler, (SequentialSampler, list, tuple, range)) or getattr(sampler, "shuffle", None) is False:

@@ -16,7 +16,6 @@ from trainwright.data.loaders import ShardedLoader, refuse_length, with_last
 from trainwright.data.seeding import isolate_rng, set_rng_state
 from trainwright.distributed import collectives
 from trainwright.distributed.sync_points import SyncPoint
-from trainwright.engine.engine import Engine
 from trainwright.module import Module, hook_of, is_overridden
 from trainwright.profilers.instrumentation import is_measuring
 from trainwright.rank_zero import rank_zero_info, rank_zero_warn
@@ -251,7 +250,7 @@ def run_loader(
         if transfer is not None:
             batch = transfer(batch, loader_index)
         if batch is None:
-            skip_none(engine, stage)
+            skip_none(engine.world_size, stage)
             continue
         # Only in a last round may the ranks have unequal numbers of samples; without a length each may be the last.
         collector.begin_batch(batch, step, is_own or length is None or index == length - 1)
@@ -276,11 +275,11 @@ def run_loader(
     evaluation.shown.note_indices(None)
 
 
-def skip_none(engine: Engine, stage: str) -> Any:
+def skip_none(world_size: int, stage: str = "training") -> Any:
     """Return None for a batch that is None, with a warning; RuntimeError on several ranks, which would wait for this one."""
-    if engine.world_size > 1:
+    if world_size > 1:
         raise RuntimeError(
-            f"the {stage} loader yielded None on one of {engine.world_size} ranks: the others would wait for a batch. Let "
+            f"the {stage} loader yielded None on one of {world_size} ranks: the others would wait for a batch. Let "
             "collate_fn return other samples, or leave bad ones out of the dataset; only a single process skips such a batch."
         )
     rank_zero_warn(f"the {stage} loader yielded None (from collate_fn?), so this batch is skipped.", stacklevel=4)

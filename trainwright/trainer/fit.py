@@ -240,14 +240,18 @@ def train_batch(run: TrainingRun, batch: Any, index: int, is_last: bool) -> Any:
     engine, optimizer, window = run.engine, run.optimizer, run.window
     arguments = (batch, index) if run.takes_index else (batch,)
     if run.is_manual:
-        return skip_none(engine, "training") if batch is None else engine.run(run.module, "training_step", *arguments)
+        return (
+            skip_none(engine.world_size, "training")
+            if batch is None
+            else engine.run(run.module, "training_step", *arguments)
+        )
     if run.accumulate > 1:
         length = run.data.num_batches
         window.begin_batch(run.accumulate, None if length is None else length - index, is_last)
         engine.sync_gradients(window.is_at_end)
     if window.is_at_start and run.clears_plainly and optimizer is not None:
         clear_gradients(optimizer)  # before the forward, which then has this memory
-    outputs = skip_none(engine, "training") if batch is None else engine.run(run.module, "training_step", *arguments)
+    outputs = skip_none(engine.world_size) if batch is None else engine.run(run.module, "training_step", *arguments)
     if window.is_at_start and not run.clears_plainly:
         begin_window(run, index)
     weight = run.weight if run.data.uneven else 1.0

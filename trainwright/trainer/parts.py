@@ -45,13 +45,10 @@ TRIAL: dict[str, Any] = {
 def settings_of(arguments: dict[str, Any]) -> Settings:
     """Return the settings among a Trainer's arguments, as a run takes them."""
     given = Settings(**{each.name: arguments[each.name] for each in fields(Settings) if each.name in arguments})
-    own = [f"limit_{each}_batches={getattr(given, f'limit_{each}_batches')!r}" for each in ("train", "val")]
-    if given.overfit_batches and {given.limit_train_batches, given.limit_val_batches} - {
-        None,
-        1.0,
-        given.overfit_batches,
-    }:
-        rank_zero_warn(f"overfit_batches={given.overfit_batches!r} replaces {' and '.join(own)}.", stacklevel=4)
+    limits, overfit = (repr(given.limit_train_batches), repr(given.limit_val_batches)), repr(given.overfit_batches)
+    if given.overfit_batches and {*limits} - {"None", "1.0", overfit}:
+        text = f"overfit_batches={overfit} replaces limit_train_batches={limits[0]} and limit_val_batches={limits[1]}."
+        rank_zero_warn(text, stacklevel=4)
     accumulate = fill_accumulation(Environment.detect(), "accumulate_grad_batches", given.accumulate_grad_batches)
     return replace(given.effective, accumulate_grad_batches=accumulate)
 
