@@ -36,10 +36,7 @@ def set_epoch_of(listener: Any, epoch: int) -> None:
 
 
 def is_split_after_shuffle(stream: Any) -> bool:
-    """Return whether a stream of the package datasets takes or skips items of a shuffled one.
-
-    Another epoch would shuffle before the split, and mix the items of both parts.
-    """
+    """Return whether a stream of the package datasets takes or skips items of a shuffled one, which an epoch would change."""
     names, part = "", getattr(stream, "_ex_iterable", None)
     while part is not None:
         names, part = names + type(part).__name__, getattr(part, "ex_iterable", None)

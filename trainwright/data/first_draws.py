@@ -1,8 +1,7 @@
 """First draws: what each rank draws first of a loader that is divided over the ranks, compared without a collective.
 
-The ranks have to draw the same. They do not if a sampler or a stream already divides the data by rank, or if a split or a
-shuffle has no seed. Items of a dataset are not read for this, because they may be augmented at random: its indices and the
-collections that it holds are compared instead.
+They differ if a sampler or a stream already divides the data by rank, or if a split or a shuffle has no seed. Items of a
+dataset may be augmented at random, so its indices and the collections that it holds are compared instead.
 """
 
 from __future__ import annotations
@@ -22,9 +21,7 @@ from trainwright.distributed.ranks import Ranks
 from trainwright.errors import a_type_of
 from trainwright.rank_zero import rank_zero_warn
 
-FEW = 16
-"""The items that are taken of each collection."""
-DEEPEST = 4
+FEW = 16  # items of each collection
 
 
 def compare_first_draws(loader: Any, ranks: Ranks, stage: str) -> None:
@@ -68,7 +65,7 @@ def _contents(value: Any, name: str, depth: int = 0) -> Iterator[tuple[str, list
         yield name, fingerprint(value.with_format("arrow")[:2].to_pydict())
     elif hasattr(value, "iloc"):  # pandas
         yield name, fingerprint(value.iloc[:FEW].to_dict("list"))
-    elif (isinstance(value, Dataset) and depth < DEEPEST) or not depth:
+    elif (isinstance(value, Dataset) and depth < 4) or not depth:
         for attribute, each in vars(value).items():
             yield from _contents(each, f"{name}.{attribute}", depth + 1)
     elif isinstance(value, (list, tuple)) or getattr(value, "ndim", None):
@@ -80,8 +77,8 @@ def _compared(ranks: Ranks, stage: str, loader: Any, batch: Any) -> Any:
     own = fingerprint(batch.batch if isinstance(batch, StatefulBatch) else batch)
     for rank, other in enumerate(ranks.posted(own)):
         if other is not None and not matches(own, other):
-            first = f"the first batch of {a_type_of(loader.dataset)}"
-            warn(_difference(stage, f"rank {ranks.rank} and rank {rank}", first), stacklevel=2)
+            between, first = f"rank {ranks.rank} and rank {rank}", f"the first batch of {a_type_of(loader.dataset)}"
+            warn(_difference(stage, between, first), stacklevel=2)
             break
     return batch
 

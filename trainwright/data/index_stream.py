@@ -103,9 +103,8 @@ class IndexStream(StreamShard):
         is_iterator = any(isinstance(each, Iterator) for each in (sampler, *getattr(sampler, "__dict__", {}).values()))
         if is_iterator or type(sampler) in (SequentialSampler, RandomSampler):
             return []
-        own = SamplerGenerators(sampler, 0, 0)
         # An error of the sampler comes again in the first epoch.
-        with suppress(Exception), IsolatedGenerators(0).active(), own.active():
+        with suppress(Exception), IsolatedGenerators(0).active(), SamplerGenerators(sampler, 0, 0).active():
             return list(islice(iter(sampler), most if self.is_split or not self.batched else 1))
         return []
 
@@ -264,12 +263,11 @@ def _is_torchs(source: Any) -> bool:
 
 def in_dataset_order(source: Any, dataset: Any) -> tuple[Any, Any]:
     """Return a sampler in the dataset's order, and the user's sampler if its own order is not torch's plain shuffle."""
-    is_batch_sampler = type(source) is BatchSampler
-    sampler = source.sampler if is_batch_sampler else source
+    sampler = source.sampler if type(source) is BatchSampler else source
     if isinstance(sampler, (SequentialSampler, list, tuple, range)) or getattr(sampler, "shuffle", None) is False:
         return source, None
     in_order: Any = sorted(sampler.indices) if isinstance(sampler, SubsetRandomSampler) else SequentialSampler(dataset)
     is_plain = type(sampler) is RandomSampler and not sampler.replacement and sampler.num_samples == len(dataset)
-    if is_batch_sampler:
+    if sampler is not source:
         in_order = BatchSampler(in_order, source.batch_size, source.drop_last)
     return in_order, None if is_plain else sampler

@@ -386,9 +386,8 @@ def _check_parts(loader: Iterable[Any], parts: int, is_sharded: bool) -> None:
 
 
 def _warn_of_order(chooser: Any, is_kept: bool) -> None:
-    outcome = "kept; give the loader another sampler" if is_kept else "replaced by the dataset's order"
     warnings.warn(
         f"overfit_batches needs the same batches each epoch, but the loader's {type(chooser).__name__} chooses its own order, "
-        f"which is {outcome}.",
+        f"which is {'kept; give the loader another sampler' if is_kept else 'replaced by the order of the dataset'}.",
         stacklevel=2,
     )

@@ -96,8 +96,7 @@ class WorkerQueue(Queue):  # type: ignore[type-arg]
     """A queue that sends the error in place of a batch that cannot be pickled: the loader would wait for the batch forever."""
 
     def _on_queue_feeder_error(self, error: Exception, item: Any) -> None:
-        number, content = item
-        # The dataset's own exception, or that of pickling; as a class that every process has.
+        number, content = item  # which may be the dataset's own exception
         text = content.exc_msg if isinstance(content, ExceptionWrapper) else f"a batch cannot be pickled: {error}"
         failure: Any = ExceptionWrapper((RuntimeError, RuntimeError(text), None), "in a loader worker")  # type: ignore[no-untyped-call]
         self.put((number, failure))
