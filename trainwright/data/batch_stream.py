@@ -232,7 +232,7 @@ def _cause(error: StateRejected) -> str:
 
 
 def round_sizes(counts: Iterable[list[int]], ranks: int) -> list[int]:
-    """Return the samples that each rank has in a round; an empty list if it is whole and the batches are alike."""
+    """Return the samples that each rank has in a round; an empty list if all have equally many."""
     counts = list(counts)
     if len(counts) == ranks and all(each == counts[0] for each in counts):
         return []
@@ -267,14 +267,14 @@ def _lengths(value: Any, of_columns: bool, depth: int = 0) -> Iterator[int]:
         found = [list(_lengths(part, of_columns, depth + 1)) for part in parts]
         kinds = {_kind(part) for part in parts}
         kind = kinds.pop() if len(kinds) == 1 else None
-        # Tensors beside one another at the top are columns.
+        # Tensors at the top are columns.
         has_samples = kind not in (None, "list") and (depth > 0 or not isinstance(kind, int))
         if is_list and (not any(found) or (has_samples and not of_columns)):
             yield from [len(parts)] if parts else []
             return
         yield from chain.from_iterable(found)
         if of_columns and depth and any(found) and not all(found):
-            yield 0  # tensors beside plain values within a batch are a sample, and no columns
+            yield 0  # tensors with plain values within a batch are a sample, and no columns
 
 
 def _kind(value: Any) -> Any:

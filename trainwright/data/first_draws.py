@@ -65,11 +65,11 @@ def _contents(value: Any, name: str, depth: int = 0) -> Iterator[tuple[str, list
         yield name, fingerprint(value.with_format("arrow")[:2].to_pydict())
     elif hasattr(value, "iloc"):  # pandas
         yield name, fingerprint(value.iloc[:FEW].to_dict("list"))
+    elif isinstance(value, (list, tuple)) or getattr(value, "ndim", None):
+        yield name, fingerprint([len(value), *value[:FEW]])
     elif (isinstance(value, Dataset) and depth < 4) or not depth:
         for attribute, each in vars(value).items():
             yield from _contents(each, f"{name}.{attribute}", depth + 1)
-    elif isinstance(value, (list, tuple)) or getattr(value, "ndim", None):
-        yield name, fingerprint([len(value), *value[:FEW]])
 
 
 def _compared(ranks: Ranks, stage: str, loader: Any, batch: Any) -> Any:
@@ -85,7 +85,7 @@ def _compared(ranks: Ranks, stage: str, loader: Any, batch: Any) -> Any:
 
 def _difference(stage: str, ranks: str, name: str) -> str:
     return (
-        f"the {stage} data differs between {ranks}: {name}. Each rank takes its part of what all ranks should draw alike, so "
+        f"the {stage} data differs between {ranks}: {name}. Each rank takes its part of data that has to be the same, so "
         "samples are skipped, or mixed with those of another split. If the data is already divided by rank, set "
         "use_distributed_sampler=False (or leave its loader out of prepare). Otherwise shuffle and split with the same seed on "
         "every rank: call seed_everything, or pass a seeded generator."

@@ -93,7 +93,7 @@ class WorkerProcess:
 
 
 class WorkerQueue(Queue):  # type: ignore[type-arg]
-    """A queue that sends the error in place of a batch that cannot be pickled: the loader would wait for the batch forever."""
+    """A queue that sends the error if a batch cannot be pickled: the loader would wait for the batch forever."""
 
     def _on_queue_feeder_error(self, error: Exception, item: Any) -> None:
         number, content = item  # which may be the dataset's own exception

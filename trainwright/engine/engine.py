@@ -19,7 +19,6 @@ from trainwright.checkpoint.reader import StoredCheckpoint, Verify, open_checkpo
 from trainwright.checkpoint.store import SAVE, CheckpointWriter
 from trainwright.checkpoint.tensors import Piece
 from trainwright.data.dispatched import DispatchedLoader
-from trainwright.data.first_draws import compare_first_draws
 from trainwright.data.index_stream import Mode
 from trainwright.data.loaders import ShardedLoader
 from trainwright.data.seeding import rng_state
@@ -235,14 +234,12 @@ class Engine:
         """Return this rank's part of a loader; pass `seed` to its `set_epoch` in each epoch, since a load may change it.
 
         With `splits`, a batch of the loader is that of all ranks together. With `dispatches`, rank 0 reads the data and sends
-        it. Collective: call on every rank.
+        it, and this call is collective.
         """
         parts = self.world_size if splits else 1
         if dispatches and self.world_size > 1:
             return DispatchedLoader(loader, self.ranks, batch_parts=parts)
-        sharded = ShardedLoader(loader, rank=self.rank, world_size=self.world_size, mode=mode, batch_parts=parts)
-        compare_first_draws(sharded, self.ranks, "prepared")
-        return sharded
+        return ShardedLoader(loader, rank=self.rank, world_size=self.world_size, mode=mode, batch_parts=parts)
 
     def take_seed(self, seed: int | None = None) -> None:
         """Seed the data's order with rank 0's seed, by default its current torch seed. Collective: call on every rank."""

@@ -144,8 +144,7 @@ def fit_epoch(run: TrainingRun) -> None:
         unchecked = state.unchecked_batches if window.is_open else 0
         begun = batch.latest if run.pulls else batch
         if batch_start and batch is not None and -1 in hooks.call("on_train_batch_start", begun, index):
-            agree_to_leave(run)
-            is_last = True
+            is_last = agree_to_leave(run)
             break
         steps_before, skipped_before = state.step, state.skipped_steps
         outputs = train_batch(run, batch, index, is_last)
@@ -271,11 +270,12 @@ def train_batch(run: TrainingRun, batch: Any, index: int, is_last: bool) -> Any:
     return outputs
 
 
-def agree_to_leave(run: TrainingRun) -> None:
-    """Meet the other ranks at the end of an epoch that a hook has ended (RuntimeError if one trains on this batch)."""
+def agree_to_leave(run: TrainingRun) -> bool:
+    """Meet the other ranks at the end of an epoch that a hook has ended, and return True (RuntimeError if one trains on)."""
     run.progress.leave_batch()
     run.engine.ranks.wait("the end of an epoch by -1 from on_train_batch_start")
     leave_window(run)
+    return True
 
 
 def refuse_short_epoch(run: TrainingRun, is_last: bool) -> None:
