@@ -470,6 +470,11 @@ PYTHON = (
         "start a notebook's processes with this one's flags (launch/notebook.py)",
     ),
     Use(
+        "multiprocessing.queues.Queue",
+        "_on_queue_feeder_error",
+        "send why a batch cannot be sent (data/worker_process.py)",
+    ),
+    Use(
         "multiprocessing.util",
         "_exit_function",
         "remove a worker's temporary folder when a signal ends it (data/workers.py)",
@@ -495,6 +500,11 @@ OTHERS = (
     ),
     Use(
         "omegaconf.base.Node", "_get_parent", "know a part of a configuration that refers to the rest (plain_forms.py)"
+    ),
+    Use(
+        "datasets.IterableDataset",
+        "_ex_iterable",
+        "know a stream that is split after a shuffle (data/epoch_listeners.py)",
     ),
     Use("_pytest", "__name__", "know a script that a test runner runs (launch/command.py)"),
 )

@@ -66,7 +66,7 @@ class Data(tw.DataModule):
 
 
 def make_loader(shuffle: bool = False) -> DataLoader[Any]:
-    inputs = torch.randn(32, 4)
+    inputs = torch.randn(32, 4, generator=torch.Generator().manual_seed(0))  # the same on each rank
     return DataLoader(TensorDataset(inputs, inputs[:, :3].argmax(1)), batch_size=4, shuffle=shuffle)
 
 

@@ -253,8 +253,6 @@ CONSTRUCTION = [
      r"default_root_dir=3 is an int; expected a path"),
     ("min above max", {"min_epochs": 3, "max_epochs": 2}, ValueError, r"min_epochs=3 is above max_epochs=2"),
     ("min steps above max", {"min_steps": 3, "max_steps": 2}, ValueError, r"min_steps=3 is above max_steps=2"),
-    ("overfit and limit", {"overfit_batches": 2, "limit_train_batches": 3}, ValueError,
-     r"overfit_batches sets limit_train_"),
     ("across epochs, a fraction", {"check_val_every_n_epoch": None, "val_check_interval": 0.5}, ValueError,
      r"check_val_every_n_epoch=None .* number of "),
     ("barebones with a bar", {"barebones": True, "enable_progress_bar": True}, ValueError,

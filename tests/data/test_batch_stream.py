@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import random
-import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,10 +12,9 @@ import torch
 from starts import Starts, some_or_every
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from trainwright.data.batch_stream import count_samples
+from trainwright.data.batch_stream import round_sizes, sample_counts
+from trainwright.data.combined_loader import is_read_once
 from trainwright.data.loaders import ShardedLoader, with_last
-
-READ_WHOLE = "ignore:an? .* is an IterableDataset:UserWarning"
 
 
 class Counting(IterableDataset[Any]):
@@ -53,7 +51,6 @@ def read(share: ShardedLoader, epoch: int = 0, start: int = 0, seed: int = 1) ->
     return [batch.tolist() if isinstance(batch, torch.Tensor) else batch for batch in share]
 
 
-@pytest.mark.filterwarnings(READ_WHOLE)
 @some_or_every
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_every_sample_counts_once(world_size: int, starts: Starts) -> None:
@@ -82,7 +79,6 @@ def test_every_sample_counts_once(world_size: int, starts: Starts) -> None:
             assert all(read(share, start=start) == part[start:] for start in starts(len(part)))
 
 
-@pytest.mark.filterwarnings(READ_WHOLE)
 @pytest.mark.parametrize("workers", [{}, {"num_workers": 2}, {"num_workers": 2, "persistent_workers": True}], ids=str)
 def test_what_is_drawn_is_a_function_of_seed_and_epoch(workers: dict[str, Any]) -> None:
     loader = DataLoader(Shuffled(), batch_size=2, **workers)
@@ -103,7 +99,6 @@ def test_what_is_drawn_is_a_function_of_seed_and_epoch(workers: dict[str, Any]) 
     assert [batch for pair in zip(left, right, strict=True) for batch in pair] == second
 
 
-@pytest.mark.filterwarnings(READ_WHOLE)
 def test_an_endless_dataset_is_shared_and_has_no_length() -> None:
     class Endless(IterableDataset[Any]):
         def __iter__(self) -> Iterator[Any]:
@@ -119,15 +114,6 @@ def test_an_endless_dataset_is_shared_and_has_no_length() -> None:
             ([first, first + 1], False),
             ([first + 6, first + 7], True),
         ]
-
-
-def test_reading_whole_is_said_once_on_rank_0() -> None:
-    with pytest.warns(UserWarning, match="each of the 2 ranks reads all of it.*use_distributed_sampler=False"):
-        ShardedLoader(DataLoader(Counting(3)), rank=0, world_size=2, mode="train")
-    with warnings.catch_warnings(record=True) as said:
-        ShardedLoader(DataLoader(Counting(3)), rank=1, world_size=2, mode="train")
-        ShardedLoader(DataLoader(Counting(3)), rank=0, world_size=2, mode="train", shard=False)
-    assert said == []
 
 
 def test_data_that_the_user_has_shared_out() -> None:
@@ -160,23 +146,50 @@ def test_ranks_that_may_end_apart_end_together() -> None:
     assert asked == [True] * 4
 
 
-def test_how_many_samples_a_batch_has() -> None:
-    tensor = torch.zeros(3, 2)
-    assert [count_samples(each) for each in (tensor, [tensor, 1], {"n": torch.tensor(1), "x": tensor})] == [3, 3, 3]
+def test_samples_are_counted_by_the_first_dimension_of_columns_and_by_the_length_of_lists() -> None:
+    tensor, array = torch.zeros(3, 2), torch.zeros(3, 2).numpy()
+    image, box, label = torch.zeros(3, 4, 4), torch.zeros(2, 4), {"label": 0}
+    graphs = type("Batch", (), {"num_graphs": 5})()
     described = {"from": {"shard": 1, "names": "ab"}, "x": tensor}
-    assert [count_samples(each) for each in (described, [described], {"n": 1, "x": tensor})] == [3, 3, 3]
-    array = tensor.numpy()
-    assert [count_samples(each) for each in (array, (array, array), list(array[:2]), array[0, 0])] == [3, 3, 2, None]
-    assert [count_samples(each) for each in (["a", "b"], {"name": ["a", "b"]}, torch.tensor(1), "abc", 5)] == [
-        2,
-        2,
-        None,
-        None,
-        None,
-    ]
+    for count, batch in (
+        (3, tensor),
+        (3, array),
+        (3, [tensor, 1]),
+        (3, (array, array)),
+        (3, [torch.tensor(1.0), tensor]),
+        (3, {"n": torch.tensor(1), "x": tensor}),
+        (3, described),
+        (3, {"x": tensor, "more": [tensor]}),
+        (3, {"pixels": tensor, "labels": [{"boxes": box}] * 3}),
+        (3, [[tensor, tensor], tensor]),  # default_collate makes it of ((a, b), c)
+        (2, list(array[:2])),
+        (2, ["a", "b"]),
+        (2, {"name": ["a", "b"]}),
+        (5, graphs),
+        (8, ([image] * 8, [label] * 8)),
+        (8, ([image] * 8, [{"boxes": box, "labels": torch.ones(2)}] * 8)),
+        (8, ([image] * 8, [torch.tensor(1)] * 8)),
+        (8, {"images": [image] * 8, "labels": torch.zeros(8)}),
+        (8, [(image, 1)] * 8),
+        (8, [(image, box)] * 8),
+        (8, [{"image": image, "height": 4}] * 8),
+        (1, [{"image": image, "height": 4}]),
+        (1, ([image], [label])),
+    ):
+        assert sample_counts(batch) == [count], batch
+    assert [sample_counts(batch) for batch in (torch.tensor(1), array[0, 0], "abc", 5, None, iter([image]), [])] == [
+        []
+    ] * 7
+    assert sample_counts([torch.zeros(7, 3, 2), torch.zeros(3)]) == [7, 3]
 
 
-@pytest.mark.filterwarnings(READ_WHOLE)
+def test_a_last_round_with_unclear_samples_is_named_and_weighs_by_the_first_part() -> None:
+    assert round_sizes([[8], [8]], 2) == round_sizes([[7, 3], [7, 3]], 2) == []
+    assert round_sizes([[8], [2]], 2) == [8, 2]
+    with pytest.warns(UserWarning, match=r"samples of a batch are unclear .*\[7, 3\].*collate_fn"):
+        assert round_sizes([[7, 3], [5, 2]], 3) == [7, 5, 0]
+
+
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_in_a_loop_of_ones_own_each_rank_keeps_whole_batches(world_size: int) -> None:
     for count, drop_last in itertools.product(range(1, 14), (False, True)):
@@ -201,5 +214,27 @@ def test_what_no_rank_can_share_is_told_with_what_its_caller_has() -> None:
     advice = "set use_distributed_sampler=False .or leave (the|its) loader out of prepare"
     with pytest.raises(TypeError, match=f"Own overrides __iter__.*{advice}"):
         shares(Own([1, 2]), 2)
-    with pytest.warns(UserWarning, match=f"one batch in 2. If it splits itself by rank, {advice}"):
-        shares(DataLoader(Counting(3)), 2)
+
+
+class Restarting:
+    """Its __iter__ begins again and returns itself, as that of NVIDIA DALI's iterators."""
+
+    def __iter__(self) -> Restarting:
+        self.next = 0
+        return self
+
+    def __next__(self) -> int:
+        if self.next == len(self):
+            raise StopIteration
+        self.next += 1
+        return self.next
+
+    def __len__(self) -> int:
+        return 3
+
+
+def test_a_loader_that_restarts_itself_is_read_in_each_epoch() -> None:
+    (share,) = shares(Restarting(), 1)
+    assert [read(share) for _ in range(2)] == [[1, 2, 3], [1, 2, 3]]
+    assert not is_read_once(Restarting())
+    assert all(is_read_once(each) for each in (iter([1]), (each for each in [1]), iter(DataLoader([1, 2]))))

@@ -129,3 +129,29 @@ def test_trainer_and_accelerator_tell_every_epoch() -> None:
     for _ in range(3):
         list(loader)
     assert data.told == [0, 1, 2]
+
+
+def test_a_stream_that_is_split_after_a_shuffle_keeps_its_parts_apart() -> None:
+    datasets = pytest.importorskip("datasets")
+    stream = datasets.Dataset.from_dict({"x": list(range(20))}).to_iterable_dataset(num_shards=4)
+    shuffled = stream.shuffle(seed=3, buffer_size=20)
+    with pytest.warns(UserWarning, match=r"split by take\(\) or skip\(\) follows a shuffle"):
+        parts = [ShardedLoader(DataLoader(part, 4), rank=0, world_size=1, mode="train")
+                 for part in (shuffled.skip(8), shuffled.take(8))]  # fmt: skip
+    orders = []
+    for epoch in range(2):
+        seen = []
+        for part in parts:
+            part.set_epoch(0, epoch)
+            seen += [number for batch in part for number in batch["x"].tolist()]
+            part.load_state_dict(part.state_dict(3, is_over=True))
+        assert sorted(seen) == list(range(20))
+        orders.append(seen)
+    assert orders[0] == orders[1]
+    (after,) = [ShardedLoader(DataLoader(stream.skip(8).shuffle(seed=3), 4), rank=0, world_size=1, mode="train")]
+    orders = []
+    for epoch in range(2):
+        after.set_epoch(0, epoch)
+        orders.append([number for batch in after for number in batch["x"].tolist()])
+    assert orders[0] != orders[1]
+    assert sorted(orders[0]) == sorted(orders[1])

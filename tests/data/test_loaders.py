@@ -12,7 +12,15 @@ import numpy as np
 import pytest
 import torch
 from deadlines import deadline
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, Sampler, TensorDataset
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    SubsetRandomSampler,
+    TensorDataset,
+)
 from torch.utils.data.distributed import DistributedSampler
 
 from trainwright.data.loaders import ShardedLoader
@@ -187,15 +195,6 @@ def test_a_distributed_sampler_of_the_users_is_respected() -> None:
         assert batches(shard) == [[rank, rank + 2, rank + 4], [rank + 6, rank + 8, rank + 10]]
 
 
-def test_the_warning_names_the_class_of_a_stream() -> None:
-    named = type(
-        "IterableDataset", (IterableDataset,), {"__iter__": lambda self: iter(range(8))}
-    )  # as that of datasets
-    for kind, said in ((named, "the dataset is an IterableDataset: each of"), (Endless, "an Endless is an Iterable")):
-        with pytest.warns(UserWarning, match=said):
-            ShardedLoader(DataLoader(kind(), 2), rank=0, world_size=2, mode="train")
-
-
 class Endless(IterableDataset[Any]):
     def __iter__(self) -> Iterator[Any]:
         return iter(itertools.count())
@@ -248,10 +247,19 @@ def test_shuffling_is_switched_off() -> None:
     assert ordered(DataLoader(torch.arange(3), batch_size=None, shuffle=True)) == [0, 1, 2]
     assert ordered(DataLoader(numbers(4), batch_sampler=[[3, 1], [0]])) == [[3, 1], [0]]
     own = DataLoader(numbers(5), sampler=RandomSampler(numbers(5), replacement=True, num_samples=2))
-    with pytest.warns(UserWarning, match="the loader's RandomSampler chooses.*which is kept"):
-        assert len(ordered(own)) == 2
+    with pytest.warns(UserWarning, match="the loader's RandomSampler chooses.*replaced by the order of the dataset"):
+        assert ordered(own) == [[0], [1], [2], [3], [4]]
     with pytest.warns(UserWarning, match="the loader's Drawing chooses"):
-        ordered(DataLoader(numbers(300), sampler=Drawing(4)))
+        assert ordered(DataLoader(numbers(300), sampler=Drawing(4)))[0] == [0]
+    subset = SubsetRandomSampler([7, 1, 4])
+    loader = DataLoader(numbers(9), 2, sampler=subset)
+    with pytest.warns(UserWarning, match="the loader's SubsetRandomSampler chooses.*replaced"):
+        assert ordered(loader) == [[1, 4], [7]]
+    assert loader.sampler is loader.batch_sampler.sampler is subset, "the user's loader keeps its own"  # type: ignore[union-attr]
+    shuffled = BatchSampler(RandomSampler(numbers(4)), 2, False)
+    own_batches = type("OwnBatches", (BatchSampler,), {})(shuffled.sampler, 2, False)
+    with pytest.warns(UserWarning, match="the loader's OwnBatches chooses its own order, which is kept"):
+        assert len(ordered(DataLoader(numbers(4), batch_sampler=own_batches))) == 2
 
 
 def test_memory_is_pinned_by_a_copy() -> None:

@@ -28,7 +28,6 @@ from trainwright.data.combined import CombinedLoader, shard
 from trainwright.data.stateful_iterable import ONCE
 
 SEED, EPOCH = 3, 2
-READ_WHOLE = "ignore:an? .* is an IterableDataset:UserWarning"
 
 
 Plans = Sequence[Sequence[tuple[int, int | None]]]
@@ -242,7 +241,6 @@ def stream(kind: Any, count: int, **options: Any) -> DataLoader[Any]:
     return DataLoader(kind(count), batch_size=2, **options)
 
 
-@pytest.mark.filterwarnings(READ_WHOLE)
 @some_or_all_plans
 def test_a_dataset_without_indices_at_any_world_size(plans: Plans) -> None:
     for kind, count, plan in itertools.product((Stream, Telling), (23, 24), plans):
@@ -250,7 +248,6 @@ def test_a_dataset_without_indices_at_any_world_size(plans: Plans) -> None:
         assert sorted(seen) == list(range(count)), (kind, count, plan)
 
 
-@pytest.mark.filterwarnings(READ_WHOLE)
 @pytest.mark.parametrize("options", [{}, {"num_workers": 2}, {"num_workers": 2, "persistent_workers": True}], ids=str)
 def test_a_dataset_goes_on_from_its_state(options: dict[str, Any]) -> None:
     loader = partial(stream, Telling, 32, **options)
@@ -358,7 +355,6 @@ def test_a_place_beyond_the_data_is_seen() -> None:
     assert not shard(DataLoader(numbers(20), batch_sampler=sampler), rank=0, world_size=1, mode="train").starts_beyond
 
 
-@pytest.mark.filterwarnings(READ_WHOLE)
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_a_state_is_told_of_the_batch_that_it_is_planned_for(num_workers: int) -> None:
     for ranks in (1, 2, 3):

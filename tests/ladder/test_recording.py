@@ -13,7 +13,6 @@ from small import ACCELERATOR, DEVICE, QUIET, Classifier, loss_of, make_loader, 
 from torch.utils.data import DataLoader
 
 import trainwright as tw
-from trainwright.ladder.batch_samples import batch_samples
 from trainwright.ladder.recording import active_recording, peak_bytes
 from trainwright.ladder.run_record import RunRecord
 from trainwright.ladder.steady_rate import steady_rate, steady_steps
@@ -31,15 +30,6 @@ def test_steady_rate() -> None:
     assert steady_rate(ends[:2], [8, 8], [False, False]) == pytest.approx(8 / 5)  # there is nothing else
     assert steady_rate(ends[:1], [8], [True]) is None
     assert steady_rate([], [], []) is None
-
-
-def test_samples_of_a_batch() -> None:
-    images, labels = torch.zeros(4, 3), torch.zeros(4)
-    assert batch_samples((images, labels)) == batch_samples({"ids": images, "more": [labels]}) == 4
-    assert batch_samples([{"name": ["a"], "x": images.numpy()}]) == 4
-    assert batch_samples([torch.tensor(1.0), images]) == 4
-    assert batch_samples(iter([images])) is None
-    assert batch_samples(["a text"]) is None
 
 
 def test_a_clock_reads_all_marks() -> None:

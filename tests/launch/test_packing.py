@@ -150,3 +150,32 @@ def test_results_hold_no_code(tmp_path: Path) -> None:
     write_result(tmp_path / "result", Images(3))
     with pytest.raises(Exception, match="Weights only load failed"):
         read_result(tmp_path / "result")
+
+
+OF_MAIN = """
+import sys, typing
+from pathlib import Path
+from trainwright.launch.packing import pack
+class Pair(typing.NamedTuple):
+    x: int
+class BadRow(Exception): pass
+def collate(rows):
+    return Pair(len(rows)) if rows else BadRow("none")
+pack(Path(sys.argv[1]), {"collate": collate}, "this test")
+"""
+READER = """
+import pickle, sys
+from pathlib import Path
+from trainwright.launch.packing import unpack
+collate = unpack(Path(sys.argv[1]))["collate"]
+print(pickle.loads(pickle.dumps(collate([1, 2]))), repr(pickle.loads(pickle.dumps(collate([])))))
+"""
+
+
+@pytest.mark.launch
+def test_classes_of_main_are_known_by_name_where_they_arrive(tmp_path: Path) -> None:
+    for program in (OF_MAIN, READER):
+        command = [sys.executable, "-c", program, str(tmp_path / "work")]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=deadline(60), check=False)
+        assert done.stderr == ""
+    assert done.stdout == "Pair(x=2) BadRow('none')\n"

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import itertools
 import traceback
-import warnings
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -186,7 +185,6 @@ def run(case: Case) -> Case:
 
 def run_examples(folder: Path) -> list[tuple[Case, Case]]:
     """Make all examples of one world size; return each with what another needs to resume it."""
-    warnings.filterwarnings("ignore", message=".* is an IterableDataset: each of the .* ranks reads all of it")
     ranks = accelerator_of(False, False, True).engine.ranks
     made_here: list[tuple[Case, Case]] = []
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from functools import partial
@@ -255,7 +254,6 @@ def zero(folder: Path) -> dict[str, Any]:
     """Make every check, on this rank."""
     quiet()
     found: dict[str, Any] = {}
-    warnings.filterwarnings("ignore", ".* is an IterableDataset: each of the 2 ranks reads all of it")
     fit("ddp", Thaws(), 1, folder / "thaws-2.ckpt")
     fit("ddp", Thaws(), 1, folder / "thaws-3.ckpt", max_epochs=3)
     for stage in STAGES:

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 import trainwright as tw
+from trainwright.trainer.evaluate import skip_none
 
 LENGTH = 11  # batches of make_loader()
 
@@ -156,6 +157,15 @@ def test_overfitting_repeats_the_same_batches_in_order() -> None:
         assert sums == expected[:count] * 2
         assert len(module.validated) == 2 * count
         assert (trainer.num_training_batches, trainer.num_val_batches) == (count, [count])
+
+
+def test_overfit_batches_replaces_other_limits_with_a_warning() -> None:
+    options: dict[str, Any] = {"overfit_batches": 2, "limit_val_batches": 1.0}
+    with pytest.warns(UserWarning, match="overfit_batches=2 replaces limit_train_batches=3 and limit_val_batches=1.0"):
+        trainer = tw.Trainer(max_epochs=1, limit_train_batches=3, **options, **QUIET)
+    trainer.fit(Classifier(), make_loader(), make_loader())
+    assert (trainer.global_step, trainer.num_val_batches) == (2, [2])
+    tw.Trainer(limit_train_batches=1.0, **options, **QUIET)  # what each limit is by default is no choice
 
 
 def test_a_trial_run_goes_through_everything_and_writes_nothing(tmp_path: Path) -> None:
@@ -388,6 +398,57 @@ def test_loaders_are_made_again() -> None:
         assert trainer.global_step == (8 if every == 0 else 2 + 2 + 4 + 4)
 
 
+def test_validation_loaders_are_made_again_only_for_a_validation() -> None:
+    class Own(Classifier):
+        def __init__(self) -> None:
+            super().__init__()
+            self.made: list[int] = []
+
+        def val_dataloader(self) -> Any:
+            self.made.append(self.current_epoch)
+            return make_loader(4)
+
+    module = Own()
+    options = {"reload_dataloaders_every_n_epochs": 1, "check_val_every_n_epoch": 3, "num_sanity_val_steps": 0}
+    tw.Trainer(max_epochs=6, **options, **QUIET).fit(module, make_loader(8))
+    assert module.made == [2, 5]
+
+
+def test_a_batch_that_is_none_is_skipped_and_counted() -> None:
+    """Each second batch is None: windows of two have one batch, and validation scores the rest."""
+    calls = iter(range(100))
+
+    def collate(rows: Any) -> Any:
+        return None if next(calls) % 2 else torch.utils.data.default_collate(rows)
+
+    class Notes(tw.Callback):
+        def __init__(self) -> None:
+            self.seen: list[Any] = []
+
+        def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+            self.seen.append(("start", batch_idx))
+
+        def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+            self.seen.append(("end", batch_idx, batch is None))
+
+    notes, module = Notes(), Diary()
+    loader = DataLoader(make_loader().dataset, 4, collate_fn=collate)
+    trainer = tw.Trainer(
+        max_epochs=1, limit_train_batches=4, accumulate_grad_batches=2, num_sanity_val_steps=0, callbacks=notes, **QUIET
+    )
+    with pytest.warns(UserWarning, match="loader yielded None .from collate_fn..*skipped") as said:
+        trainer.fit(module, loader, DataLoader(make_loader(16).dataset, 4, collate_fn=collate))
+    assert {str(each.message).split()[1] for each in said} == {"training", "validation"}
+    assert (trainer.global_step, trainer.state.total_batches, len(module.validated)) == (2, 4, 2)
+    assert notes.seen == [
+        ("start", 0), ("end", 0, False), ("end", 1, True), ("start", 2), ("end", 2, False), ("end", 3, True),
+    ]  # fmt: skip
+    with pytest.raises(
+        RuntimeError, match=r"training loader yielded None on one of 2 ranks.*bad ones out of the dataset"
+    ):
+        skip_none(2)
+
+
 def test_loaders_that_were_made_again_are_let_go_of() -> None:
     alive: weakref.WeakSet[Any] = weakref.WeakSet()
     counts: list[int] = []
@@ -447,7 +508,16 @@ def test_steps_that_take_their_batches_themselves() -> None:
             batch, *_ = next(dataloader_iter)
             self.log("count", float(len(batch[0])), reduce_fx="sum", batch_size=len(batch[0]))
 
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+            begun.append(("train", batch is None, batch_idx))
+
+        def on_validation_batch_start(self, batch: Any, batch_idx: int) -> None:
+            begun.append(("validation", batch is None, batch_idx))
+
+    begun: list[Any] = []
     _, trainer = fit(Pulling(), val=make_loader(10), max_epochs=2)
+    assert [each[1:] for each in begun if each[0] == "train"][:3] == [(True, 0), (False, 2), (False, 4)]
+    assert [each[1:] for each in begun if each[0] == "validation"][:3] == [(True, 0), (False, 1), (False, 2)]
     assert seen == [(index, 0) for index in range(0, 11, 2)] * 2
     assert (trainer.global_step, trainer.state.total_batches) == (12, 22)
     assert trainer.callback_metrics["count"] == 10

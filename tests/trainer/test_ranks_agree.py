@@ -199,9 +199,7 @@ def one_after_the_other(batch_size: int, first: int, limit: int | None, kind: st
     loaders = [make_loader(first, batch_size), make_loader(6, batch_size), make_loader(5, batch_size)]
     if kind == "stream":
         loaders[:2] = [DataLoader(Stream(samples), batch_size) for samples in (first, 6)]
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "a Stream is an IterableDataset: each of the 2 ranks reads all of it")
-        trainer = fit(module, CombinedLoader(loaders, "sequential"), epochs=2, limit_train_batches=limit)
+    trainer = fit(module, CombinedLoader(loaders, "sequential"), epochs=2, limit_train_batches=limit)
     return {**weights(module), "loss": trainer.callback_metrics["loss_epoch"]}
 
 

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from trainwright.callbacks.base import Callback
+from trainwright.data.combined_loader import is_read_once, leaves
 from trainwright.data.seeding import isolate_rng
 from trainwright.rank_zero import rank_zero_warn
 from trainwright.value_kinds import computed_tensors
@@ -130,18 +131,14 @@ class LearningRateSearch:
 
     def run(self, make_trial: MakeTrial, module: Module, data: Mapping[str, Any], threshold: float | None) -> None:
         """Train a copy of the module at growing rates; the module and the generators stay as they are. Collective."""
-        if _is_read_once(data.get("train_dataloaders")):
+        loaders = data.get("train_dataloaders")
+        if any(is_read_once(each) for _, each in leaves({"": loaders})):
             raise ValueError(
                 "The search for a learning rate reads batches of the training loader, and this one is an iterator: the fit "
                 "would train without them. Pass a DataLoader or another iterable that can begin again."
             )
         with isolate_rng():
             make_trial(callbacks=[Sweep(self, threshold)], max_steps=self.num_training).fit(trial_copy(module), **data)
-
-
-def _is_read_once(loaders: Any) -> bool:
-    parts = loaders.values() if isinstance(loaders, Mapping) else loaders if isinstance(loaders, (list, tuple)) else ()
-    return isinstance(loaders, Iterator) or any(map(_is_read_once, parts))
 
 
 def trial_copy(module: Module) -> Module:

@@ -13,20 +13,22 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import fields, is_dataclass
 from itertools import chain, islice, repeat
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.utils.data import DataLoader
 
 from trainwright.callers import say
+from trainwright.data.combined_loader import is_read_once
 from trainwright.data.seeding import IsolatedGenerators, derive_seed, read_isolated
 from trainwright.data.source_state import SourceState, SourceStates
 from trainwright.data.stateful_reader import END, ReaderState, StateRejected
 from trainwright.data.stream_shard import Mode, StreamPosition, StreamShard
 from trainwright.data.workers import SeededIterable
 from trainwright.errors import a_type_of
+from trainwright.rank_zero import rank_zero_warn
 
 
 class BatchStream(StreamShard):
@@ -52,6 +54,7 @@ class BatchStream(StreamShard):
         self.seed_rank, self.states = seed_rank, states
         self._plan: Sequence[tuple[int, int]] = ()
         self._generator, self._draws = generator, draws
+        self._compare: Callable[[Any], Any] | None = None
         self._from: SourceState | None = None
         """A state within the pass that the shard starts in, at the start or before it."""
         self._why_reread = ""
@@ -73,6 +76,10 @@ class BatchStream(StreamShard):
         super().set_epoch(seed, epoch, start_batch, position)
         if self.states is not None:
             self._resume(self.states, state, position)
+
+    def compare_first(self, compare: Callable[[Any], Any]) -> None:
+        """Pass the next batch that is read through a function, which compares it with those of other ranks."""
+        self._compare = compare
 
     def plan_states(self, batches: Sequence[tuple[int, int]]) -> None:
         self._plan = batches
@@ -104,7 +111,7 @@ class BatchStream(StreamShard):
     def drawn(self, pass_number: int, start: int = 0) -> Iterator[Any]:
         if isinstance(self.source, Sequence):
             return islice(iter(self.source), start, None)
-        if isinstance(self.source, Iterator):
+        if is_read_once(self.source):
             return islice(self._read_once(self.source, pass_number), start, None)
         if self.states is not None:
             return self._read_from_state(self.states, pass_number, start)
@@ -149,10 +156,12 @@ class BatchStream(StreamShard):
         if self.states is not None:
             self.states.read_with(isolated)
         if isolated is None:
-            return begin()
-        with isolated.active():
             batches = begin()
-        return read_isolated(batches, repeat(isolated))
+        else:
+            with isolated.active():
+                batches = read_isolated(begin(), repeat(isolated))
+        compare, self._compare = self._compare, None
+        return batches if compare is None else chain(map(compare, islice(batches, 1)), batches)
 
     def _resume(self, states: SourceStates, state: SourceState | None, position: StreamPosition | None) -> None:
         """Let the source resume from a state that fits: one within this pass, or at its start what the last epoch left."""
@@ -213,12 +222,8 @@ class BatchStream(StreamShard):
 
     def cut_round(self, items: list[Any], number: int) -> Any:
         """Return this rank's batch of a pass's last round; if it has none, the first rank's, with weight zero."""
-        counted = [count_samples(batch) for batch in items]
-        sizes = [size for size in counted if size]
-        if len(sizes) < len(counted):
-            sizes = [sys.maxsize] * len(items)  # unknown: each batch has the same weight
-        if len(items) < self.world_size or len(set(sizes)) > 1:
-            self.uneven[number] = sizes + [0] * (self.world_size - len(items))
+        if sizes := round_sizes(map(sample_counts, items), self.world_size):
+            self.uneven[number] = sizes
         return items[self.rank] if self.rank < len(items) else items[0]
 
 
@@ -227,21 +232,56 @@ def _cause(error: StateRejected) -> str:
     return str(error).strip().splitlines()[-1].rpartition("StateRejected: ")[2]
 
 
-def count_samples(batch: Any) -> int | None:
-    """Return the samples in a batch, by its first tensor, array or list of plain values; None if unknown."""
-    if isinstance(shape := getattr(batch, "shape", None), tuple):
-        return int(shape[0]) if shape else None
-    if isinstance(batch, Mapping):
-        parts = list(batch.values())
-    elif not isinstance(batch, Sequence) or isinstance(batch, (str, bytes)):
-        return None
-    else:
-        parts = list(batch)
-        if parts and not any(isinstance(each, (Tensor, Mapping, list, tuple)) or _is_array(each) for each in parts):
-            return len(parts)
-    return next((size for each in parts if (size := count_samples(each)) is not None), None)
+def round_sizes(counts: Iterable[list[int]], ranks: int) -> list[int]:
+    """Return the samples that each rank has in a round; an empty list if all have equally many."""
+    counts = list(counts)
+    if len(counts) == ranks and all(each == counts[0] for each in counts):
+        return []
+    if unclear := [each for each in counts if len(each) != 1]:
+        rank_zero_warn(
+            f"the samples of a batch are unclear (its parts have the lengths {unclear[0]}), so its weight in a last round may "
+            "be wrong. Let collate_fn return tensors or lists that all have one entry for each sample.",
+            stacklevel=2,
+        )
+    # Each batch has the same weight if its samples are unknown.
+    sizes = [each[0] if each else 0 for each in counts]
+    return (sizes if all(sizes) else [sys.maxsize] * len(counts)) + [0] * (ranks - len(counts))
 
 
-def _is_array(value: Any) -> bool:
-    shape = getattr(value, "shape", None)
-    return isinstance(shape, tuple) and len(shape) > 0  # which numpy's numbers have empty
+def sample_counts(batch: Any) -> list[int]:
+    """Return the numbers of samples that the parts of a batch show: one number if they agree, none if they are unknown."""
+    columns = set(_lengths(batch, of_columns=True))
+    return list(columns) if len(columns) == 1 else list(dict.fromkeys(_lengths(batch, of_columns=False)))
+
+
+def _lengths(value: Any, of_columns: bool, depth: int = 0) -> Iterator[int]:
+    """Yield the length of each column of a batch, as default_collate makes them, or of each list of samples."""
+    if is_dataclass(value) and not isinstance(value, (type, Mapping)):
+        value = {each.name: getattr(value, each.name) for each in fields(value)}
+    is_list = isinstance(value, Sequence) and not isinstance(value, (str, bytes))
+    if isinstance(shape := getattr(value, "shape", None), tuple):
+        yield from shape[:1]
+    elif isinstance(count := getattr(value, "num_graphs", None), int):  # a batch of PyTorch Geometric
+        yield count
+    elif isinstance(value, Mapping) or is_list:
+        parts = list(value if is_list else value.values())
+        found = [list(_lengths(part, of_columns, depth + 1)) for part in parts]
+        kinds = {_kind(part) for part in parts}
+        kind = kinds.pop() if len(kinds) == 1 else None
+        # Tensors at the top are columns.
+        has_samples = kind not in (None, "list") and (depth > 0 or not isinstance(kind, int))
+        if is_list and (not any(found) or (has_samples and not of_columns)):
+            yield from [len(parts)] if parts else []
+            return
+        yield from chain.from_iterable(found)
+        if of_columns and depth and any(found) and not all(found):
+            yield 0  # tensors with plain values within a batch are a sample, and no columns
+
+
+def _kind(value: Any) -> Any:
+    """Return the structure of a sample: an array's dimensions, "list" for values of one kind, None for a plain value."""
+    if isinstance(value, (list, tuple)):
+        kinds = [_kind(each) for each in value]
+        return tuple(kinds) if len(set(kinds)) > 1 else "list"
+    dimensions = len(getattr(value, "shape", ()))
+    return dimensions or ("mapping" if isinstance(value, Mapping) else None)

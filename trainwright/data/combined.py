@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from itertools import count, islice
 from typing import Any
 
-from trainwright.data.combined_loader import CombinedLoader, combined_length, is_collection
+from trainwright.data.combined_loader import CombinedLoader, combined_length, is_collection, is_read_once
 from trainwright.data.index_stream import IndexStream
 from trainwright.data.loader_state import StatefulLoader
 from trainwright.data.loaders import ShardedLoader
@@ -39,7 +39,7 @@ class ShardedCombination(StatefulLoader):
         self.uneven: dict[int, list[int]] = {}
         self._pads = mode == "padded" and world_size > 1
         for name, leaf in zip(loader.names, loader.flattened, strict=True):
-            if isinstance(leaf, Iterator) and self.combination == "max_size_cycle":
+            if is_read_once(leaf) and self.combination == "max_size_cycle":
                 raise TypeError(
                     f"the collection's {name or 'loader'} is {a_type_of(leaf)}, which can be read only once, but "
                     "max_size_cycle restarts shorter loaders; pass a list, a DataLoader, or an object whose __iter__ starts "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sized
 from itertools import count, islice
 from typing import Any, Literal, NoReturn
 
@@ -118,6 +118,14 @@ def holds_loader(value: Any) -> bool:
     if isinstance(value, Mapping):
         value = list(value.values())
     return isinstance(value, (list, tuple)) and any(holds_loader(each) for each in islice(value, LOOKED_AT))
+
+
+def is_read_once(loader: Any) -> bool:
+    """Return whether a loader is an iterator that cannot start again."""
+    # One with a length is a loader whose __iter__ resets it and returns it, as NVIDIA DALI's, unless it is torch's.
+    return isinstance(loader, Iterator) and (
+        not isinstance(loader, Sized) or type(loader).__module__.startswith("torch.")
+    )
 
 
 def leaves(collection: Any, name: str = "") -> Iterator[tuple[str, Any]]:

@@ -7,8 +7,6 @@ that of rank 0's loader, and travels with each batch, so a checkpoint is the sam
 
 from __future__ import annotations
 
-import sys
-from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any
@@ -16,7 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from trainwright.checkpoint.codec import decode, encode
-from trainwright.data.batch_stream import count_samples
+from trainwright.data.batch_stream import round_sizes, sample_counts
 from trainwright.data.loader_state import StatefulLoader
 from trainwright.data.loaders import ShardedLoader
 from trainwright.data.source_state import SourceState
@@ -157,23 +155,14 @@ class DispatchedLoader(StatefulLoader):
             if len(held) < ranks and self._drops_short_round:
                 break
             count += len(held)
-            sizes = self._sizes(held, noted, is_last=not following)
+            counts = [sample_counts(batch) if noted is None else [len(noted.popleft())] for batch in held]
+            sizes = [] if following else round_sizes(counts, ranks)
             header = {"end": False, "sizes": sizes, "position": inner.positions(count)[0]}
             yield [
                 encode([header, _plainer(held[rank if rank < len(held) else 0])], "the batch") for rank in range(ranks)
             ]
             held = [*following, *islice(items, ranks - 1)] if following else []
         yield [encode([{"end": True}, None])] * ranks
-
-    def _sizes(self, held: list[Any], noted: deque[list[Any]] | None, is_last: bool) -> list[int]:
-        """Return each rank's samples in a last round where they differ; otherwise an empty list."""
-        counted = [count_samples(batch) if noted is None else len(noted.popleft()) for batch in held]
-        sizes = [size for size in counted if size]
-        if len(sizes) < len(counted):
-            sizes = [sys.maxsize] * len(held)  # unknown: each batch has the same weight
-        if not is_last or (len(held) == self.world_size and len(set(sizes)) == 1):
-            return []
-        return sizes + [0] * (self.world_size - len(held))
 
     def _received(self, rounds: Iterator[list[Nest]] | None) -> Any:
         """Return this rank's header and batch of the next of rank 0's rounds.

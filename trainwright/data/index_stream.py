@@ -11,10 +11,11 @@ from __future__ import annotations
 import copy
 from collections import deque
 from collections.abc import Iterator
+from contextlib import suppress
 from itertools import chain, count, islice
 from typing import Any
 
-from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
+from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler, SubsetRandomSampler
 
 from trainwright.data.order_digest import OrderDigest
 from trainwright.data.sampler_generators import SamplerGenerators
@@ -95,6 +96,17 @@ class IndexStream(StreamShard):
         length = self._length_of(len(self.source))
         assert length is not None
         return length
+
+    def first_indices(self, most: int) -> list[Any]:
+        """Return the first items of the user's sampler, drawn from a copy; none of an iterator and of torch's plain orders."""
+        sampler = copy.copy(self.source.sampler if self.is_split else self.source)
+        is_iterator = any(isinstance(each, Iterator) for each in (sampler, *getattr(sampler, "__dict__", {}).values()))
+        if is_iterator or type(sampler) in (SequentialSampler, RandomSampler):
+            return []
+        # An error of the sampler comes again in the first epoch.
+        with suppress(Exception), IsolatedGenerators(0).active(), SamplerGenerators(sampler, 0, 0).active():
+            return list(islice(iter(sampler), most if self.is_split or not self.batched else 1))
+        return []
 
     @property
     def order(self) -> str:
@@ -249,15 +261,13 @@ def _is_torchs(source: Any) -> bool:
     return all(type(each).__module__.startswith("torch.utils.data.") for each in parts)
 
 
-def in_dataset_order(source: Any) -> tuple[Any, bool]:
-    """Return a sampler without the shuffling of torch's own, and whether its order is still one of the user's."""
+def in_dataset_order(source: Any, dataset: Any) -> tuple[Any, Any]:
+    """Return a sampler in the dataset's order, and the user's sampler if its own order is not torch's plain shuffle."""
     sampler = source.sampler if type(source) is BatchSampler else source
-    if type(sampler) is RandomSampler and not sampler.replacement and sampler.num_samples == len(sampler.data_source):
-        in_order = SequentialSampler(sampler.data_source)
-        if sampler is source:
-            return in_order, False
-        source = copy.copy(source)
-        source.sampler = in_order
-        return source, False
-    keeps_order = isinstance(sampler, (SequentialSampler, list, tuple, range))
-    return source, not keeps_order and getattr(sampler, "shuffle", None) is not False
+    if isinstance(sampler, (SequentialSampler, list, tuple, range)) or getattr(sampler, "shuffle", None) is False:
+        return source, None
+    in_order: Any = sorted(sampler.indices) if isinstance(sampler, SubsetRandomSampler) else SequentialSampler(dataset)
+    is_plain = type(sampler) is RandomSampler and not sampler.replacement and sampler.num_samples == len(dataset)
+    if sampler is not source:
+        in_order = BatchSampler(in_order, source.batch_size, source.drop_last)
+    return in_order, None if is_plain else sampler

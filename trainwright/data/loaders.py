@@ -19,10 +19,9 @@ from typing import Any, NoReturn, Protocol, TypeGuard
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler
 from torch.utils.data.datapipes.datapipe import IterDataPipe
-from torch.utils.data.distributed import DistributedSampler
 
 from trainwright.data.batch_stream import BatchStream
-from trainwright.data.epoch_listeners import set_epoch_of_parts
+from trainwright.data.epoch_listeners import is_split_after_shuffle, set_epoch_of_parts
 from trainwright.data.fetching import fetched, is_fetched_here
 from trainwright.data.index_stream import IndexStream, in_dataset_order
 from trainwright.data.loader_state import StatefulLoader
@@ -84,7 +83,7 @@ class ShardedLoader(StatefulLoader):
         self.is_sharded = _is_to_shard(loader, world_size, shard)
         """Whether the ranks read one stream; False on one process, and if the user gave each rank its own data."""
         if self.is_sharded:
-            _check_shardable(loader, rank, world_size)
+            _check_shardable(loader, world_size)
         if batch_parts > 1:
             _check_parts(loader, batch_parts, self.is_sharded)
         self.batch_parts = batch_parts
@@ -135,7 +134,11 @@ class ShardedLoader(StatefulLoader):
             own["batch_sampler"] = BatchSampler(loader.sampler, size, loader.drop_last)
         if isinstance(dataset, IterDataPipe):
             return clone
-        if is_iterable and self.mode == "train" and is_stateful(dataset):
+        if is_fixed := is_split_after_shuffle(dataset):
+            text = "each epoch has the same order, as a split by take() or skip() follows a shuffle; shuffle after the split."
+            rank_zero_warn(f"the data is a stream of the package datasets: {text}", stacklevel=2)
+        # The state of a stream without an epoch would begin the next one at its end.
+        if is_iterable and self.mode == "train" and is_stateful(dataset) and not is_fixed:
             own["dataset"] = stateful = StatefulIterable(dataset, size)
             if num_workers > 0:
                 own["collate_fn"] = StatefulCollate(stateful, loader.collate_fn, size, loader.drop_last)
@@ -161,9 +164,12 @@ class ShardedLoader(StatefulLoader):
         source: Any = clone.batch_sampler if batched else loader.sampler
         is_whole = type(source) is BatchSampler or not self.is_sharded
         if in_order:
-            source, is_own = in_dataset_order(source)
-            if is_own:
-                _warn_of_kept_order(getattr(source, "sampler", source))
+            # A batch sampler may choose more than the order, and a DistributedSampler the samples of this rank.
+            is_kept = hasattr(loader.sampler, "num_replicas") or (batched and type(source) is not BatchSampler)
+            in_order_source, chooser = in_dataset_order(source, loader.dataset)
+            if chooser is not None:
+                _warn_of_order(chooser, is_kept)
+            source = source if is_kept else in_order_source
         stream = IndexStream(
             source,
             batched=batched,
@@ -179,7 +185,7 @@ class ShardedLoader(StatefulLoader):
 
     def _with_batches(self, loader: Iterable[Any], in_order: bool) -> BatchStream:
         if in_order and isinstance(loader, DataLoader) and isinstance(loader.sampler, RandomSampler):
-            _warn_of_kept_order(loader)
+            _warn_of_order(loader, True)
         is_read_by_workers = _is_plain(loader) and loader.num_workers > 0
         return BatchStream(
             self._source,
@@ -336,36 +342,25 @@ def _is_to_shard(loader: Iterable[Any], world_size: int, shard: bool) -> bool:
     """Return whether to shard the loader; refuse a DistributedSampler of a different world size (ValueError)."""
     if world_size == 1 or not shard:
         return False
-    samplers = (
+    samplers: list[Any] = (
         [loader.sampler, getattr(loader.batch_sampler, "sampler", None)] if isinstance(loader, DataLoader) else []
     )
-    found = [each for each in samplers if isinstance(each, DistributedSampler)]
+    found = [each for each in samplers if hasattr(each, "num_replicas")]  # a DistributedSampler, or another library's
     if found and found[0].num_replicas != world_size:
         raise ValueError(
-            f"the loader's DistributedSampler has num_replicas={found[0].num_replicas}, but this job has {world_size} ranks; "
-            f"leave the sampler out, since loaders are sharded for you, or pass num_replicas={world_size}."
+            f"the loader's {type(found[0]).__name__} has num_replicas={found[0].num_replicas}, but this job has {world_size} "
+            f"ranks; leave the sampler out, since loaders are sharded for you, or pass num_replicas={world_size}."
         )
     return not found
 
 
-def _check_shardable(loader: Iterable[Any], rank: int, world_size: int) -> None:
+def _check_shardable(loader: Iterable[Any], world_size: int) -> None:
     if not _is_plain(loader):
         overrides = f"{type(loader).__name__} overrides __iter__"
         reason = overrides if isinstance(loader, DataLoader) else f"{a_type_of(loader)} is not a DataLoader"
         raise TypeError(
             f"this loader cannot be sharded over {world_size} ranks: {reason}. Pass a torch DataLoader, run on one device, or "
             "give each rank its own data and set use_distributed_sampler=False (or leave the loader out of prepare)."
-        )
-    if rank == 0 and isinstance(loader.dataset, IterableDataset):
-        # One that splits itself by rank would be split twice, and nothing else would show that.
-        # The class of the package datasets has torch's name.
-        is_named_so = type(loader.dataset).__name__ == "IterableDataset"
-        what = "the dataset" if is_named_so else a_type_of(loader.dataset)
-        warnings.warn(
-            f"{what} is an IterableDataset: each of the {world_size} ranks reads all of it and "
-            f"keeps one batch in {world_size}. If it splits itself by rank, set use_distributed_sampler=False (or leave its "
-            "loader out of prepare).",
-            stacklevel=2,
         )
 
 
@@ -390,9 +385,9 @@ def _check_parts(loader: Iterable[Any], parts: int, is_sharded: bool) -> None:
         )
 
 
-def _warn_of_kept_order(chooser: Any) -> None:
+def _warn_of_order(chooser: Any, is_kept: bool) -> None:
     warnings.warn(
         f"overfit_batches needs the same batches each epoch, but the loader's {type(chooser).__name__} chooses its own order, "
-        "which is kept; give the loader a sampler whose order does not change, or shuffle=True, which is switched off.",
+        f"which is {'kept; give the loader another sampler' if is_kept else 'replaced by the order of the dataset'}.",
         stacklevel=2,
     )

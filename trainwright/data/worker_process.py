@@ -13,8 +13,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkContext, ForkProcess
+from multiprocessing.queues import Queue
 from typing import Any
 
+from torch._utils import ExceptionWrapper
 from torch.utils.data import DataLoader
 
 logger = logging.getLogger("trainwright")
@@ -90,10 +92,23 @@ class WorkerProcess:
         self._started.terminate()
 
 
+class WorkerQueue(Queue):  # type: ignore[type-arg]
+    """A queue that sends the error if a batch cannot be pickled: the loader would wait for the batch forever."""
+
+    def _on_queue_feeder_error(self, error: Exception, item: Any) -> None:
+        number, content = item  # which may be the dataset's own exception
+        text = content.exc_msg if isinstance(content, ExceptionWrapper) else f"a batch cannot be pickled: {error}"
+        failure: Any = ExceptionWrapper((RuntimeError, RuntimeError(text), None), "in a loader worker")  # type: ignore[no-untyped-call]
+        self.put((number, failure))
+
+
 class WorkerContext(ForkContext):
-    """The start method fork with a WorkerProcess for each process."""
+    """The start method fork with a WorkerProcess for each process, and queues that report what cannot be pickled."""
 
     Process = WorkerProcess  # type: ignore[assignment]
+
+    def Queue(self, maxsize: int = 0) -> WorkerQueue:
+        return WorkerQueue(maxsize, ctx=self.get_context())
 
 
 @contextmanager

@@ -139,6 +139,11 @@ class Ranks:
         if self._channel is not None:
             self._channel.announce(key)
 
+    def posted(self, value: Any) -> list[Any]:
+        """Post a value, and return those that the ranks have posted on this subchannel so far, or None. Not collective."""
+        replies = [] if self._channel is None else self._channel.posted(json.dumps(value).encode())
+        return [None if reply is None else json.loads(reply) for reply in replies]
+
     def announced(self, keys: Sequence[str], call: str) -> str:
         """Wait until rank 0 has announced one of the keys, and return the first of them. Not collective."""
         assert self._channel is not None

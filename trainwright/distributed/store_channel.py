@@ -136,6 +136,12 @@ class StoreChannel:
         """Post a key for the other ranks to find."""
         post(self._store, f"announced/{self._name}/{key}", b"")
 
+    def posted(self, payload: bytes) -> list[bytes | None]:
+        """Post this rank's payload, and return those that are there by now, by rank. The rank that posts last sees all."""
+        keys = [f"posted/{self._name}/{rank}" for rank in range(self.world_size)]
+        post(self._store, keys[self.rank], payload)
+        return [bytes(self._store.get(key)) if self._store.check([key]) else None for key in keys]
+
     def announced(self, keys: Sequence[str], *, call: str, timeout_seconds: float) -> str:
         """Wait until rank 0 has announced one of the keys, and return the first of them.
 

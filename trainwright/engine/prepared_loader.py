@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from trainwright.data.first_draws import compare_first_draws
 from trainwright.data.loaders import with_last
 from trainwright.data.source_state import SPACING
 from trainwright.data.transfer import to_device
@@ -38,6 +39,8 @@ class PreparedLoader:
         self._splits, self._moves, self._before_epoch = splits, moves, before_epoch
         self._continues, self._is_resumed = continues, False
         self._sharded = engine.prepare_loader(loader, "train", splits=splits, dispatches=dispatches)
+        if not dispatches:
+            compare_first_draws(self._sharded, engine.ranks, "prepared")
         self._sharded.plan_states([(SPACING, 0)])  # `save_state` may be called after any batch
         self._engine = engine
         self._iterations = iterations

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from trainwright.ladder.batch_samples import batch_samples
+from trainwright.data.batch_stream import sample_counts
 from trainwright.ladder.recording import Recording, active_recording
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ class LoopRecorder:
         self._recording.note_pause()
 
     def note_batch(self, batch: Any) -> None:
-        self._samples, self._is_waiting = batch_samples(batch), True
+        self._samples, self._is_waiting = next(iter(sample_counts(batch)), None), True
 
     def note_training(self) -> None:
         """Note a backward, the first of which trains the latest batch."""

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from trainwright.callbacks.base import Callback
-from trainwright.ladder.batch_samples import batch_samples
+from trainwright.data.batch_stream import sample_counts
 from trainwright.ladder.recording import Recording, active_recording
 from trainwright.rung import ActiveRung, is_aside
 
@@ -54,7 +54,7 @@ class RungRecorder(Callback):
         if self._is_within:
             return
         if not trainer.is_dummy_batch:
-            recording.note_batch(batch_samples(batch))
+            recording.note_batch(next(iter(sample_counts(batch)), None))
         if made:
             recording.note_steps(made)
         self._steps += made

@@ -10,7 +10,7 @@ import inspect
 import io
 import sys
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -51,7 +51,11 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             self._carry(obj.__module__)
         if _is_large_array(obj):
             return torch.Tensor.numpy, (torch.from_numpy(obj),)
-        return super().reducer_override(obj)
+        reduced = super().reducer_override(obj)
+        if isinstance(obj, type) and obj.__module__ == "__main__" and isinstance(reduced, tuple):
+            *parts, set_state = reduced
+            return (*parts, partial(_set_in_main, set_state))
+        return reduced
 
     def _carry(self, name: str | None) -> None:
         if name is None or name in self._known:
@@ -63,6 +67,13 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         if name not in cloudpickle.list_registry_pickle_by_value():
             cloudpickle.register_pickle_by_value(module)
             self._carried.append(module)
+
+
+def _set_in_main(set_state: Callable[[type, Any], Any], kind: type, state: Any) -> None:
+    """Fill a class of `__main__` and make it known there: loader workers pickle its instances by its name."""
+    set_state(kind, state)
+    if "." not in kind.__qualname__:
+        setattr(sys.modules["__main__"], kind.__name__, kind)
 
 
 def _is_large_array(value: Any) -> bool:

@@ -11,13 +11,14 @@ from typing import Any
 import torch
 
 from trainwright.data.combined import ShardedCombination, evaluation_loaders
+from trainwright.data.first_draws import compare_first_draws
 from trainwright.data.loaders import ShardedLoader, refuse_length, with_last
 from trainwright.data.seeding import isolate_rng, set_rng_state
 from trainwright.distributed import collectives
 from trainwright.distributed.sync_points import SyncPoint
 from trainwright.module import Module, hook_of, is_overridden
 from trainwright.profilers.instrumentation import is_measuring
-from trainwright.rank_zero import rank_zero_info
+from trainwright.rank_zero import rank_zero_info, rank_zero_warn
 from trainwright.trainer.inputs import iterators_of
 from trainwright.trainer.metrics import MetricCollector
 from trainwright.trainer.oversights import warn_of_monitors, warn_of_shuffling
@@ -90,6 +91,7 @@ class Evaluation:
             self._refuse_empty()
         # Before any batch: the ranks with a batch would wait in its forward for those without.
         for _, loader in self.loaders:
+            compare_first_draws(loader, engine.ranks, self.stage)
             if engine.strategy.forward_is_collective and isinstance(loader, ShardedCombination):
                 loader.refuse_parted_rounds(self.limit_of(loader))
         self.is_loaded, self.has_iterators = True, bool(iterators_of(loaders))
@@ -141,11 +143,10 @@ class Evaluation:
         which = f" {index if name is None else name!r}" if len(self.loaders) > 1 else ""
         return f"the {self.stage} loader{which}"
 
-    def reload(self) -> None:
-        """Call the hook that makes the loaders again, where there is one. Collective."""
+    def renew(self, generators: dict[str, Any]) -> None:
+        """Let the next evaluation call the loaders' hook again, if there is one, with these generators."""
         if self.source.owner is not None:
-            self.is_loaded, self.generators = False, None
-            self.load()
+            self.is_loaded, self.generators = False, generators
 
     def limit_of(self, loader: Shard, most: int | None = None) -> int | None:
         """Return the number of a loader's batches to run, at most `most`; None for all until its end."""
@@ -248,6 +249,9 @@ def run_loader(
             evaluation.shown.note_indices(noted.popleft())
         if transfer is not None:
             batch = transfer(batch, loader_index)
+        if batch is None:
+            skip_none(engine.world_size, stage)
+            continue
         # Only in a last round may the ranks have unequal numbers of samples; without a length each may be the last.
         collector.begin_batch(batch, step, is_own or length is None or index == length - 1)
         arguments = evaluation.arguments.of(batch, index, loader_index)
@@ -271,17 +275,27 @@ def run_loader(
     evaluation.shown.note_indices(None)
 
 
+def skip_none(world_size: int, stage: str = "training") -> Any:
+    """Return None for a batch that is None, with a warning; RuntimeError on several ranks, which would wait for this one."""
+    if world_size > 1:
+        raise RuntimeError(
+            f"the {stage} loader yielded None on one of {world_size} ranks: the others would wait for a batch. Let "
+            "collate_fn return other samples, or leave bad ones out of the dataset; only a single process skips such a batch."
+        )
+    rank_zero_warn(f"the {stage} loader yielded None (from collate_fn?), so this batch is skipped.", stacklevel=4)
+
+
 def run_dummy(
     evaluation: Evaluation,
     collector: MetricCollector,
     batch: Any,
     arguments: tuple[Any, ...],
     indices: tuple[int, ...] = (),
-    pulled: tuple[PulledBatches, tuple[int, ...]] | None = None,
+    pulled: PulledBatches | None = None,
 ) -> None:
     """Run what communicates of a batch that is not this rank's own, because other ranks wait for it. Its results are dropped.
 
-    `pulled` is where a step takes its batches from itself, and the loader's index for its hook.
+    `pulled` is the iterator from which the step takes its batches itself.
     """
     run, stage, communication = evaluation.run, evaluation.stage, evaluation.communication
     uneven = UnevenRound(collector, evaluation.module, run.callbacks, is_dummy=True)
@@ -290,8 +304,8 @@ def run_dummy(
     outputs = None
     if communication.in_step or communication.in_hooks:
         outputs = run.engine.run(evaluation.module, f"{stage}_step", *arguments)
-    if communication.in_hooks and pulled is not None and pulled[0].count:
-        batch, indices = pulled[0].latest, (pulled[0].count - 1, *pulled[1])
+    if communication.in_hooks and pulled is not None and pulled.count:
+        batch, indices = pulled.latest, (pulled.count - 1, *indices[1:])
     if communication.in_hooks and indices:
         run.hooks.call(f"on_{stage}_batch_end", outputs, batch, *indices)
     uneven.end()
@@ -326,21 +340,22 @@ def run_pulled(
             break
         collector.begin_batch(collector.batch, step, length is None or taken >= length - 1)
         if is_dummy(taken):
-            run_dummy(evaluation, collector, batches, (batches,), pulled=(batches, several))
+            run_dummy(evaluation, collector, batches.latest, (batches,), (taken, *several), batches)
             if batches.count == taken:
                 break
             continue
-        before = collectives.count_issued()
+        counts = [collectives.count_issued()]
+        run.hooks.call(f"on_{stage}_batch_start", batches.latest, taken, *several)
+        counts.append(collectives.count_issued())
         outputs = engine.run(evaluation.module, step, batches)
-        after = collectives.count_issued()
+        counts.append(collectives.count_issued())
         if batches.count == taken:
             raise RuntimeError(f"{step} took no batch from its dataloader_iter; call next(dataloader_iter) in it.")
         if keep is not None:
             keep(loader_index, batches.count - 1, outputs)
         run.hooks.call(f"on_{stage}_batch_end", outputs, batches.latest, batches.count - 1, *several)
         if taken == 0:
-            counts = [before, before, after, collectives.count_issued()]
-            evaluation.communication.learn(counts, engine.strategy.forward_is_collective)
+            evaluation.communication.learn([*counts, collectives.count_issued()], engine.strategy.forward_is_collective)
         run.logbook.log_evaluation_step(batches.count - 1)
 
 

@@ -30,7 +30,7 @@ from trainwright.callbacks.base import after_training
 from trainwright.data.seeding import rng_state
 from trainwright.engine.fused import use_fused
 from trainwright.engine.gradients import clear_gradients
-from trainwright.trainer.evaluate import sanity_check
+from trainwright.trainer.evaluate import sanity_check, skip_none
 from trainwright.trainer.hooks import RUN_LAST, SAVE
 from trainwright.trainer.optimization import (
     backward,
@@ -104,7 +104,7 @@ def begin_epoch(run: TrainingRun) -> None:
     if run.data.is_to_reload:
         run.data.reload()
         if run.validation is not None:
-            run.validation.reload()
+            run.validation.renew(rng_state())
     run.data.seek(run.trained.resume_source)
     run.hooks.call("on_train_epoch_start")
     run.replace_schedulers()
@@ -141,9 +141,9 @@ def fit_epoch(run: TrainingRun) -> None:
         if index in run.data.uneven:
             run.begin_uneven_round(index)
         unchecked = state.unchecked_batches if window.is_open else 0
-        if batch_start and -1 in hooks.call("on_train_batch_start", batch, index):
-            agree_to_leave(run)
-            is_last = True
+        begun = batch.latest if run.pulls else batch
+        if batch_start and batch is not None and -1 in hooks.call("on_train_batch_start", begun, index):
+            is_last = agree_to_leave(run)
             break
         steps_before, skipped_before = state.step, state.skipped_steps
         outputs = train_batch(run, batch, index, is_last)
@@ -241,14 +241,18 @@ def train_batch(run: TrainingRun, batch: Any, index: int, is_last: bool) -> Any:
     engine, optimizer, window = run.engine, run.optimizer, run.window
     arguments = (batch, index) if run.takes_index else (batch,)
     if run.is_manual:
-        return engine.run(run.module, "training_step", *arguments)
+        return (
+            skip_none(engine.world_size, "training")
+            if batch is None
+            else engine.run(run.module, "training_step", *arguments)
+        )
     if run.accumulate > 1:
         length = run.data.num_batches
         window.begin_batch(run.accumulate, None if length is None else length - index, is_last)
         engine.sync_gradients(window.is_at_end)
     if window.is_at_start and run.clears_plainly and optimizer is not None:
         clear_gradients(optimizer)  # before the forward, which then has this memory
-    outputs = engine.run(run.module, "training_step", *arguments)
+    outputs = skip_none(engine.world_size) if batch is None else engine.run(run.module, "training_step", *arguments)
     if window.is_at_start and not run.clears_plainly:
         begin_window(run, index)
     weight = run.weight if run.data.uneven else 1.0
@@ -268,11 +272,12 @@ def train_batch(run: TrainingRun, batch: Any, index: int, is_last: bool) -> Any:
     return outputs
 
 
-def agree_to_leave(run: TrainingRun) -> None:
-    """Meet the other ranks at the end of an epoch that a hook has ended (RuntimeError if one trains on this batch)."""
+def agree_to_leave(run: TrainingRun) -> bool:
+    """Meet the other ranks at the end of an epoch that a hook has ended, and return True (RuntimeError if one trains on)."""
     run.progress.leave_batch()
     run.engine.ranks.wait("the end of an epoch by -1 from on_train_batch_start")
     leave_window(run)
+    return True
 
 
 def refuse_short_epoch(run: TrainingRun, is_last: bool) -> None:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 from torch import nn
 
 from trainwright.arguments import foreign_hint
 from trainwright.compiled_names import WRAPPER
-from trainwright.data.combined_loader import CombinedLoader, is_collection
+from trainwright.data.combined_loader import CombinedLoader, is_collection, is_read_once
 from trainwright.errors import a_type_of
 from trainwright.module import Module, is_overridden
 from trainwright.paths import absolute
@@ -112,7 +112,7 @@ def check_loader(loader: Any, argument: str, call: str, hook: str, is_read_once:
 def iterators_of(loader: Any) -> list[Any]:
     """Return the loaders among these that can be read only once: generators and other iterators."""
     parts = CombinedLoader(loader).flattened if is_collection(loader) else getattr(loader, "flattened", [loader])
-    return [each for each in parts if isinstance(each, Iterator)]
+    return [each for each in parts if is_read_once(each)]
 
 
 def choose_precision(precision: Any, plugins: Any) -> Any:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import fields, is_dataclass
 from itertools import islice
 from numbers import Real
 from traceback import walk_tb
@@ -18,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from trainwright.callers import warn
+from trainwright.data.batch_stream import sample_counts
 from trainwright.errors import a_type_of
 from trainwright.rank_zero import rank_zero_warn
 from trainwright.trainer.log_rules import (
@@ -306,18 +306,17 @@ class MetricCollector:
     def _found_batch_size(self, name: str) -> float:
         batch = self.batch
         if batch is not None and self._batch_size_of is not batch:
-            sizes = sorted(set(_leading_sizes(batch)))
+            sizes = sorted(sample_counts(batch))
             self._batch_size, self._batch_size_of = float(sizes[-1]) if sizes else 1.0, batch
             if len(sizes) != 1 and "batch size" not in self.warned:
                 self.warned.add("batch size")
-                problem = (
-                    f"the tensors of this batch have leading sizes {sizes}; the epoch mean of {name!r} is weighted by "
-                    f"{sizes[-1]}."
-                    if sizes
-                    else f"found no tensor in this batch ({a_type_of(batch)}), so the epoch mean of {name!r} weights "
-                    "every batch equally."
+                found = f"the parts of this batch have leading sizes {sizes}"
+                found = found if sizes else f"found no tensor in this batch ({a_type_of(batch)})"
+                warn(
+                    f"{found}, so the epoch mean of {name!r} is weighted by {self._batch_size:g}. Pass batch_size= to self.log "
+                    "to set the batch size.",
+                    stacklevel=4,
                 )
-                warn(f"{problem} Pass batch_size= to self.log to set the batch size.", stacklevel=4)
         return 1.0 if batch is None else self._batch_size
 
     def warn_of_rows(self, rows: list[int]) -> None:
@@ -355,18 +354,6 @@ def merged(states: list[dict[str, Any]], module: nn.Module) -> tuple[dict[str, A
 def flat_items(values: Any) -> list[tuple[str, Any]]:
     """Return the items of a dict, or the prefixed names and the metrics of a MetricCollection."""
     return list(values.items(keep_base=False, copy_state=False) if is_collection(values) else values.items())
-
-
-def _leading_sizes(batch: Any) -> list[int]:
-    if isinstance(batch, Tensor):
-        return [batch.shape[0]] if batch.dim() else []
-    if isinstance(batch, Mapping):
-        batch = list(batch.values())
-    elif is_dataclass(batch) and not isinstance(batch, type):
-        batch = [getattr(batch, field.name) for field in fields(batch)]
-    if isinstance(batch, (list, tuple)):
-        return [size for item in batch for size in _leading_sizes(item)]
-    return []
 
 
 def _in_words(batch: Any) -> str:

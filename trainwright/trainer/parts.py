@@ -45,6 +45,10 @@ TRIAL: dict[str, Any] = {
 def settings_of(arguments: dict[str, Any]) -> Settings:
     """Return the settings among a Trainer's arguments, as a run takes them."""
     given = Settings(**{each.name: arguments[each.name] for each in fields(Settings) if each.name in arguments})
+    limits, overfit = (repr(given.limit_train_batches), repr(given.limit_val_batches)), repr(given.overfit_batches)
+    if given.overfit_batches and {*limits} - {"None", "1.0", overfit}:
+        text = f"overfit_batches={overfit} replaces limit_train_batches={limits[0]} and limit_val_batches={limits[1]}."
+        rank_zero_warn(text, stacklevel=4)
     accumulate = fill_accumulation(Environment.detect(), "accumulate_grad_batches", given.accumulate_grad_batches)
     return replace(given.effective, accumulate_grad_batches=accumulate)
 

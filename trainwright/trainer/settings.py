@@ -160,8 +160,6 @@ class Settings:
                 "check_val_every_n_epoch=None counts batches across epochs, so val_check_interval has to be a number of "
                 f"batches (int) or a time, not {self.val_check_interval!r}"
             )
-        if self.overfit_batches and (self.limit_train_batches is not None or self.limit_val_batches is not None):
-            yield "overfit_batches sets limit_train_batches and limit_val_batches; leave these two out"
         if self.max_epochs is not None and -1 < self.max_epochs < (self.min_epochs or 0):  # -1 is unlimited
             yield f"min_epochs={self.min_epochs} is above max_epochs={self.max_epochs}"
         if -1 < self.max_steps < (self.min_steps or 0):

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from trainwright.data.combined import ShardedCombination, shard
+from trainwright.data.first_draws import compare_first_draws
 from trainwright.data.loader_state import NOT_BEGUN, LoaderState
 from trainwright.data.loaders import ShardedLoader
 from trainwright.data.source_state import SPACING
@@ -124,6 +125,7 @@ class TrainData:
                 "the training loader has no batches (its dataset is empty, drop_last dropped all, or limit_train_batches is "
                 "too small); give it data."
             )
+        compare_first_draws(loader, engine.ranks, "training")
         warn_of_dropped_samples(self._users)
         if self._validates:
             self._plan_validation()
