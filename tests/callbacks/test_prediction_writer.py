@@ -110,7 +110,6 @@ def job(folder: Path) -> dict[str, Any]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="the loader's in_order=False is ignored")
         found["out of order"] = taken(numbers(num_workers=1, in_order=False), "batch")
-        warnings.filterwarnings("ignore", message="a Numbers is an IterableDataset")
         found["iterable"] = taken(DataLoader(Numbers(), batch_size=4), "batch")
         found["iterable files"] = written(folder / "iterable", DataLoader(Numbers(), batch_size=4), One())
     return found

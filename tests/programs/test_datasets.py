@@ -103,4 +103,4 @@ def test_two_ranks_share_them(tmp_path: Path) -> None:
         for epoch in range(2):
             assert sorted(row for found in ranks for row in found[name][epoch]) == list(range(ROWS))
         assert ranks[0][name][0] != ranks[0][name][1]
-    assert sum("keeps one batch in 2" in text for found in ranks for text in found["told of stream"]) == 1
+    assert [found["told of stream"] for found in ranks] == [[], []], "the ranks read the same stream"

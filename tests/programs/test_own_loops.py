@@ -63,7 +63,6 @@ def loops(folder: Path) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.filterwarnings("ignore:a Rows is an IterableDataset")
 def test_every_sample_once(tmp_path: Path) -> None:
     alone = loops(tmp_path)
     first, second = run_job(loops, 2, tmp_path / "job")

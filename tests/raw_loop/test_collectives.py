@@ -143,7 +143,6 @@ def everything(folder: Path) -> list[Any]:
     return [collect(folder), read_for_all(folder), zipped(folder)]
 
 
-@pytest.mark.filterwarnings("ignore:a Numbers is an IterableDataset")
 def test_on_two_ranks(tmp_path: Path) -> None:
     both = run_job(everything, 2, tmp_path)
     for rank, (found, read, together) in enumerate(both):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -111,9 +110,7 @@ def two_ranks(folder: Path) -> list[str]:
     for call in ("fit", "test", "predict"):
         for loader, settings in cases:
             try:
-                with warnings.catch_warnings():
-                    warnings.filterwarnings("ignore", "a Stream is an IterableDataset")
-                    run(call, loader, **settings)
+                run(call, loader, **settings)
                 raised.append("")
             except RuntimeError as error:
                 raised.append(str(error).partition(" (")[0])

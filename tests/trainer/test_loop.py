@@ -516,8 +516,8 @@ def test_steps_that_take_their_batches_themselves() -> None:
 
     begun: list[Any] = []
     _, trainer = fit(Pulling(), val=make_loader(10), max_epochs=2)
-    assert [each[1:] for each in begun if each[0] == "train"][:3] == [(True, 0), (False, 2), (False, 4)]
-    assert [each[1:] for each in begun if each[0] == "validation"][:3] == [(True, 0), (False, 1), (False, 2)]
+    assert [each[1:] for each in begun if each[0] == "train"][:3] == [(True, 0), (True, 2), (True, 4)]
+    assert [each[1:] for each in begun if each[0] == "validation"][:3] == [(True, 0), (True, 1), (True, 2)]
     assert seen == [(index, 0) for index in range(0, 11, 2)] * 2
     assert (trainer.global_step, trainer.state.total_batches) == (12, 22)
     assert trainer.callback_metrics["count"] == 10

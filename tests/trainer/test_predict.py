@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections import OrderedDict
 from collections.abc import Iterator
 from pathlib import Path
@@ -60,9 +59,7 @@ def predictions(folder: Path) -> dict[str, Any]:
         "one batch": trainer.predict(Forward(), numbers(2)),
         "not returned": trainer.predict(Nested(), numbers(), return_predictions=False),
     }
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="a Numbers is an IterableDataset")
-        found["unmeasured"] = trainer.predict(Forward(), DataLoader(Numbers(), batch_size=4))
+    found["unmeasured"] = trainer.predict(Forward(), DataLoader(Numbers(), batch_size=4))
     trainer = tw.Trainer(limit_predict_batches=2, **{**QUIET, "devices": "auto"})
     found["limited"] = trainer.predict(Forward(), numbers(16))
     found["subclass"] = trainer.predict(Subclassed(), numbers(16))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -257,12 +256,7 @@ class Counting(IterableDataset[int]):
 def stream_by_accelerator() -> dict[str, Any]:
     """Go through an iterable dataset of seven numbers and a sized one whose short round is dropped."""
     accelerator = tw.Accelerator(cpu=ON_HOST)
-    with (
-        pytest.warns(UserWarning, match="leave its loader out of prepare")
-        if accelerator.process_index == 0
-        else nullcontext()
-    ):
-        loader = accelerator.prepare(DataLoader(Counting(), batch_size=2))
+    loader = accelerator.prepare(DataLoader(Counting(), batch_size=2))
     own, gathered = [], []
     for batch in loader:
         own.append(batch.tolist())

@@ -136,8 +136,8 @@ class ThroughputMonitor(Callback):
         if self._ended_at is not None:
             self._waited += self._began_at - self._ended_at
             self._busy += self._began_at - self._ended_at
-        pulls = hasattr(batch, "__next__")  # training_step takes its batches itself
-        self._sizes = None if pulls or trainer.is_dummy_batch else self._sizes_of(batch)
+        # None if training_step takes its batches itself, after this hook.
+        self._sizes = None if batch is None or trainer.is_dummy_batch else self._sizes_of(batch)
         if self._flops is None and self._counter is None:
             from torch.utils.flop_counter import FlopCounterMode
 

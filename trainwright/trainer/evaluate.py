@@ -340,12 +340,12 @@ def run_pulled(
             break
         collector.begin_batch(collector.batch, step, length is None or taken >= length - 1)
         if is_dummy(taken):
-            run_dummy(evaluation, collector, batches.latest, (batches,), (taken, *several), batches)
+            run_dummy(evaluation, collector, None, (batches,), (taken, *several), batches)
             if batches.count == taken:
                 break
             continue
         counts = [collectives.count_issued()]
-        run.hooks.call(f"on_{stage}_batch_start", batches.latest, taken, *several)
+        run.hooks.call(f"on_{stage}_batch_start", None, taken, *several)
         counts.append(collectives.count_issued())
         outputs = engine.run(evaluation.module, step, batches)
         counts.append(collectives.count_issued())

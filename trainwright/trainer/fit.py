@@ -141,7 +141,7 @@ def fit_epoch(run: TrainingRun) -> None:
         if index in run.data.uneven:
             run.begin_uneven_round(index)
         unchecked = state.unchecked_batches if window.is_open else 0
-        begun = batch.latest if run.pulls else batch
+        begun = None if run.pulls else batch
         if batch_start and batch is not None and -1 in hooks.call("on_train_batch_start", begun, index):
             is_last = agree_to_leave(run)
             break
