@@ -6,6 +6,7 @@ import json
 import os
 import re
 import socket
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -69,7 +70,7 @@ def test_jobs_and_steps_have_ports_of_their_own() -> None:
     ],
 )
 def test_one_task_is_one_process(variables: dict[str, str]) -> None:
-    assert Environment.detect(variables) == Environment()
+    assert replace(Environment.detect(variables), waiting_tasks=0) == Environment()
 
 
 def test_mpi_gives_a_process_its_place() -> None:

@@ -307,7 +307,8 @@ class TensorBoardLogger(FolderLogger):
     def _submit_flush(self) -> None:
         def flush() -> None:
             if self._experiment is not None:  # checked in the thread, which may be about to open it
-                self._experiment.flush()
+                for writer in list((self._experiment.all_writers or {}).values()):  # add_scalars may add one meanwhile
+                    writer.flush()
 
         self._writer.submit(flush)
 
