@@ -307,7 +307,8 @@ class TensorBoardLogger(FolderLogger):
     def _submit_flush(self) -> None:
         def flush() -> None:
             if self._experiment is not None:  # checked in the thread, which may be about to open it
-                for writer in list((self._experiment.all_writers or {}).values()):  # add_scalars may add one meanwhile
+                writers: dict[str, Any] = self._experiment.all_writers or {}
+                for writer in list(writers.values()):  # add_scalars may add one meanwhile
                     writer.flush()
 
         self._writer.submit(flush)
