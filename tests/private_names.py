@@ -493,6 +493,7 @@ PYTHON = (
 )
 
 OTHERS = (
+    Use("tqdm.std.tqdm", "_instances", "see whether a bar is drawn (callers.py)"),
     Use(
         "transformers.modeling_utils.PreTrainedModel",
         "_gradient_checkpointing_func",

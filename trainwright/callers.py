@@ -18,7 +18,8 @@ _INSTALLED = tuple(f"{_PYTHON}{name}{os.sep}" for name in ("site-packages", "dis
 def above_bars() -> AbstractContextManager[Any]:
     """Return a context in which text goes to stderr above the bars of tqdm, which are drawn again at its end."""
     tqdm: Any = getattr(sys.modules.get("tqdm.std"), "tqdm", None)
-    return cast(AbstractContextManager[Any], tqdm.external_write_mode(file=sys.stderr)) if tqdm else nullcontext()
+    has_bars = bool(getattr(tqdm, "_instances", None))  # without a bar, tqdm would only make a lock of processes
+    return cast(AbstractContextManager[Any], tqdm.external_write_mode(file=sys.stderr)) if has_bars else nullcontext()
 
 
 def say(text: str) -> None:

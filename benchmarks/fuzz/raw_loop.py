@@ -116,6 +116,7 @@ class Loop:
         self.info = self.folder / f"cut-{processes()}-{self.accelerator.process_index}.json"
         if self.resume:
             self.accelerator.load_state(str(self.folder / f"cut-{processes()}"))
+            _ = self.loader.epoch  # a loop that reads it continues at the saved batch
             told = json.loads(self.info.read_text())
             self.count, self.first, self.done = told["count"], told["epoch"], told["index"]
             self.rates = told["rates"]

@@ -89,8 +89,9 @@ def scores(names: dict[str, Any], config: Config, whole: Record) -> list[str]:
                 logger=False,
                 enable_checkpointing=False,
             )
-            trainer.validate(names["Net"](), DataLoader(Samples(5), batch_size=2), ckpt_path=str(path), verbose=False)
-            got = float(trainer.callback_metrics["val_loss"])
+            loader = DataLoader(Samples(5), batch_size=2)
+            (results,) = trainer.validate(names["Net"](), loader, ckpt_path=str(path), verbose=False)
+            got = results.get("val_loss_epoch", results.get("val_loss"))  # exact, unlike callback_metrics
             if got != score and not got != got != score:
                 found.append(f"score: {score}, but its weights get {got} in {name}")
     return found
