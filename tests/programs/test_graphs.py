@@ -103,5 +103,4 @@ def test_graphs(ranks: int, tmp_path: Path) -> None:
         assert found["accuracy"] > 0.95
         assert found["numbers"] == list(range(GRAPHS))
         assert found["of nodes"] > 0.9
-    (told,) = results[0]["told"]
-    assert "DataBatch" in told
+    assert results[0]["told"] == []  # the graphs of a batch are its samples

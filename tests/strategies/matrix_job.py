@@ -166,6 +166,7 @@ def loads(folder: Path) -> dict[str, Any]:
         loop = Loop(name)
         for source, (state, following) in kept.items():
             loop.accelerator.load_state(str(folder / f"{source}.ckpt"))
+            assert loop.data.epoch == 0  # a loop that reads it continues at the saved batch
             loaded = distance(loop, state)
             assert next(loop.steps()) == 1
             found[source, name] = (loaded, distance(loop, following))

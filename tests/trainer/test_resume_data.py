@@ -348,6 +348,7 @@ def own_loop(loader: Any, path: Path | None, target: Path) -> Any:
     model, optimizer, data = accelerator.prepare(module, torch.optim.SGD(module.parameters(), lr=0.1), loader)
     if path is not None:
         accelerator.load_state(str(path))
+    assert data.epoch == 0  # a loop that reads it continues at the saved batch
     seen, batch = [], 0
     for number, rows in enumerate(data, start=1):
         seen += accelerator.gather_for_metrics(rows[:, 0]).int().tolist()
