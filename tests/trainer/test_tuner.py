@@ -404,6 +404,7 @@ def test_a_trial_shows_the_limits_of_the_fit(finder: Any) -> None:
         assert len(finder.optimal_lr.results["lr"]) > 10  # more than an epoch, and than the fit's steps
 
 
+@pytest.mark.host  # torch moves no scripted module to an out-of-tree device
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script.* is deprecated:DeprecationWarning")
 def test_a_search_trains_scripted_layers_and_names_what_it_cannot_copy() -> None:
     tuner, module = tw.Tuner(tw.Trainer(**QUIET, max_epochs=1)), Rated()

@@ -330,12 +330,9 @@ class Logbook:
             self._shown[key.epoch_name] = number
 
     def _as_tensors(self, values: Mapping[str, Tensor | float]) -> dict[str, Tensor]:
-        """Return the values as tensors; a number is of torch's default dtype, unless it was logged as float64."""
+        """Return the values as tensors of torch's default dtype, or float64 if they were logged so."""
         kinds = {name: torch.float64 if name in self._doubles else torch.get_default_dtype() for name in values}
-        return {
-            name: value if isinstance(value, Tensor) else torch.tensor(value, dtype=kinds[name])
-            for name, value in values.items()
-        }
+        return {name: torch.as_tensor(value, dtype=kinds[name]) for name, value in values.items()}
 
     def _write_held_rows(self) -> None:
         held, self._held_rows = self._held_rows, []
