@@ -382,7 +382,10 @@ def test_parts_in_evaluation_mode_are_named_once() -> None:
     plain.body.eval()
     chosen.norm.eval()  # its user keeps the statistics
     chosen.body[2].eval()
-    for module, match in ((named, "'body' in evaluation mode as training begins"), (whole, "Fine in evaluation mode")):
+    for module, match in (
+        (named, "'body' is in evaluation mode as training begins"),
+        (whole, "Fine is in evaluation mode"),
+    ):
         with pytest.warns(UserWarning, match=match) as caught:
             trainer_of(max_epochs=2).fit(module, *loaders)
         assert len(caught) == 1

@@ -11,6 +11,7 @@ import json
 import math
 import os
 import re
+import shutil
 import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -269,8 +270,10 @@ def _objection(files: Files, path: str) -> str:
         read_manifest(files, path)
     except CheckpointError as error:
         names = files.listing(path) if os.path.isdir(path) else (MANIFEST_NAME,)
-        is_ours = any(name == MANIFEST_NAME or _OURS.fullmatch(name) for name in names)
-        return str(error).removesuffix(".") if is_ours else ""
+        if any(name == MANIFEST_NAME or _OURS.fullmatch(name) for name in names):
+            return str(error).removesuffix(".")
+        if any(os.path.isdir(f"{path}/{name}") for name in names):
+            return "it contains folders, and no checkpoint"
     return ""
 
 
@@ -306,6 +309,7 @@ def replace_checkpoint(newer: str, path: str) -> None:
     try:
         if replaces:
             refuse_irreplaceable(files, target)
+            shutil.copymode(target, source)
             for name in _others(files, target) - files.tree(source).keys():
                 files.link(f"{target}/{name}", f"{source}/{name}")
             is_exchanged = files.exchange(source, target)

@@ -250,11 +250,15 @@ def round_sizes(counts: Iterable[list[int]], ranks: int) -> list[int]:
 
 def sample_counts(batch: Any) -> list[int]:
     """Return the numbers of samples that the parts of a batch show: one number if they agree, none if they are unknown."""
-    columns = set(_lengths(batch, of_columns=True))
-    return list(columns) if len(columns) == 1 else list(dict.fromkeys(_lengths(batch, of_columns=False)))
+    for of_plain in (False, True):  # a list of plain values, such as class names, counts only without tensors
+        columns = set(_lengths(batch, True, of_plain))
+        counts = list(columns) if len(columns) == 1 else list(dict.fromkeys(_lengths(batch, False, of_plain)))
+        if counts:
+            return counts
+    return []
 
 
-def _lengths(value: Any, of_columns: bool, depth: int = 0) -> Iterator[int]:
+def _lengths(value: Any, of_columns: bool, of_plain: bool, depth: int = 0) -> Iterator[int]:
     """Yield the length of each column of a batch, as default_collate makes them, or of each list of samples."""
     if is_dataclass(value) and not isinstance(value, (type, Mapping)):
         value = {each.name: getattr(value, each.name) for each in fields(value)}
@@ -265,13 +269,13 @@ def _lengths(value: Any, of_columns: bool, depth: int = 0) -> Iterator[int]:
         yield count
     elif isinstance(value, Mapping) or is_list:
         parts = list(value if is_list else value.values())
-        found = [list(_lengths(part, of_columns, depth + 1)) for part in parts]
+        found = [list(_lengths(part, of_columns, of_plain, depth + 1)) for part in parts]
         kinds = {_kind(part) for part in parts}
         kind = kinds.pop() if len(kinds) == 1 else None
         # Tensors at the top are columns.
         has_samples = kind not in (None, "list") and (depth > 0 or not isinstance(kind, int))
         if is_list and (not any(found) or (has_samples and not of_columns)):
-            yield from [len(parts)] if parts else []
+            yield from [len(parts)] if parts and (of_plain or any(found)) else []
             return
         yield from chain.from_iterable(found)
         if of_columns and depth and any(found) and not all(found):

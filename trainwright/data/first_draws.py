@@ -10,7 +10,9 @@ from collections.abc import Iterator
 from contextlib import suppress
 from functools import partial
 from typing import Any
+from weakref import WeakSet
 
+from torch import Tensor
 from torch.utils.data import Dataset, Subset
 
 from trainwright.callers import warn
@@ -22,6 +24,8 @@ from trainwright.errors import a_type_of
 from trainwright.rank_zero import rank_zero_warn
 
 FEW = 16  # items of each collection
+COMPARED: WeakSet[Any] = WeakSet()
+"""Datasets that were compared before they were read, since reading may fill a cache that differs by rank."""
 
 
 def compare_first_draws(loader: Any, ranks: Ranks, stage: str) -> None:
@@ -54,8 +58,8 @@ def compare_first_draws(loader: Any, ranks: Ranks, stage: str) -> None:
                 return
 
 
-def _contents(value: Any, name: str, depth: int = 0) -> Iterator[tuple[str, list[Any]]]:
-    """Yield a few values of each collection that a dataset, or a dataset within it, holds, by its name."""
+def _contents(value: Any, name: str, depth: int = 0, size: int | None = None) -> Iterator[tuple[str, list[Any]]]:
+    """Yield a few values of each collection of a dataset's `size` that it, or a dataset within it, holds, by its name."""
     if isinstance(value, Subset):
         yield f"the indices of {name} (random_split)", fingerprint(list(value.indices[:FEW]))
         yield from _contents(value.dataset, f"{name}.dataset", depth + 1)
@@ -66,10 +70,12 @@ def _contents(value: Any, name: str, depth: int = 0) -> Iterator[tuple[str, list
     elif hasattr(value, "iloc"):  # pandas
         yield name, fingerprint(value.iloc[:FEW].to_dict("list"))
     elif isinstance(value, (list, tuple)) or getattr(value, "ndim", None):
-        yield name, fingerprint([len(value), *value[:FEW]])
-    elif (isinstance(value, Dataset) and depth < 4) or not depth:
+        if size in (None, len(value), *(len(each) for each in value[:FEW] if isinstance(each, Tensor) and each.ndim)):
+            yield name, fingerprint([len(value), *value[:FEW]])
+    elif ((isinstance(value, Dataset) and depth < 4) or not depth) and value not in COMPARED:
+        COMPARED.add(value)
         for attribute, each in vars(value).items():
-            yield from _contents(each, f"{name}.{attribute}", depth + 1)
+            yield from _contents(each, f"{name}.{attribute}", depth + 1, len(value))
 
 
 def _compared(ranks: Ranks, stage: str, loader: Any, batch: Any) -> Any:
@@ -86,7 +92,7 @@ def _compared(ranks: Ranks, stage: str, loader: Any, batch: Any) -> Any:
 def _difference(stage: str, ranks: str, name: str) -> str:
     return (
         f"the {stage} data differs between {ranks}: {name}. Each rank takes its part of data that has to be the same, so "
-        "samples are skipped, or mixed with those of another split. If the data is already divided by rank, set "
+        "samples may be skipped, or mixed with those of another split. If the data is already divided by rank, set "
         "use_distributed_sampler=False (or leave its loader out of prepare). Otherwise shuffle and split with the same seed on "
         "every rank: call seed_everything, or pass a seeded generator."
     )

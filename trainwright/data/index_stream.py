@@ -15,6 +15,8 @@ from contextlib import suppress
 from itertools import chain, count, islice
 from typing import Any
 
+from numpy import ndarray
+from torch import Tensor
 from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler, SubsetRandomSampler
 
 from trainwright.data.order_digest import OrderDigest
@@ -100,6 +102,8 @@ class IndexStream(StreamShard):
     def first_indices(self, most: int) -> list[Any]:
         """Return the first items of the user's sampler, drawn from a copy; none of an iterator and of torch's plain orders."""
         sampler = copy.copy(self.source.sampler if self.is_split else self.source)
+        # A sampler may shuffle a list that it holds, also a list of lists.
+        vars(sampler).update({name: _copied(value) for name, value in vars(sampler).items()})
         is_iterator = any(isinstance(each, Iterator) for each in (sampler, *getattr(sampler, "__dict__", {}).values()))
         if is_iterator or type(sampler) in (SequentialSampler, RandomSampler):
             return []
@@ -271,3 +275,12 @@ def in_dataset_order(source: Any, dataset: Any) -> tuple[Any, Any]:
     if sampler is not source:
         in_order = BatchSampler(in_order, source.batch_size, source.drop_last)
     return in_order, None if is_plain else sampler
+
+
+def _copied(value: Any) -> Any:
+    """Return a copy of an array, or of a list or dict and the lists in it; other values are returned unchanged."""
+    if isinstance(value, list):
+        return [list(each) if type(each) is list else each for each in value]
+    if isinstance(value, dict):
+        return {key: list(each) if type(each) is list else each for key, each in value.items()}
+    return value.clone() if isinstance(value, Tensor) else copy.copy(value) if isinstance(value, ndarray) else value

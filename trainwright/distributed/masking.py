@@ -11,9 +11,10 @@ _SECRET = re.compile(
     r"\b(?:secrets?|passwords?|passwd|credentials?|o?auth|authorization|cookies?|(?:api|access|private|auth) ?keys?)\b"
     r"|\b(?:token|key|pass)$"
 )
-"""What the words of a secret's name contain: the last three at its end only, since token_dim and key_dim are not secret."""
+"""Words that mark a name as secret. The last three count only at its end, since token_dim and key_dim are not secret."""
 _ORDINARY = re.compile(
-    r"\b(?:max|min|num|pad|eos|bos|unk|cls|sep|mask|start|end|stop|image|text|label|input|target|output|sort) (?:token|key)$"
+    r"\b(?:max|min|num|pad|eos|bos|unk|cls|sep|mask|start|end|stop|image|text|label|input|target|output|sort|batch|loss|cache"
+    r"|primary|foreign|group|query|metric|data|forward|backward) (?:token|key|pass)$"
 )
 """Names of things within data, such as pad_token and label_key, which are not secret."""
 _WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")

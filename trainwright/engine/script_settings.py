@@ -95,7 +95,7 @@ class ScriptSettings:
             kinds += [kind] if unlike else []
         if texts:
             text = f" the script's settings differ, and the checkpoint's are used: {joined(texts)}."
-            text += f" To use the script's, pass fresh={kinds}."
+            text += f" To use the script's, resume from this path with fresh={kinds}."
         if unused:
             text += f" It has states that no callback loads, so this run continues without them: {', '.join(unused)}."
         if text:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ from typing import Any
 from torch.profiler import ProfilerActivity, profile, schedule
 
 from trainwright.arguments import NamedArguments
+from trainwright.errors import did_you_mean
 from trainwright.profilers import Profiler
 
 ACTIVITIES = {name.lower(): activity for name, activity in ProfilerActivity.__members__.items()}
@@ -58,10 +58,9 @@ class ProfileKwargs(NamedArguments):
         ):
             for name in given:
                 if name not in known:
-                    close = difflib.get_close_matches(str(name), known, n=1)
-                    hint = f" Did you mean {close[0]!r}?" if close else ""
                     raise ValueError(
-                        f"ProfileKwargs was given the {kind} {name!r}; choose from {', '.join(known)}.{hint}"
+                        f"ProfileKwargs was given the {kind} {name!r}; choose from {', '.join(known)}."
+                        f"{did_you_mean(name, known)}"
                     )
 
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from trainwright.devices.accelerator import resolve_device_type
 from trainwright.engine.rung_settings import rung_compiler
-from trainwright.errors import a_type_of
+from trainwright.errors import a_type_of, did_you_mean
 from trainwright.precision import MIXED, Precision, resolve_precision
 from trainwright.raw_loop.options import (
     AutocastKwargs,
@@ -157,9 +156,9 @@ def _compiler(given: Any) -> str | None:
     # torch's default leaves out the backends for debugging, such as "eager".
     known = list_backends(exclude_tags=())
     if name not in known:
-        close = difflib.get_close_matches(name, known, n=1)
-        hint = f" Did you mean {close[0]!r}?" if close else ""
-        raise ValueError(f"dynamo_backend={given!r} is unknown; choose from no, {', '.join(known)}.{hint}")
+        raise ValueError(
+            f"dynamo_backend={given!r} is unknown; choose from no, {', '.join(known)}.{did_you_mean(name, known)}"
+        )
     return name
 
 

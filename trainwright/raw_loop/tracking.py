@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 from trainwright.distributed.ranks import Ranks
-from trainwright.errors import a_type_of
+from trainwright.errors import a_type_of, did_you_mean
 from trainwright.ladder.recording import active_recording
 from trainwright.loggers.background import flush_at_exit
 from trainwright.loggers.base import Logger, SilentLogger, to_dict, to_numbers
@@ -256,6 +255,4 @@ class Trackers:
 
     def _unknown(self, name: str) -> str:
         known = [other for other, _ in self._chosen]
-        close = difflib.get_close_matches(str(name), known, n=1)
-        hint = f" Did you mean {close[0]!r}?" if close else ""
-        return f"{name!r}, which is not in log_with; its loggers are {', '.join(known) or '(none)'}.{hint}"
+        return f"{name!r}, which is not in log_with; its loggers are {', '.join(known) or '(none)'}.{did_you_mean(name, known)}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from itertools import chain, islice
 from typing import Any
@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
+from torch.optim import Optimizer
 from torch.utils.data import DataLoader, RandomSampler, SubsetRandomSampler
 
 from trainwright.callbacks.base import Callback
@@ -60,7 +61,9 @@ def warn_of_monitors(
 
     An error would be wrong: another hook may log them, or the same hook outside of the sanity check.
     """
-    every, names = settings.check_val_every_n_epoch or 1, ", ".join(sorted(logged)) or "nothing"
+    if not logged:
+        return  # the hook may skip its work during the sanity check
+    every, names = settings.check_val_every_n_epoch or 1, ", ".join(sorted(logged))
     for each in (*callbacks, *(each for each in schedulers if each.is_plateau)):
         name, asker = getattr(each, "monitor", None), type(getattr(each, "scheduler", each)).__name__
         if name in logged and isinstance(each, SchedulerConfig) and each.interval == "epoch" and each.frequency < every:
@@ -95,8 +98,9 @@ def warn_of_dropped_samples(loaders: Any) -> None:
                 )
 
 
-def warn_of_evaluation_mode(module: nn.Module) -> None:
-    """Warn of parts with dropout or batch norm that are in evaluation mode although they train."""
+def warn_of_evaluation_mode(module: nn.Module, optimizers: Iterable[Optimizer]) -> None:
+    """Warn of parts with dropout or batch norm that are in evaluation mode although an optimizer steps them."""
+    stepped = {each for optimizer in optimizers for group in optimizer.param_groups for each in group["params"]}
     idle = {name: part for name, part in module.named_modules() if not part.training}
     outermost = {name: part for name, part in idle.items() if not name or name.rpartition(".")[0] not in idle}
     names = [
@@ -104,13 +108,14 @@ def warn_of_evaluation_mode(module: nn.Module) -> None:
         for name, part in outermost.items()
         # A layer without children was chosen by itself, such as a batch norm that keeps its statistics.
         if list(part.children())
-        and any(p.requires_grad for p in part.parameters())
+        and any(p.requires_grad and p in stepped for p in part.parameters())
         and any(map(_is_quiet, part.modules()))
     ]
     if names:
         rank_zero_warn(
-            f"{', '.join(names)} in evaluation mode as training begins (from_pretrained returns models so): dropout and batch "
-            "norm act as in evaluation. Call .train() in the module's __init__ or on_train_start, or freeze the parameters.",
+            f"{', '.join(names)} {'is' if len(names) == 1 else 'are'} in evaluation mode as training begins, as from_pretrained "
+            "returns models: dropout and batch norm act as in evaluation. Call .train() in the module's __init__ or "
+            "on_train_start, or freeze the parameters.",
             stacklevel=2,
         )
 

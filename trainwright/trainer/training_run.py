@@ -236,7 +236,7 @@ class TrainingRun(Run):
             pairs = self.profiler.timed_iterator(pairs, "train_dataloader_next")
         is_first, self.is_watched = not self.is_watched, True
         if is_first:
-            warn_of_evaluation_mode(self.module)
+            warn_of_evaluation_mode(self.module, self.trained.optimizers)
         if is_first and (length is None or length > LONG_EPOCH):
             pairs = watching(
                 pairs, self.stages.train_dataloader, self.engine.device, self.engine.environment.local_world_size
