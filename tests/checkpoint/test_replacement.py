@@ -63,6 +63,8 @@ def test_other_files_of_the_folder_stay(tmp_path: Path, save: Any, check: Any) -
     (path / "logs" / "events").write_text("one")
     (path / "link").symlink_to("logs")
     (path / "empty").mkdir()
+    (path / "private" / "inner").mkdir(parents=True)
+    (path / "private").chmod(0o700)
     with open(path / "logs" / "events", "a") as log:
         for step in (1, 2):
             save(path, step, overwrite=True)
@@ -70,6 +72,7 @@ def test_other_files_of_the_folder_stay(tmp_path: Path, save: Any, check: Any) -
             log.write(f" {step}")
     assert (path / "logs" / "events").read_text() == "one 1 2"
     assert ((path / "link").readlink(), (path / "empty").is_dir()) == (Path("logs"), True)
+    assert ((path / "private" / "inner").is_dir(), (path / "private").stat().st_mode & 0o777) == (True, 0o700)
     assert os.listdir(tmp_path) == ["out"]
 
 

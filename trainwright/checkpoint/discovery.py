@@ -272,8 +272,6 @@ def _objection(files: Files, path: str) -> str:
         names = files.listing(path) if os.path.isdir(path) else (MANIFEST_NAME,)
         if any(name == MANIFEST_NAME or _OURS.fullmatch(name) for name in names):
             return str(error).removesuffix(".")
-        if any(os.path.isdir(f"{path}/{name}") for name in names):
-            return "it contains folders, and no checkpoint"
     return ""
 
 
@@ -309,7 +307,10 @@ def replace_checkpoint(newer: str, path: str) -> None:
     try:
         if replaces:
             refuse_irreplaceable(files, target)
-            shutil.copymode(target, source)
+            for folder, _, _ in os.walk(target):  # empty folders stay too, with their modes
+                copy = os.path.join(source, os.path.relpath(folder, target))
+                os.makedirs(copy, exist_ok=True)
+                shutil.copymode(folder, copy)
             for name in _others(files, target) - files.tree(source).keys():
                 files.link(f"{target}/{name}", f"{source}/{name}")
             is_exchanged = files.exchange(source, target)

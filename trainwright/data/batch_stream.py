@@ -250,12 +250,12 @@ def round_sizes(counts: Iterable[list[int]], ranks: int) -> list[int]:
 
 def sample_counts(batch: Any) -> list[int]:
     """Return the numbers of samples that the parts of a batch show: one number if they agree, none if they are unknown."""
-    for of_plain in (False, True):  # a list of plain values, such as class names, counts only without tensors
-        columns = set(_lengths(batch, True, of_plain))
-        counts = list(columns) if len(columns) == 1 else list(dict.fromkeys(_lengths(batch, False, of_plain)))
-        if counts:
-            return counts
-    return []
+    # A list of plain values, such as class names, does not count beside columns that agree.
+    counts = {*_lengths(batch, True, False), *_lengths(batch, False, False)}
+    if len(counts) == 1:
+        return list(counts)
+    columns = set(_lengths(batch, True, True))
+    return list(columns) if len(columns) == 1 else list(dict.fromkeys(_lengths(batch, False, True)))
 
 
 def _lengths(value: Any, of_columns: bool, of_plain: bool, depth: int = 0) -> Iterator[int]:

@@ -103,7 +103,8 @@ class IndexStream(StreamShard):
         """Return the first items of the user's sampler, drawn from a copy; none of an iterator and of torch's plain orders."""
         sampler = copy.copy(self.source.sampler if self.is_split else self.source)
         # A sampler may shuffle a list that it holds, also a list of lists.
-        vars(sampler).update({name: _copied(value) for name, value in vars(sampler).items()})
+        for name, value in list(getattr(sampler, "__dict__", {}).items()):
+            vars(sampler)[name] = _copied(value)
         is_iterator = any(isinstance(each, Iterator) for each in (sampler, *getattr(sampler, "__dict__", {}).values()))
         if is_iterator or type(sampler) in (SequentialSampler, RandomSampler):
             return []

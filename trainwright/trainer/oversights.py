@@ -113,9 +113,9 @@ def warn_of_evaluation_mode(module: nn.Module, optimizers: Iterable[Optimizer]) 
     ]
     if names:
         rank_zero_warn(
-            f"{', '.join(names)} {'is' if len(names) == 1 else 'are'} in evaluation mode as training begins, as from_pretrained "
-            "returns models: dropout and batch norm act as in evaluation. Call .train() in the module's __init__ or "
-            "on_train_start, or freeze the parameters.",
+            f"{', '.join(names)} {'is' if len(names) == 1 else 'are'} in evaluation mode as training begins, as "
+            "from_pretrained returns models: dropout and batch norm act as in evaluation. Call .train() in the module's "
+            "__init__ or on_train_start, or freeze the parameters.",
             stacklevel=2,
         )
 
