@@ -1,7 +1,7 @@
 """Tensor names: the one name of each parameter and buffer, for checkpoints, averages, callbacks and messages.
 
-A state_dict's hooks may rename its keys, as those of torch's `checkpoint_wrapper` do, so the path of a parameter's module need
-not be its name there.
+Hooks of state_dict may rename its keys, as torch's `checkpoint_wrapper` does. A parameter's path in the module then
+differs from its name in the checkpoint.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ EXTRA_STATE = "_extra_state"
 
 
 def is_extra_state(name: str) -> bool:
-    """Return whether a state_dict key is that of a module's extra state."""
+    """Return whether a state_dict key names a module's extra state."""
     return name.rpartition(".")[2] == EXTRA_STATE
 
 

@@ -163,7 +163,7 @@ class ModelCheckpoint(Checkpoint):
         self._loaded: dict[str, Any] | None = None
         self._has_validated = self._is_deferred = self._awaits_score = False
         self._failed: FailedRun | None = None
-        """What saves the run if it fails, with save_on_exception and once it has begun."""
+        """The callback that saves the run if it fails; set with save_on_exception once the run has begun."""
         self._sync_point: Any = None
         self._pending: PendingSave | None = None
         """The save that may not have committed yet, or has not been concluded."""
@@ -402,7 +402,7 @@ class ModelCheckpoint(Checkpoint):
         if is_stopgap:
             self._score.warn_of_value(trainer, score, self._awaits_score)
         dropped = self._ranking.dropped(self._kept, is_best)
-        # What save_last alone keeps must not have the name that the user gave to the best.
+        # The checkpoint that only save_last keeps must not have the name that the user gave to the best.
         template = self.filename if is_best or not scores else self._plain_filename
         values = name_values(trainer, self.monitor, template, is_left)
         path, written_to = choose_paths(

@@ -15,7 +15,7 @@ from trainwright.errors import CheckpointError
 from trainwright.rank_zero import rank_zero_warn
 
 SCHEDULERS, OPTIMIZER_SETTINGS = FRESH = ("schedulers", "optimizer_settings")
-"""What a resume can take from the script instead of from the checkpoint."""
+"""The kinds of settings that `fresh` takes from the script instead of from the checkpoint."""
 RATES = ("lr", "initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr")
 """Values of a parameter group that belong to its scheduler, if there is one."""
 PROGRESS = ("last_epoch", "base_lrs", "T_cur", "T_i")
@@ -95,7 +95,8 @@ class ScriptSettings:
             kinds += [kind] if unlike else []
         if texts:
             text = f" the script's settings differ, and the checkpoint's are used: {joined(texts)}."
-            text += f" To use the script's, resume from this path with fresh={kinds}."
+            begins = " (the schedulers then begin at step 0)" if SCHEDULERS in kinds else ""
+            text += f" To use the script's, resume from this path with fresh={kinds}{begins}."
         if unused:
             text += f" It has states that no callback loads, so this run continues without them: {', '.join(unused)}."
         if text:
