@@ -103,7 +103,7 @@ def test_a_rate_that_training_has_changed_is_no_difference(tmp_path: Path) -> No
         (
             Rated(lambda each: OneCycleLR(each, 0.1, total_steps=40)),
             Rated(lambda each: OneCycleLR(each, 0.1, total_steps=80)),
-            "checkpoint's are used: total_steps of scheduler 0 is 40 there and 80 here. To use the .* fresh=.'schedulers'..$",
+            "are used: total_steps of scheduler 0 is 40 there and 80 here.*'schedulers'. .the .* begin at step 0..$",
         ),
         (
             Rated(SCHEDULES["SequentialLR"]),
