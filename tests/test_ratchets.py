@@ -433,7 +433,7 @@ PACKAGE_LINES = [
     (22, "a resumed run sets the learning rate that a search has found"),
     (14, "the name of an export and the mode of --sort are refused in words"),
     (
-        1273,
+        1275,
         "resumes into changed settings, ranks that draw other data, runs that own their folders, the report, messages",
     ),
 ]

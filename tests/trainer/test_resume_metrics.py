@@ -329,3 +329,21 @@ def test_on_two_ranks(tmp_path: Path) -> None:
     alone, _ = train(tmp_path / "8.ckpt", enable_checkpointing=False)
     assert alone.epochs[1]["seen"] == 45, "what both ranks had logged, and the rest of the epoch"
     assert alone.epochs[1]["least"] <= min(result["steps"][0] for result in results)
+
+
+class LogsDouble(Classifier):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss: Tensor = super().training_step(batch, batch_idx)
+        self.log("double", torch.tensor(0.1, dtype=torch.float64))
+        return loss
+
+
+def test_a_resume_keeps_the_dtype_of_logged_metrics(tmp_path: Path) -> None:
+    trainer = tw.Trainer(max_epochs=1, **QUIET)
+    trainer.fit(LogsDouble(), make_loader())
+    trainer.save_checkpoint(str(tmp_path / "end.ckpt"))
+    resumed = tw.Trainer(max_epochs=1, **QUIET)
+    resumed.fit(LogsDouble(), make_loader(), ckpt_path=tmp_path / "end.ckpt")
+    for metrics in (trainer.callback_metrics, resumed.callback_metrics):
+        assert metrics["double"].dtype == torch.float64
+        assert metrics["double"] == 0.1

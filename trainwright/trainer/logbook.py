@@ -193,6 +193,7 @@ class Logbook:
             "evaluation_batches": dict(self._earlier_batches),
             "scored_at": dict(self._scored_at),
             "epoch_of": dict(self._epoch_of),
+            "doubles": sorted(self._doubles),
         }
 
     def latest(self) -> dict[str, Any]:
@@ -206,6 +207,7 @@ class Logbook:
         self._earlier_batches.update(state.get("evaluation_batches", {}))
         self._scored_at.update(state.get("scored_at", {}))
         self._epoch_of.update(state.get("epoch_of", {}))
+        self._doubles.update(state.get("doubles", ()))
 
     def logger_states(self) -> list[dict[str, Any]]:
         """Return the loggers' positions for a checkpoint, after writing what they hold back; empty on ranks other than 0."""
