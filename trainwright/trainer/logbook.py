@@ -193,7 +193,7 @@ class Logbook:
             "evaluation_batches": dict(self._earlier_batches),
             "scored_at": dict(self._scored_at),
             "epoch_of": dict(self._epoch_of),
-            "doubles": sorted(self._doubles),
+            **({"doubles": sorted(self._doubles)} if self._doubles else {}),
         }
 
     def latest(self) -> dict[str, Any]:
