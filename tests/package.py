@@ -8,18 +8,62 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
-import trainwright
-
-ROOT = Path(trainwright.__file__).parent
+PROJECT = Path(__file__).parents[1]
+ROOT = PROJECT / "trainwright"
 FILES = sorted(ROOT.rglob("*.py"))
 SELF = ("self", "cls")
 Scope = dict[str, set[str]]
 
 
+FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+Place = tuple[str, str]
+"""A place in the code: `path:line`, and a few words of its text."""
+
+
 @functools.cache
 def tree_of(path: Path) -> ast.Module:
     return ast.parse(path.read_text())
+
+
+class Source:
+    """A Python file of the project: its path, its text and the nodes of its syntax tree."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.stem = path.relative_to(PROJECT).as_posix(), path.stem
+        self.text = path.read_text()
+        self.tree = tree_of(path) if path in FILES else ast.parse(self.text)
+        self.nodes = list(ast.walk(self.tree))
+        self.num_lines = len(self.text.splitlines())
+        self.module = self.path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+        self.part = self.path.split("/")[1] if self.path.count("/") > 1 else "base"
+
+    def at(self, node: Any = None, text: str = "") -> Place:
+        return f"{self.path}:{getattr(node, 'lineno', 1)}", text or f"{self.num_lines} lines"
+
+    def of(self, *kinds: type) -> Iterator[Any]:
+        return (node for node in self.nodes if isinstance(node, kinds))
+
+
+class Measure:
+    """A measure's name, its definition, its places with the worst first, and its value: by default the number of places.
+
+    Its limit is rounded up to a multiple of `step`.
+    """
+
+    def __init__(
+        self, name: str, definition: str, places: list[Place], value: float | None = None, step: float = 1
+    ) -> None:
+        self.name, self.definition, self.places, self.step = name, definition, places, step
+        self.value = len(places) if value is None else value
+
+
+def repeated(found: dict[str, list[Place]]) -> list[Place]:
+    """Return the names that stand in several files, starting with the names of most places."""
+    several = {name: places for name, places in found.items() if len({at.partition(":")[0] for at, _ in places}) > 1}
+    ordered = sorted(several.items(), key=lambda item: -len(item[1]))
+    return [(places[0][0], f"{name}; also {', '.join(at for at, _ in places[1:])}") for name, places in ordered]
 
 
 def part_of(path: Path) -> str:

@@ -30,7 +30,6 @@ TORCH = (
         "_foreach_copy_",
         "keep what a step wrote into gathered parameters in one call (strategies/shard_write_back.py)",
     ),
-    Use("torch._C", "DisableTorchFunctionSubclass", "look at a tensor subclass without its own __torch_function__"),
     Use("torch._C", "_get_privateuse1_backend_name", "name the out-of-tree backend that `accelerator=` accepts"),
     Use(
         "torch._dynamo",
@@ -65,11 +64,6 @@ TORCH = (
         "torch.nn.Module",
         "_parameters _buffers _modules",
         "replace and walk a module's own tensors without its methods",
-    ),
-    Use(
-        "torch.nn.Module",
-        "_forward_pre_hooks",
-        "let torch's pruning work on a copy of a module (callbacks/pruning_method.py)",
     ),
     Use("torch.nn.Module", "_apply", "convert a module to one dtype, layer by layer (precision/single_dtype.py)"),
     Use(
@@ -174,16 +168,6 @@ TORCH = (
         "gather for the backward of a loss that was made outside of a forward (strategies/fsdp.py)",
     ),
     Use(
-        "torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState",
-        "_root_post_backward_final_callback _state_ctx",
-        "train on after a forward or backward that failed (strategies/shard_write_back.py)",
-    ),
-    Use(
-        "torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup",
-        "_training_state",
-        "train on after a forward or backward that failed (strategies/shard_write_back.py)",
-    ),
-    Use(
         "torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup",
         "_reshard_after_forward_event",
         "let what a step wrote be in the shards before they are gathered (strategies/shard_write_back.py)",
@@ -214,11 +198,6 @@ TORCH = (
         "torch.optim.Optimizer",
         "_optimizer_step_pre_hooks _optimizer_step_post_hooks",
         "watch a fused step once, know optimizers that step by themselves, and join groups before a step's hooks see them",
-    ),
-    Use(
-        "torch.optim.optimizer",
-        "_global_optimizer_pre_hooks _global_optimizer_post_hooks",
-        "try an optimizer's step without the hooks of all optimizers (strategies/step_probe.py)",
     ),
     Use("torch.optim.Adam", "_init_group", "know a subclass that steps as torch's own class does"),
     Use("torch.optim.lr_scheduler", "_opt_called", "resume a scheduler without torch's warning of its first step"),
@@ -339,7 +318,7 @@ DEEPSPEED = (
     Use(
         "deepspeed.runtime.engine.DeepSpeedEngine",
         "_backward_prologue scale",
-        "run one backward through several engines (strategies/zero_optimizer.py)",
+        "run a backward through the engine (strategies/zero_optimizer.py)",
     ),
     Use(
         "deepspeed.runtime.engine.DeepSpeedEngine",
@@ -369,7 +348,7 @@ DEEPSPEED = (
     Use(
         "deepspeed.runtime.base_optimizer.ZeROOptimizer",
         "_backward_hook_state clear_backward_seen_flag register_grad_acc_post_hook unregister_grad_acc_post_hooks",
-        "run one backward, and those within it, through several engines (strategies/zero_optimizer.py)",
+        "run a backward, and those within it, through the engine (strategies/zero_optimizer.py)",
     ),
     Use(
         ZERO_12,
@@ -382,7 +361,6 @@ DEEPSPEED = (
         "reduce_independent_p_g_buckets_and_remove_grads independent_gradient_partition_epilogue",
         "give gradients to the buckets in one order on all ranks (strategies/zero_order.py)",
     ),
-    Use(ZERO_12, "reduce_ipg_grads", "send the last bucket before the next engine's (strategies/zero_order.py)"),
     Use(
         ZERO_3,
         "reduce_independent_p_g_buckets_and_remove_grads independent_gradient_partition_epilogue",

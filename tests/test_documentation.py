@@ -28,10 +28,10 @@ from torch.distributed.run import get_args_parser
 import trainwright as tw
 from trainwright import __main__ as command_line
 from trainwright.cli import TrainwrightCLI
-from trainwright.commands.ladder import Ladder
-from trainwright.commands.trials import Trials
 from trainwright.launch import cli
 from trainwright.launch.config import KEYS, find_config
+from trainwright.tools.ladder.ladder import Ladder
+from trainwright.tools.trials import Trials
 
 ROOT = Path(tw.__file__).parents[1]
 PAGES = [

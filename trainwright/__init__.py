@@ -3,12 +3,12 @@
 >>> import trainwright as tw
 
 Public names are loaded at their first use, so importing the package costs little more than importing torch.
-`LightningModule` and `LightningDataModule` are aliases of Module and DataModule, and Lightning's and Accelerate's module paths
-find the names too (trainwright/import_paths.py).
+`LightningModule` and `LightningDataModule` are aliases of Module and DataModule.
 """
 
 from __future__ import annotations
 
+import dis
 import importlib
 import sys
 from typing import TYPE_CHECKING, Any
@@ -17,9 +17,6 @@ try:
     import fcntl  # noqa: F401
 except ImportError as error:
     raise ImportError("trainwright needs Linux or macOS; Windows is not supported. Use WSL there.") from error
-
-from trainwright import deferred_compiler, import_paths
-from trainwright.replaced_names import instead_of
 
 if TYPE_CHECKING:
     from trainwright.callbacks import (
@@ -255,7 +252,7 @@ __all__ = [
 ]
 
 
-_PACKAGES = ("callbacks", "cli", "loggers", "profilers", "strategies", "utilities")
+_PACKAGES = ("callbacks", "cli", "loggers", "profilers", "strategies")
 """Packages that may be used in full names, such as `tw.callbacks.EarlyStopping`."""
 
 
@@ -267,7 +264,9 @@ def __getattr__(name: str) -> Any:
     original = _ALIASES.get(name, name)
     if original not in _HOME_OF:
         text = f"module 'trainwright' has no attribute {name!r}{_near(name)}"
-        raise import_paths.error_of(text, name, "trainwright", sys._getframe(1))
+        frame = sys._getframe(1)
+        is_import = dis.opname[frame.f_code.co_code[frame.f_lasti]] == "IMPORT_FROM"  # hides an AttributeError's text
+        raise ImportError(text, name="trainwright") if is_import else AttributeError(text, name=name)
     value = getattr(importlib.import_module(_HOME_OF[original]), original)
     globals()[name] = value  # so this is called once for each name
     return value
@@ -276,6 +275,10 @@ def __getattr__(name: str) -> Any:
 def _near(name: str) -> str:
     import difflib
 
+    from trainwright.replaced_names import instead_of
+
+    if name in ("core", "utilities", "utils"):
+        return ". `trainwright migrate SCRIPT` rewrites the imports of a Lightning or Accelerate script."
     if instead := instead_of(name):
         return f"{instead}. See docs/migrating.md."
     close = difflib.get_close_matches(name, [*__all__, *_PACKAGES], n=1)
@@ -284,7 +287,3 @@ def _near(name: str) -> str:
 
 def __dir__() -> list[str]:
     return __all__
-
-
-import_paths.install()
-deferred_compiler.defer()

@@ -9,6 +9,8 @@ from contextlib import AbstractContextManager, nullcontext
 from types import FrameType
 from typing import Any, cast
 
+__all__ = ["say"]
+
 _OWN = os.path.dirname(__file__) + os.sep  # not normalized, like the names of the frames' files
 _PYTHON = os.path.dirname(os.__file__) + os.sep
 _INSTALLED = tuple(f"{_PYTHON}{name}{os.sep}" for name in ("site-packages", "dist-packages"))

@@ -34,11 +34,10 @@ def is_compiled(module: object) -> bool:
 
 
 def _clean(module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any]) -> None:
-    if "torch._dynamo.eval_frame" in sys.modules:
-        _rename(state_dict, prefix, clean_name)
-        # A load looks versions up under the names that the module then has, so both are kept.
-        metadata = getattr(state_dict, "_metadata", {})
-        metadata.update({clean_name(name): value for name, value in metadata.items() if WRAPPER in name})
+    _rename(state_dict, prefix, clean_name)
+    # A load looks versions up under the names that the module then has, so both are kept.
+    metadata = getattr(state_dict, "_metadata", {})
+    metadata.update({clean_name(name): value for name, value in metadata.items() if WRAPPER in name})
 
 
 def _adapt(module: nn.Module, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:

@@ -16,6 +16,18 @@ Settings are refused with the built-in exceptions, in the constructor that recei
 import difflib
 from collections.abc import Iterable
 
+__all__ = [
+    "CheckpointError",
+    "LaunchError",
+    "MissingCheckpoint",
+    "RunStopped",
+    "TrainwrightError",
+    "WorkerFailed",
+    "a_type_of",
+    "did_you_mean",
+    "with_article",
+]
+
 
 class TrainwrightError(RuntimeError):
     """The base class of this library's errors. Wrong settings raise Python's own: ValueError, TypeError.

@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from typing import Literal
 
+__all__ = ["Direction", "direction_of"]
+
 Direction = Literal["min", "max"]
 _LEAST = re.compile(
     r"(?:^|[^a-z]|[a-z](?=loss))"

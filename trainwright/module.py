@@ -170,10 +170,8 @@ class Module(HyperParameters, ModuleHooks, nn.Module):
             prog_bar, logger, on_step, on_epoch, reduce_fx, enable_graph, sync_dist, sync_dist_group, add_dataloader_idx,
             metric_attribute, rank_zero_only,
         )  # fmt: skip
-        if is_compiling():  # within a graph: break it once here, not at each thing that log does
-            from trainwright.uncompiled import log
-
-            log(self, name, value, settings, batch_size)
+        if is_compiling():  # within a graph: one break here, instead of one at each line below
+            torch.compiler.disable(Module.log)(self, name, value, *settings[:-2], batch_size, *settings[-2:])  # type: ignore[no-untyped-call]
             return
         trainer = self._trainer
         if trainer is None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import os
 
+__all__ = ["absolute"]
+
 
 def absolute(path: str | os.PathLike[str]) -> str:
     """Return a local path as an absolute one, with `~` expanded; a URL unchanged. ValueError for a path with "::"."""

@@ -1,6 +1,8 @@
-"""Names of Lightning and Accelerate that do not exist here, and what to use instead; docs/migrating.md lists each of them."""
+"""Names of Lightning and Accelerate that do not exist here, and what to use instead; docs/migrating.md lists all of them."""
 
 from __future__ import annotations
+
+__all__ = ["instead_of"]
 
 _GROUPS = {
     # Lightning's parts.
@@ -120,7 +122,7 @@ ELSEWHERE = {name: instead for names, instead in _GROUPS.items() for name in nam
 
 
 def instead_of(name: str, path: str = "") -> str:
-    """Return ": what to use" for a name that is missing, as `path` has it in Lightning; "" if it is not known."""
-    folder = path.removeprefix("trainwright.").partition(".")[0]
+    """Return ": " and the advice on a missing name of a path in Lightning, such as "accelerators"; "" without advice."""
+    folder = path.partition(".")[0]
     instead = ELSEWHERE.get(f"{folder}.{name}", ELSEWHERE.get(name))
     return "" if instead is None else f": {instead}"

@@ -20,10 +20,10 @@ class Killed(Exception):
 class DiesBeforeItsSave(tw.ModelCheckpoint):
     """Ends the run between the save of another callback and its own, at the same step."""
 
-    def _save(self, trainer: Any) -> None:
+    def save_due(self, trainer: Any) -> None:
         if trainer.global_step == KILLED_AT and trainer.resume_source is None:
             raise Killed
-        super()._save(trainer)
+        super().save_due(trainer)
 
 
 def run(folder: Path, second: type[tw.ModelCheckpoint], ckpt_path: str | None = None) -> Any:

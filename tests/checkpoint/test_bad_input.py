@@ -97,7 +97,9 @@ CASES: dict[str, tuple[Callable[[Path], Path], str]] = {
 
 @pytest.mark.parametrize("call", ["fit", "test"])
 @pytest.mark.parametrize("case", CASES)
-def test_a_path_that_cannot_be_gone_on_from(case: str, call: str, origin: Path, tmp_path: Path) -> None:
+def test_an_unusable_path_changes_neither_weights_nor_folder(
+    case: str, call: str, origin: Path, tmp_path: Path
+) -> None:
     make, message = CASES[case]
     path = make(Path(shutil.copytree(origin, tmp_path / "a.ckpt")))
     module = Watched()
@@ -128,7 +130,7 @@ def test_a_path_that_cannot_be_gone_on_from(case: str, call: str, origin: Path, 
         ),
     ],
 )
-def test_a_model_with_other_parameters(module: Callable[[], tw.Module], message: str, origin: Path) -> None:
+def test_a_model_with_other_parameters_is_rejected(module: Callable[[], tw.Module], message: str, origin: Path) -> None:
     model = module()
     before = weights(model)
     with pytest.raises(tw.CheckpointError, match=rf"a\.ckpt: it is of another model \(.*{message}"):
@@ -156,7 +158,7 @@ class Extra(Watched):
             self.state = state
 
 
-def test_extra_state_of_a_part_that_is_not_there(tmp_path: Path) -> None:
+def test_extra_state_of_a_missing_part_is_rejected(tmp_path: Path) -> None:
     trainer = tw.Trainer(max_epochs=1, limit_train_batches=1, **QUIET)
     trainer.fit(Extra(), make_loader())
     trainer.save_checkpoint(tmp_path / "a.ckpt")
@@ -297,7 +299,7 @@ def open_folder() -> Iterator[Path]:
         yield Path(folder)
 
 
-def test_a_directory_that_cannot_be_written(open_folder: Path) -> None:
+def test_a_read_only_directory_is_named_in_the_error(open_folder: Path) -> None:
     (open_folder / "closed").mkdir()
     (open_folder / "closed").chmod(0o555)
     (open_folder / "file").touch()

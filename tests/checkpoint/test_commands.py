@@ -86,7 +86,7 @@ def test_show_tells_what_there_is(saved: Path, capsys: pytest.CaptureFixture[str
     assert "notes \\x1b[2J.txt  not of the checkpoint" in out
 
 
-def test_show_for_machines(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_show_prints_json_for_machines(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = run(capsys, "show", saved, "--json", "--tensors")
     about = json.loads(out)
     assert code == 0
@@ -179,7 +179,7 @@ def test_an_export_is_read_by_the_safetensors_library(
 
 
 @pytest.mark.host
-def test_an_export_with_other_names_and_dtypes(
+def test_an_export_can_change_names_and_dtypes(
     saved: Path, origin: tuple[Path, Tied], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     renamed = ["--strip-prefix", "net.", "--prefix", "model.", "--dtype", "bf16"]

@@ -46,7 +46,7 @@ def saved(path: str, value: Any) -> str:
     return path
 
 
-def test_a_real_lightning_checkpoint(folder: str) -> None:
+def test_a_real_lightning_checkpoint_is_read(folder: str) -> None:
     """The file was written by Lightning 2.6.6: a module, a datamodule, SGD, EarlyStopping and ModelCheckpoint."""
     weights = read_weights(put(f"{folder}/a.ckpt", (FIXTURES / "lightning.ckpt").read_bytes()))
     assert weights.kind == "lightning"
@@ -91,7 +91,7 @@ def test_our_own_checkpoint_whoever_wrote_which_part(folder: str, seats: Any) ->
     assert weights.datamodule_hyper_parameters == {"n": (1,)}
 
 
-def test_a_state_dict_and_safetensors(folder: str) -> None:
+def test_state_dicts_and_safetensors_are_read(folder: str) -> None:
     net = torch.compile(nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3)), backend="eager")
     weights = read_weights(saved(f"{folder}/a.pt", net.state_dict()))
     assert weights.kind == "state_dict"
@@ -156,7 +156,7 @@ def test_a_torchscript_archive_is_refused_as_a_program(tmp_path: Path) -> None:
         read_weights(tmp_path / "a.pt")
 
 
-def test_what_is_plain_data() -> None:
+def test_only_plain_data_is_recognized_as_plain() -> None:
     loop: list[Any] = []
     loop.append(loop)
     plain = [None, 1, "a", (1, {2: {3}}), pathlib.Path("a"), torch.float16, datetime.timedelta(1), torch.ones(1000)]

@@ -95,7 +95,7 @@ def check(ranks: list[dict[str, Any]], space: Path, *, is_mounted: bool) -> None
     assert found["is intact"]
 
 
-def test_a_limit_on_the_size_of_files_on_one_rank_or_both(tmp_path: Path) -> None:
+def test_a_limit_on_file_sizes_fails_the_save_on_all_ranks(tmp_path: Path) -> None:
     check(run_job(fill, 2, tmp_path), tmp_path / SPACE, is_mounted=False)
     assert open_checkpoint(str(tmp_path / SPACE / "new.ckpt")).extra_files == []
 
@@ -111,7 +111,7 @@ def can_mount(folder: Path) -> bool:
 
 
 @pytest.mark.launch
-def test_a_full_disk(tmp_path: Path) -> None:
+def test_a_save_on_a_full_disk_fails_on_all_ranks(tmp_path: Path) -> None:
     if not can_mount(tmp_path):
         pytest.skip("no small file system can be mounted here; the limit on files above shows the same error path")
     work = [sys.executable, "-W", "error", jobs.__file__, __file__, fill.__name__, str(tmp_path)]

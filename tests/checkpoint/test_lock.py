@@ -149,7 +149,7 @@ def test_without_locks_another_machines_holder_is_not_judged(tmp_path: Path, mon
     assert os.listdir(tmp_path) == []
 
 
-def test_what_cannot_be_written_and_what_has_no_lock(tmp_path: Path) -> None:
+def test_an_unwritable_folder_is_rejected_and_a_remote_one_has_no_lock(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
     for name in ("file", "dangling"):

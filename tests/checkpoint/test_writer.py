@@ -273,7 +273,7 @@ if ending == "killed":
 
 
 @pytest.mark.launch
-def test_the_end_of_the_process(tmp_path: Path) -> None:
+def test_an_exiting_process_waits_for_its_save_unless_killed(tmp_path: Path) -> None:
     places = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
     script, started = f"import sys\nsys.path[:0] = {places!r}\n{SCRIPT}", {}
     for ending in ("plain", "error", "full", "killed"):

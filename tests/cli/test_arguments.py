@@ -60,7 +60,7 @@ def refused(capsys: pytest.CaptureFixture[str], parse: Callable[[list[str]], Any
         ),
         (
             "--trainer.callbacks=[{class_path: Timer, init_args: {interval: x}}]",
-            "Timer was given wrong arguments: interval='x'",
+            "interval='x' is unknown",
         ),
         (
             "--trainer.logger={class_path: TensorBoardLogger, dict_kwargs: {nam: x}}",
@@ -68,7 +68,7 @@ def refused(capsys: pytest.CaptureFixture[str], parse: Callable[[list[str]], Any
         ),
         (
             "--trainer.profiler={class_path: SimpleProfiler, init_args: {filename: a/b}}",
-            "SimpleProfiler was given wrong",
+            "filename='a/b' is not a plain name",
         ),
     ],
 )
@@ -302,10 +302,7 @@ def test_a_script_runs_with_the_programs_arguments(monkeypatch: pytest.MonkeyPat
         ),
         (
             "modl:\n  width: 3\ndatas: 1\n",
-            [
-                "line 1: the command has no argument 'modl'. Did you mean 'model'?",
-                "line 3: the command has no argument 'datas'.",
-            ],
+            ["line 1: no argument 'modl'. Did you mean 'model'?"],
         ),
         (
             "model: {width: 3}\ntrainer:\n  callbacks:\n  - class_path: ModelCheckpoint\n    init_args:\n      monitr: loss\n",
@@ -318,24 +315,28 @@ def test_a_script_runs_with_the_programs_arguments(monkeypatch: pytest.MonkeyPat
         ("model:\n  width: 3\ntrainer:\n  max_epochs: many\n", ['line 4: Parser key "trainer.max_epochs"']),
         (
             "model:\n  width: 3\noptimizer:\n  class_path: SDG\n",
-            ["line 3: Parser key \"optimizer\": no class is named 'SDG'", "Did you mean 'SGD'?"],
+            ["line 3: optimizer: 'SDG' is not an imported class. Did you mean 'SGD'?"],
         ),
         (
             "model:\n  width: 3\noptimizer: StepLR\n",
-            ["line 3: Parser key \"optimizer\": 'StepLR' is not a subclass of Optimizer; give one."],
+            ["line 3: optimizer: 'StepLR' is not a class that it accepts."],
         ),
         (
             "model: {width: 3}\ntrainer:\n  callbacks:\n  - class_path: CSVLogger\n",
-            ["line 3: Parser key \"trainer.callbacks\": 'CSVLogger' is not a subclass of Callback; give one."],
+            ["line 3: trainer.callbacks: 'CSVLogger' is not a class that it accepts."],
         ),
-        ("model:\n  width: 3\n trainer: 1\n", ["line 3 is not YAML"]),
+        ("model: {width: 3}\noptimizer:\n  lr: 0.1\n", ["line 2: optimizer needs class_path, the name of a class"]),
+        ("model:\n  width: 3\n trainer: 1\n", ["wrong.yaml is not YAML", "wrong.yaml, line 3"]),
         (
-            "trainer: &common\n  max_epochs: 1\nmodel:\n  width: 3\ndata:\n  <<: &sizes {n: 7}\n  batch_sise: 1\n",
+            "trainer: &common\n  max_epochs: 1\nmodel:\n  width: 3\ndata:\n  <<: &sizes {num_classes: 7}\n  batch_sise: 1\n",
             ["line 7: 'data' has no argument 'batch_sise'. Did you mean 'batch_size'?"],
         ),
-        ("model:\n  <<: 3\n", ["line 2 is not YAML: expected a mapping"]),
-        ("model: {width: 3}\ntrainer: 5\n", ["line 2: 'trainer' must hold names and values, such as"]),
-        ("model: {width: 3}\ndata:\n- n: 7\n", ["line 2: 'data' must hold names and values, such as"]),
+        ("model:\n  <<: 3\n", ["wrong.yaml is not YAML", "wrong.yaml, line 2"]),
+        (
+            "model: {width: 3}\ntrainer: 5\n",
+            ["line 2: key 'trainer' is 5; it needs the names and values of its arguments."],
+        ),
+        ("model: {width: 3}\ndata:\n- n: 7\n", ["line 2: key 'data' is [{'n': 7}]; it needs the names and values"]),
     ],
 )
 def test_a_wrong_config_is_named_with_its_line(
@@ -350,7 +351,6 @@ def test_a_wrong_config_is_named_with_its_line(
     for line in lines:
         assert line in said
     assert f"{tmp_path / 'wrong.yaml'}, line" in said
-    assert "was written by" not in said
 
 
 def test_a_wrong_value_is_found_among_several_configs(
@@ -385,7 +385,7 @@ def test_a_config_without_settings(
     text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], parser: TrainwrightArgumentParser
 ) -> None:
     (tmp_path / "none.yaml").write_text(text)
-    assert "none.yaml holds no settings" in refused(capsys, parser.parse_args, "--config", str(tmp_path / "none.yaml"))
+    assert "none.yaml has no settings" in refused(capsys, parser.parse_args, "--config", str(tmp_path / "none.yaml"))
 
 
 def test_json_with_tabs_is_no_damage(
@@ -397,13 +397,12 @@ def test_json_with_tabs_is_no_damage(
     assert "widht" in wrong
 
 
-def test_a_config_of_another_version_is_named(
+def test_a_config_of_another_version_is_accepted(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], parser: TrainwrightArgumentParser
 ) -> None:
     (tmp_path / "new.yaml").write_text("# trainwright==9.0.0\nmodel:\n  width: 3\n  depth: 2\n")
     said = refused(capsys, parser.parse_args, "--config", str(tmp_path / "new.yaml"))
     assert "new.yaml, line 4: 'model' has no argument 'depth'. Did you mean 'width'?" in said
-    assert f"was written by trainwright 9.0.0, and this is {tw.__version__}" in said
     (tmp_path / "new.yaml").write_text("# trainwright==9.0.0\nmodel:\n  width: 3\n")
     config = parser.parse_args(["--config", str(tmp_path / "new.yaml")])  # it is accepted if all it says is known
     assert config.model.width == 3
@@ -413,7 +412,7 @@ def test_a_config_of_another_version_is_named(
     ("arguments", "said"),
     [
         (["--trainer.max_epoch=3"], "Did you mean --trainer.max_epochs?"),
-        ([*SGD, "--optimizer.rl=1"], "SGD has no argument 'rl'. Did you mean --optimizer.lr?"),
+        ([*SGD, "--optimizer.rl=1"], "SGD has no argument 'rl'. Did you mean 'lr'?"),
         (["--trainer.callbacks+=ModelChekpoint"], "Did you mean 'ModelCheckpoint'?"),
         (["--config=missing.yaml"], "File does not exist"),
         (["--model.width=wide"], "Expected a <class 'int'>"),

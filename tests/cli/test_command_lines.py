@@ -59,7 +59,8 @@ def test_one_process(tmp_path: Path, jobs: list[Started]) -> None:
     (tmp_path / "printed.yaml").write_text(printed.replace("max_epochs", "max_epoch"))
     wrong = run(jobs, tmp_path, "fit", "--config", "printed.yaml", code=2)
     assert "Traceback" not in wrong.stderr
-    assert "'trainer' has no argument 'max_epoch'. Did you mean 'max_epochs'?" in wrong.stderr
+    assert ", line " in wrong.stderr
+    assert "'fit.trainer' has no argument 'max_epoch'. Did you mean 'max_epochs'?" in wrong.stderr
 
 
 def test_two_ranks_and_a_resume_that_needs_nothing_else(

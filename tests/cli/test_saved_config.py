@@ -239,7 +239,7 @@ def test_a_checkpoint_of_another_program(capsys: pytest.CaptureFixture[str]) -> 
     said = capsys.readouterr().err
     assert "the config in " in said
     assert "pass --config with another one to leave it out), line " in said
-    assert "'model' has no argument 'width'. Did you mean 'depth'?" in said
+    assert "'fit.model' has no argument 'width'. Did you mean 'depth'?" in said
     assert "fit.model.depth" in said
 
 

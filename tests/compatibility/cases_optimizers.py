@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from projects import loader, refusal, regression, trainer
+from projects import loader, part, refusal, regression, trainer
 from torch.optim import SGD, Adam
 from torch.optim.lr_scheduler import ExponentialLR, LambdaLR, ReduceLROnPlateau, StepLR
 
@@ -241,10 +241,7 @@ def case_clipping_by_norm_and_value(L: Any, folder: Any) -> Any:
 
 def case_gradients_of_on_before_optimizer_step(L: Any, folder: Any) -> Any:
     seen: list[Any] = []
-    if L.__name__ == "lightning":
-        from lightning.pytorch.utilities import grad_norm
-    else:
-        from trainwright.utilities import grad_norm
+    grad_norm = part(L, "utilities").grad_norm
 
     class Module(regression(L)):  # type: ignore[misc]
         def on_before_optimizer_step(self, optimizer: Any) -> None:

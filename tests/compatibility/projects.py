@@ -22,10 +22,24 @@ QUIET = {
 
 
 def part(L: Any, path: str) -> Any:
-    """Return a module of the framework, such as "callbacks"."""
-    return importlib.import_module(
-        f"{L.__name__}.pytorch.{path}" if L.__name__ == "lightning" else f"{L.__name__}.{path}"
-    )
+    """Return the names of a module of Lightning, such as "callbacks", or their counterparts."""
+    module = f"lightning.pytorch.{path}"
+    return importlib.import_module(module) if L.__name__ == "lightning" else Migrated(module)
+
+
+class Migrated:
+    """The counterparts of the names of one of Lightning's modules, as `trainwright migrate` imports them."""
+
+    def __init__(self, module: str) -> None:
+        self._module = module
+
+    def __getattr__(self, name: str) -> Any:
+        from trainwright.tools.migrate import counterpart
+
+        found = counterpart(self._module, name)
+        if found is None:
+            raise AttributeError(f"{self._module}.{name} has no counterpart", name=name)
+        return getattr(importlib.import_module(found[0]), found[1])
 
 
 def data(samples: int = 12, seed: int = 0) -> TensorDataset:

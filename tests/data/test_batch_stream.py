@@ -53,7 +53,7 @@ def read(share: ShardedLoader, epoch: int = 0, start: int = 0, seed: int = 1) ->
 
 @some_or_every
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-def test_every_sample_counts_once(world_size: int, starts: Starts) -> None:
+def test_every_rank_reads_its_part_of_the_stream_once(world_size: int, starts: Starts) -> None:
     for count, size, drop_last in itertools.product(range(14), (1, 3), (False, True)):
         loader = DataLoader(Counting(count), batch_size=size, drop_last=drop_last)
         alone = read(ShardedLoader(loader, rank=0, world_size=1, mode="evaluate"))
@@ -128,7 +128,7 @@ def test_data_that_the_user_has_shared_out() -> None:
     assert drawn[0] != drawn[1], "workers of two ranks draw differently"
 
 
-def test_ranks_that_may_end_apart_end_together() -> None:
+def test_ranks_of_different_length_are_stopped_together() -> None:
     """The other rank has three batches; this one is asked before each, and once more at its end."""
     asked: list[bool] = []
 

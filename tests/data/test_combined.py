@@ -163,7 +163,7 @@ def test_from_any_batch_on_it_is_the_uninterrupted_stream(mode: Any, world_size:
             assert read(share, epoch=2) == whole
 
 
-def test_orders() -> None:
+def test_orders_of_loaders_differ_and_are_repeatable() -> None:
     """The first loader's order is its own; loaders, passes and epochs differ, and all of it comes again."""
     loaders = [numbers(0, 30, shuffle=True), numbers(0, 10, shuffle=True), numbers(0, 30, shuffle=True)]
     alone = read(ShardedLoader(loaders[0], rank=0, world_size=1, mode="train"))
@@ -316,7 +316,7 @@ def test_workers_draw_anew_in_each_pass_and_alike_after_a_resume() -> None:
     assert not combination([loaders[0], numbers(0, 3)], "min_size").may_read_ahead
 
 
-def test_endless_loaders() -> None:
+def test_endless_loaders_are_combined() -> None:
     class Endless(IterableDataset[Any]):
         def __iter__(self) -> Iterator[Any]:
             return iter(itertools.count())
@@ -346,7 +346,7 @@ def test_with_last_knows_the_end_of_a_combination() -> None:
     assert [is_last for _, is_last in with_last(share, 2, None)] == [False, False, True]
 
 
-def test_what_is_one_loader_and_what_are_several() -> None:
+def test_several_loaders_are_told_from_one() -> None:
     loader = numbers(0, 4)
 
     def kind(given: Any) -> Any:

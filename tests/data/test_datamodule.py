@@ -69,7 +69,7 @@ def test_a_copy_belongs_to_no_trainer() -> None:
     assert data.trainer is not None
 
 
-def test_from_datasets() -> None:
+def test_from_datasets_makes_a_loader_of_each_dataset() -> None:
     dataset = TensorDataset(torch.arange(10))
     data = Digits.from_datasets(
         dataset, {"a": dataset, "b": dataset}, [dataset, Stream()], batch_size=5, root="elsewhere"

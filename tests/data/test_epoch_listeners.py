@@ -84,7 +84,7 @@ def test_the_dataset_that_is_read_knows_the_epoch(kind: Any, batch_size: Any, op
 
 
 @pytest.mark.parametrize("options", WORKERS, ids=str)
-def test_datasets_within_those_of_torch_know_the_epoch(options: dict[str, Any]) -> None:
+def test_datasets_inside_torch_wrappers_are_told_the_epoch(options: dict[str, Any]) -> None:
     parts = random_split(Items(), [4, 4])
     made: list[Any] = [
         Subset(Subset(Items(), range(6)), range(4)),
@@ -114,7 +114,7 @@ def test_loader_sampler_and_batch_sampler_are_told_once_each() -> None:
     assert [each.told for each in (data, order, batches, loader)] == [[0, 1]] * 4
 
 
-def test_trainer_and_accelerator_tell_every_epoch() -> None:
+def test_datasets_are_told_every_epoch_in_both_loops() -> None:
     class Pairs(Items):
         def __getitem__(self, index: int) -> Any:
             return torch.full((8,), 0.1), torch.tensor(index % 3)

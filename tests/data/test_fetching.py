@@ -69,7 +69,7 @@ def test_batches_are_those_of_torch(kind: type[Items], options: dict[str, Any]) 
     assert ours.asked == own.asked
 
 
-def test_datasets_that_make_the_batches_and_plain_sequences() -> None:
+def test_batches_of_datasets_and_plain_sequences_are_fetched() -> None:
     batches = BatchSampler(SequentialSampler(range(7)), 3, drop_last=False)
     assert plain(fetched(DataLoader(Whole(), batch_size=None, sampler=batches))) == plain(
         DataLoader(Whole(), batch_size=None, sampler=batches)
@@ -139,7 +139,7 @@ def test_a_stop_iteration_of_the_dataset_ends_the_pass_and_cuts_no_batch(size: i
         trainer().fit(Net(), DataLoader(Reads(), batch_size=3, collate_fn=lambda items: torch.ones(len(items), 3)))
 
 
-def test_a_loader_that_chooses_its_indices_by_itself() -> None:
+def test_a_loader_may_choose_its_indices() -> None:
     class Own(DataLoader[Any]):
         @property
         def _index_sampler(self) -> Any:

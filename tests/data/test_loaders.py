@@ -178,7 +178,7 @@ def test_a_custom_batch_sampler_is_shared_out() -> None:
     assert [part.weight_at(2) for part in parts] == [2.0, 0.0]
 
 
-def test_batches_made_beforehand() -> None:
+def test_ready_batches_are_divided_among_ranks() -> None:
     items = DataLoader([torch.full((2,), index) for index in range(7)], batch_size=None)
     left, right = (batches(part) for part in shards(items, 2, "evaluate"))
     assert [len(left), len(right)] == [4, 3]

@@ -103,7 +103,7 @@ def test_another_order_is_told_once(ranks: int) -> None:
     assert len(warned(lambda: loader(Groups(2)), ranks, at, 2)) == 1, "without a length"
 
 
-def test_a_sampler_that_goes_on_from_epoch_to_epoch() -> None:
+def test_a_sampler_with_state_across_epochs_causes_a_warning() -> None:
     """The run that was left was in its second pass; the one that takes it up draws its first."""
     sampler = GoesOn(1)
     share = shard(loader(sampler), rank=0, world_size=1, mode="train")
@@ -153,13 +153,13 @@ def test_a_place_is_told_before_the_rest_is_drawn() -> None:
     assert share.positions(3) == at
 
 
-def test_one_warning_for_one_reason() -> None:
+def test_one_reason_causes_a_single_warning() -> None:
     at = places(first_run, 1, 3)
     (told,) = warned(lambda: loader(GoesOn(2, 20), 20), 1, at, 3)
     assert "of a GoesOn of 24 samples, and the run resumes with a GoesOn of 20 samples" in told
 
 
-def test_a_stream_that_is_gone_through_again() -> None:
+def test_only_items_of_the_latest_pass_are_compared() -> None:
     """The place is that of a later pass, and only its items are compared."""
 
     def both(sampler: Any) -> CombinedLoader:

@@ -152,7 +152,7 @@ def test_drop_last_drops_no_more_than_a_round(plans: Plans) -> None:
         assert len(seen) > count - 2 * plan[-1][0] - 1
 
 
-def test_another_batch_size() -> None:
+def test_another_batch_size_reads_every_sample_once() -> None:
     for count, old, new in itertools.product((23, 24), (2, 3, 4), (1, 2, 3, 5, 7)):
         for before, after in ((1, 1), (2, 1), (1, 2), (2, 3)):
             loader = DataLoader(numbers(count), batch_size=old, shuffle=True)
@@ -164,7 +164,7 @@ def test_another_batch_size() -> None:
             assert len(set(lengths)) == 1
 
 
-def test_another_batch_size_that_changes_again_before_the_first_batch() -> None:
+def test_two_changes_of_the_batch_size_are_exact_before_the_first_batch() -> None:
     """The place lies within a batch of the new size; saved there, it is still known to the sample."""
     for count, (old, new, last), ranks in itertools.product(
         (23, 24), ((4, 8, 8), (4, 8, 3), (3, 5, 3), (2, 7, 4)), ((1, 1, 1), (2, 1, 2), (1, 2, 1))
@@ -180,7 +180,7 @@ def test_another_batch_size_that_changes_again_before_the_first_batch() -> None:
 @pytest.mark.filterwarnings("ignore:the . ranks cannot divide a round:UserWarning")
 @some_or_all_plans
 @pytest.mark.parametrize("mode", ["min_size", "max_size", "max_size_cycle", "sequential"])
-def test_combinations(mode: Any, plans: Plans) -> None:
+def test_combined_loaders_are_resumed_at_any_world_size(mode: Any, plans: Plans) -> None:
     def loader() -> CombinedLoader:
         return CombinedLoader(
             [
@@ -242,7 +242,7 @@ def stream(kind: Any, count: int, **options: Any) -> DataLoader[Any]:
 
 
 @some_or_all_plans
-def test_a_dataset_without_indices_at_any_world_size(plans: Plans) -> None:
+def test_a_dataset_without_indices_is_read_once_at_any_world_size(plans: Plans) -> None:
     for kind, count, plan in itertools.product((Stream, Telling), (23, 24), plans):
         seen = epoch(partial(stream, kind, count), plan)
         assert sorted(seen) == list(range(count)), (kind, count, plan)
@@ -277,7 +277,7 @@ def test_no_item_is_read_twice() -> None:
     assert sorted(samples(list(share))) == list(range(30)), "the next epoch begins at the start"
 
 
-def test_workers_that_stay_begin_anew_after_the_epoch_that_was_taken_up() -> None:
+def test_persistent_workers_are_restarted_after_the_resumed_epoch() -> None:
     loader = DataLoader(Telling(24), batch_size=2, num_workers=2, persistent_workers=True)
     share = shard(loader, rank=0, world_size=1, mode="train")
     share.set_epoch(SEED, EPOCH)
@@ -316,7 +316,7 @@ class OwnLoader:
         self.place = state["place"]
 
 
-def test_a_loader_with_a_state_of_its_own() -> None:
+def test_a_loader_with_state_is_resumed_from_it() -> None:
     _, batch, state, _ = segment(OwnLoader(), 1, 0, None, 4)
     loader = OwnLoader()
     rest, *_ = segment(loader, 1, batch, state, None)

@@ -79,7 +79,7 @@ def test_a_run_reads_on_with_a_worker_that_was_stuck(monkeypatch: pytest.MonkeyP
     assert all(map(torch.equal, found, expected))
 
 
-def test_workers_that_never_run_end_in_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_that_never_runs_raises_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker_process, "WAITS", (0.1, 0.2))
     stuck[0] = 2
     with pytest.raises(RuntimeError, match=r"within 0\.2 s of its fork, at the last of 2 attempts.*forkserver"):

@@ -51,7 +51,7 @@ def job(folder: Path) -> int:
     return rank
 
 
-def test_two_ranks(tmp_path: Path) -> None:
+def test_collectives_are_correct_on_two_ranks(tmp_path: Path) -> None:
     assert run_job(job, 2, tmp_path) == [0, 1]
 
 

@@ -134,7 +134,7 @@ def test_a_backend_is_picked_for_the_device() -> None:
     assert pick_backend("cpu", on_host_too=True) == "gloo"
 
 
-def test_deterministic_cublasis_asked_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cublas_setting_of_a_user_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
     prepare_deterministic()
     assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":16:8"  # what the user chose stays

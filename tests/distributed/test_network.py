@@ -30,12 +30,12 @@ def test_an_address_of_another_machine_is_refused() -> None:
         listen_at("no such host", 0)
 
 
-def test_the_interface_towards_an_address() -> None:
+def test_the_interface_towards_an_address_is_found() -> None:
     assert interface_towards("127.0.0.1") == loopback_interface()
     assert loopback_interface() in [name for _, name in socket.if_nameindex()]
 
 
-def test_a_name_that_stands_for_loopback_on_its_own_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_name_of_this_machine_is_not_taken_for_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
     answer = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.1.1", 0))]  # as Debian answers for its own name
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: answer)
     with listen_at("node01", 0, else_everywhere=True) as listener:

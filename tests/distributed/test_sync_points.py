@@ -150,7 +150,7 @@ class LateStore:
 
 
 @pytest.mark.parametrize(("lead", "late_seconds"), [(0, 0.0), (12, 0.0), (0, 0.003)])
-def test_rounds_in_threads_with_hosts_that_run_ahead(lead: int, late_seconds: float) -> None:
+def test_ranks_agree_on_a_step_while_hosts_run_ahead(lead: int, late_seconds: float) -> None:
     """Every rank asks some time in every round; a device's collectives are queued, the host does not wait for them."""
     world_size, rounds = 4, 40
     store, device = dist.HashStore(), Device(world_size, lead)
@@ -278,7 +278,7 @@ class CountingStore:
         return call
 
 
-def test_without_a_request_it_costs_next_to_nothing() -> None:
+def test_a_sync_point_is_almost_free_without_a_request() -> None:
     loop_store, watch_store = (CountingStore(dist.HashStore()) for _ in range(2))
     books, _ = make_pair(loop_store)
     books[0].poll(watch_store)

@@ -254,6 +254,6 @@ def test_help_and_unknown_commands() -> None:
     assert "--main-address HOST" in run("launch", "--help").stdout
     wrong = run("lanch")
     assert wrong.returncode == 2
-    text = "'lanch' is not a command; choose from launch, config, test, ladder, estimate, env, runs, plot, checkpoint. "
-    text += "Did you mean 'launch'?"
+    text = "'lanch' is not a command; choose from launch, config, test, ladder, estimate, env, runs, plot, migrate, "
+    text += "checkpoint. Did you mean 'launch'?"
     assert text in wrong.stderr

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from trainwright.__main__ import check_names
-from trainwright.commands.estimate import estimate_command
-from trainwright.commands.runs import runs_command
 from trainwright.launch import cli
 from trainwright.launch.columns import lay_out, shorten
+from trainwright.tools.estimate import estimate_command
+from trainwright.tools.runs import runs_command
 
 LONG = Path("a_folder_with_a_long_name/another_folder_with_a_long_name/and_a_third_one_with_a_long_name")
 

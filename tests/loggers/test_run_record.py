@@ -18,10 +18,10 @@ from jobs import run_job
 from small import QUIET, Classifier, make_loader
 
 import trainwright as tw
-from trainwright.commands.runs import list_runs
 from trainwright.loggers import run_record
 from trainwright.loggers.run_record import RunRecord, RunRecorder, read_record
 from trainwright.process_identity import machine, process_start_time
+from trainwright.tools.runs import list_runs
 
 
 class Raises(Classifier):

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from html_page import LOADING, Page
 
-from trainwright.plots import History, Series, draw, panels_of
+from trainwright.loggers.history import History, Series
+from trainwright.plots import draw, names_of_runs, panels_of
 from trainwright.plots.curves import line_of, log_ticks, smoothed, ticks, x_label
-from trainwright.plots.history import names_of_runs
 
 ODD = ("_first", "$x_{", "<script>alert(1)</script>", "a&b\"'", "\u540d\u524d", "line\nbreak\x1b[31m", "with, comma")
 

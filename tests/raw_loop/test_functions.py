@@ -31,14 +31,6 @@ def test_an_unknown_name_gets_the_nearest_one() -> None:
         tw.Acelerator  # type: ignore[attr-defined]
 
 
-def test_names_can_be_imported_as_from_accelerate_utils() -> None:
-    from trainwright.utils import DistributedType, set_seed  # type: ignore[import-not-found]
-
-    assert (set_seed, DistributedType) == (tw.set_seed, tw.DistributedType)
-    with pytest.raises(ImportError, match="set_sed"):
-        from trainwright.utils import set_sed  # noqa: F401
-
-
 # -- seeds -----------------------------------------------------------------------------------------------------------
 
 

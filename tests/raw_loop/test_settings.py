@@ -253,7 +253,7 @@ def test_attributes_of_accelerate_that_are_missing_are_named() -> None:
             getattr(owner, name)
     assert not hasattr(accelerator, "deepspeed_engine_wrapped")
     with pytest.raises(ImportError, match=r"'is_initialized'.*leave it out"):
-        from trainwright.state import is_initialized  # type: ignore[import-not-found]  # noqa: F401
+        from trainwright import is_initialized  # noqa: F401
 
 
 def test_memory_is_freed_and_a_new_model_prepared(tmp_path: Path) -> None:

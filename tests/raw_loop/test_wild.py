@@ -56,6 +56,8 @@ from interpreters import search_path
 from jobs import run_job
 from small import ON_HOST
 
+from trainwright.tools.migrate import migrate
+
 FOLDER = Path(__file__).with_name("wild")
 RECORDED = FOLDER / "recorded.json"
 RUNS: dict[str, list[list[str]]] = {
@@ -130,10 +132,10 @@ def metrics_of(output: str, folder: Path) -> dict[str, float]:
 
 
 def converted(name: str) -> str:
-    """Return a script for our library: only the lines that import from Accelerate name another package."""
-    return re.sub(
-        r"^from accelerate((?:\.\w+)?) import", r"from trainwright\1 import", source(name), flags=re.MULTILINE
-    )
+    """Return a script for our library, as `trainwright migrate` rewrites it."""
+    migrated, remarks = migrate(source(name))
+    assert remarks == []
+    return migrated
 
 
 def source(name: str) -> str:

@@ -22,6 +22,13 @@ STRATEGIES = ("ddp", "ddp_sharded", "fsdp")
 ZERO = ("deepspeed_stage_1", "deepspeed_stage_3")
 
 
+def accepting(strategy: str) -> Any:
+    """Return a strategy that accepts an optimizer that is not known to step each element independently."""
+    if strategy == "fsdp":
+        return tw.FSDPStrategy(elementwise=True)
+    return tw.DeepSpeedStrategy(stage=int(strategy[-1]), elementwise=True) if strategy in ZERO else strategy
+
+
 def data(samples: int = 24) -> DataLoader[Any]:
     torch.manual_seed(5)
     return DataLoader(TensorDataset(torch.randn(samples, WIDTH)), batch_size=2)
@@ -380,7 +387,7 @@ def arithmetic(strategy: str) -> dict[str, Any]:
         for is_automatic in (True, False):
             module, seen = Tempered(is_automatic), set()
             module.configure_optimizers = lambda m=module, s=seen: _telling(m, s)
-            tw.Trainer(strategy=strategy, precision=precision, max_epochs=1, **QUIET).fit(module, data())
+            tw.Trainer(strategy=accepting(strategy), precision=precision, max_epochs=1, **QUIET).fit(module, data())
             found[f"{precision} {is_automatic}"] = seen
     return found
 
@@ -468,7 +475,7 @@ def alike(folder: Path) -> dict[str, Any]:
         )
     for strategy in (*STRATEGIES, *ZERO):
         settings = {**QUIET, "enable_checkpointing": True, "default_root_dir": folder}
-        trainer = tw.Trainer(strategy=strategy, max_epochs=1, **settings)
+        trainer = tw.Trainer(strategy=accepting(strategy), max_epochs=1, **settings)
         refused[f"packed {strategy}"] = told(lambda trainer=trainer: trainer.fit(Other(Low), data()))
         refused[f"packed {strategy}"] += f" after {trainer.global_step} steps"
     module = Other(torch.optim.SGD)
@@ -483,6 +490,6 @@ def alike(folder: Path) -> dict[str, Any]:
     refused["copy of stage 3"] = told(lambda: copy.deepcopy(parted))
     for kind in (torch.optim.Adafactor, torch.optim.Rprop, Whole):
         refused[kind.__name__] = told(
-            lambda kind=kind: tw.Trainer(strategy="fsdp", max_epochs=1, **QUIET).fit(Other(kind), data())
+            lambda kind=kind: tw.Trainer(strategy=accepting("fsdp"), max_epochs=1, **QUIET).fit(Other(kind), data())
         )
     return found

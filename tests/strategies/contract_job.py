@@ -115,6 +115,31 @@ class Players(tw.Module):
         return [torch.optim.SGD(self.critic.parameters(), 1.0), torch.optim.SGD(self.maker.parameters(), 1.0)]
 
 
+class Player(tw.Module):
+    """One optimizer that the module steps by itself, after two backwards and after one."""
+
+    automatic_optimization = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.net = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 1))
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(F.softplus(-self.net(batch[0][:, 3:])).mean())
+        self.manual_backward(F.softplus(self.net(batch[0][:, :5])).mean())
+        optimizer.step()
+        optimizer.zero_grad()
+        self.manual_backward(F.softplus(self.net(batch[0][:, 1:6])).mean())
+        self.clip_gradients(optimizer, 0.05)
+        optimizer.step()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), 1.0)
+
+
 class Wide(tw.Module):
     """A net of many tensors, to measure the optimizer's state."""
 
@@ -179,11 +204,16 @@ def train(strategy: Any, world: int, ranks: int, path: Path, **settings: Any) ->
     }
 
 
-def train_players(strategy: Any, world: int, ranks: int, path: Path) -> None:
+def manual_kind(strategy: str) -> type[tw.Module]:
+    """Return the module with manual optimization that a strategy can train."""
+    return Player if strategy.startswith("deepspeed") else Players
+
+
+def train_manually(kind: type[tw.Module], strategy: Any, world: int, ranks: int, folder: Path) -> None:
     for steps in (1, 3):
         trainer = tw.Trainer(max_epochs=1, strategy=strategy, **QUIET)
-        trainer.fit(Players(), loader(draws(steps * RANK_BATCH * world), ranks))
-        trainer.save_checkpoint(str(path.with_name(f"{path.name}-{steps}.ckpt")))
+        trainer.fit(kind(), loader(draws(steps * RANK_BATCH * world), ranks))
+        trainer.save_checkpoint(str(folder / f"{kind.__name__}-{steps}.ckpt"))
 
 
 def evaluate(strategy: Any, ranks: int, path: Path) -> dict[str, Any]:
@@ -251,7 +281,10 @@ def contract(folder: Path) -> dict[str, Any]:
     for case, settings in CASES.items():
         found[case] = train(strategy, world, 1, folder / f"{case}.ckpt", **settings)
     found["evaluation"] = evaluate(strategy, 1, folder / "plain.ckpt")
-    train_players(strategy, world, 1, folder / "players")
+    train_manually(manual_kind(strategy), strategy, world, 1, folder)
+    if manual_kind(strategy) is Player:
+        with pytest.raises(ValueError, match=r"trains one optimizer, and was given 2.*'ddp', 'ddp_sharded' or 'fsdp'"):
+            train_manually(Players, strategy, world, 1, folder)
     found["bytes"] = optimizer_bytes(strategy)
     found["low"] = train_low(strategy, world, folder / "low")
     if strategy == "deepspeed_stage_3":
@@ -305,7 +338,8 @@ def alone(world: int, folder: Path) -> dict[str, Any]:
     for case, settings in CASES.items():
         found[case] = train("single_device", world, world, folder / f"{case}.ckpt", **settings)
     found["evaluation"] = evaluate("single_device", world, folder / "plain.ckpt")
-    train_players("single_device", world, world, folder / "players")
+    for kind in (Player, Players):
+        train_manually(kind, "single_device", world, world, folder)
     found["bytes"] = optimizer_bytes("single_device")
     return found
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from contextlib import nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -321,37 +320,6 @@ def own_loop(folder: Path) -> float:
             prepared.zero_grad()
     used.save_state(str(folder / "own.ckpt"))
     return float(norm)
-
-
-def stumbled(strategy: Any, path: Path) -> None:
-    """Train in a loop of one's own that leaves out the batches that fail, in a backward or a forward."""
-
-    def fail(*_: Any) -> None:
-        raise ArithmeticError("the user's")
-
-    def fail_later(block: nn.Module, args: Any, output: Tensor) -> None:
-        output.register_hook(fail)  # type: ignore[no-untyped-call]
-
-    module = Blocks()
-    places: list[Any] = [
-        lambda: module.out.register_forward_hook(fail_later),
-        None,
-        lambda: module.blocks[1].register_forward_hook(fail_later),
-        lambda: module.blocks[1].down.register_forward_hook(fail),
-        None,
-    ]
-    used = tw.Accelerator(strategy=strategy, cpu=True)
-    model, optimizer, data = used.prepare(
-        module, torch.optim.AdamW(module.parameters(), 0.02, eps=1e-3), rows(RANK_BATCH * len(places), 1)
-    )
-    for (x,), place in zip(data, places, strict=True):
-        hook = place() if place else nullcontext()
-        with suppress(ArithmeticError), hook:
-            used.backward((model(x) - x.sum(dim=1, keepdim=True)).square().mean())
-            optimizer.step()
-        optimizer.zero_grad()
-    used.save_state(str(path))
-    used.free_memory()
 
 
 class LogsNorm(tw.Module):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -78,27 +79,30 @@ class Pair(nn.Module):
     """Two players of one module, each with its optimizer; the second loss leaves gradients on the first player.
 
     Args:
+        together: one optimizer, with a group for each player.
         at_root: give the maker a parameter of the root module itself.
         toggle: freeze the critic while the maker's loss goes backward.
     """
 
-    def __init__(self, *, at_root: bool = False, toggle: bool = False) -> None:
+    def __init__(self, *, together: bool = False, at_root: bool = False, toggle: bool = False) -> None:
         super().__init__()
         torch.manual_seed(2)
-        self.toggle = toggle
+        self.together, self.toggle = together, toggle
         self.shift = nn.Parameter(torch.ones(3)) if at_root else None
         self.critic = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 1))
         self.maker = nn.Sequential(nn.Linear(3, 7), nn.Tanh(), nn.Linear(7, 5))
 
     def configure_optimizers(self) -> list[Optimizer]:
         makers = [*self.maker.parameters(), *([] if self.shift is None else [self.shift])]
+        if self.together:
+            return [SGD([{"params": list(self.critic.parameters())}, {"params": makers}], lr=0.1, momentum=0.9)]
         return [AdamW(self.critic.parameters(), lr=0.02), SGD(makers, lr=0.1, momentum=0.9)]
 
     def make(self, noise: Tensor) -> Tensor:
         return self.maker(noise if self.shift is None else noise * self.shift)
 
     def training_step(self, batch: Tensor, loop: Loop) -> Tensor:
-        critic_optimizer, maker_optimizer = loop.optimizers
+        critic_optimizer, maker_optimizer = loop.optimizers[0], loop.optimizers[-1]
         strategy = loop.strategy
         made = self.make(batch[:, :3])
         critic_optimizer.zero_grad()
@@ -316,11 +320,17 @@ def check_automatic(make: Callable[[], Strategy]) -> None:
     loop.strategy.close()
 
 
+def trains_one(make: Callable[[], Strategy]) -> bool:
+    """Return whether a strategy trains only one optimizer."""
+    return isinstance(make(), DeepSpeedStrategy)
+
+
 def check_manual(make: Callable[[], Strategy]) -> None:
+    together = trains_one(make)
     for label, options in {"plain": {}, "toggle": {"toggle": True}, "at root": {"at_root": True}}.items():
-        one = Loop(Strategy(), Pair(**options), GAN, alone=True)
+        one = Loop(Strategy(), Pair(together=together, **options), GAN, alone=True)
         train_gan(one, range(5), alone=True)
-        loop = Loop(make(), Pair(**options), GAN)
+        loop = Loop(make(), Pair(together=together, **options), GAN)
         train_gan(loop, range(5))
         report(f"manual {label} state", distance(loop.state(), one.state(alone=True)), 1e-5)
         loop.strategy.close()
@@ -374,13 +384,13 @@ def check_resume(make: Callable[[], Strategy]) -> None:
     report("from the start (bitwise)", distance(resumed.state(), end), 0.0)
     resumed.strategy.close()
 
-    gan = Loop(make(), Pair(), GAN)
+    gan = Loop(make(), Pair(together=trains_one(make)), GAN)
     train_gan(gan, range(2))
     kept = gan.state()
     train_gan(gan, range(2, 5))
     end = gan.state()
     gan.strategy.close()
-    gan = Loop(make(), Pair(), GAN)
+    gan = Loop(make(), Pair(together=trains_one(make)), GAN)
     gan.load(kept, 2)
     train_gan(gan, range(2, 5))
     report("manual resumed (bitwise)", distance(gan.state(), end), 0.0)
@@ -434,12 +444,13 @@ class TrainerPair(tw.Module):
 
     automatic_optimization = False
 
-    def __init__(self) -> None:
+    def __init__(self, together: bool) -> None:
         super().__init__()
-        self.pair = Pair()
+        self.pair = Pair(together=together)
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
-        critic_optimizer, maker_optimizer = self.optimizers()
+        optimizers = self.optimizers()
+        critic_optimizer, maker_optimizer = optimizers if isinstance(optimizers, list) else [optimizers] * 2
         made = self.pair.make(batch[0][:, :3])
         critic_optimizer.zero_grad()
         self.manual_backward(F.softplus(-self.pair.critic(batch[0][:, 3:])).mean())
@@ -477,7 +488,7 @@ def check_trainer(make: Callable[[], Strategy], folder: str) -> None:
 
     for label, model, data, options in (
         ("automatic", TrainerLM, tokens[:24], {"accumulate_grad_batches": 2, "gradient_clip_val": 0.2}),
-        ("manual", TrainerPair, draws, {}),
+        ("manual", partial(TrainerPair, trains_one(make)), draws, {}),
     ):
         expected = weights(run(model(), data, DDPStrategy(), 2, **options))
         straight = run(model(), data, make(), 2, **options)
@@ -505,23 +516,29 @@ def check_trainer(make: Callable[[], Strategy], folder: str) -> None:
 
 
 def check_accelerator(make: Callable[[], Strategy]) -> None:
-    """A loop of one's own: two models, each with an optimizer that was made before it was prepared, in two calls."""
+    """A loop of one's own: two models, each with an optimizer that was made before it was prepared, in two calls.
+
+    A strategy that trains one optimizer prepares both models and one optimizer in one call.
+    """
     draws = torch.randn(16, 8, generator=torch.Generator().manual_seed(4))
 
     def run(strategy: Strategy) -> State:
         accelerator = tw.Accelerator(cpu=True, strategy=strategy, gradient_accumulation_steps=2)
-        pair = Pair()
-        critic, critic_optimizer, loader = accelerator.prepare(
-            pair.critic, AdamW(pair.critic.parameters(), lr=0.02), DataLoader(TensorDataset(draws), batch_size=2)
-        )
-        maker, maker_optimizer = accelerator.prepare(pair.maker, SGD(pair.maker.parameters(), lr=0.1, momentum=0.9))
+        pair = Pair(together=trains_one(make))
+        loader = accelerator.prepare(DataLoader(TensorDataset(draws), batch_size=2))
+        if pair.together:
+            critic, maker, *optimizers = accelerator.prepare(pair.critic, pair.maker, *pair.configure_optimizers())
+        else:
+            critic, first = accelerator.prepare(pair.critic, AdamW(pair.critic.parameters(), lr=0.02))
+            maker, second = accelerator.prepare(pair.maker, SGD(pair.maker.parameters(), lr=0.1, momentum=0.9))
+            optimizers = [first, second]
         for _ in range(2):
             for (batch,) in loader:
                 with accelerator.accumulate(critic, maker):
                     made = maker(batch[:, :3])
                     accelerator.backward(F.softplus(-critic(batch[:, 3:])).mean() + F.softplus(critic(made)).mean())
-                    accelerator.clip_grad_norm_(critic.parameters(), 0.2)
-                    for optimizer in (critic_optimizer, maker_optimizer):
+                    accelerator.clip_grad_norm_((pair if pair.together else critic).parameters(), 0.2)
+                    for optimizer in optimizers:
                         optimizer.step()
                         optimizer.zero_grad()
         modules = {"critic": pair.critic, "maker": pair.maker}

@@ -99,8 +99,8 @@ REFUSED = {
     "is in 32-true; continue in that run's precision, take the whole copy that tw.gather_module(module, all_ranks=True) gives, "
     "or create the module again and load a checkpoint.",
     "copy": "RuntimeError: a module that fsdp has sharded cannot be copied: each rank holds a part of it. tw.gather_module(",
-    "copy of stage 3": "RuntimeError: a parameter that ZeRO stage 3 has sharded cannot be copied: each rank holds a part of "
-    "it. tw.gather_module(module)",
+    "copy of stage 3": "RuntimeError: a module that ZeRO stage 3 has sharded cannot be copied: each rank holds a part of it. "
+    "tw.gather_module(module)",
     "fit 16-mixed": "ValueError: fsdp gathers the weights of Other in bfloat16",
     "validate 32-true": "ValueError: fsdp gathers the weights of Other in bfloat16",
     "validate 16-mixed": "ValueError: fsdp gathers the weights of Other in bfloat16",
@@ -133,9 +133,8 @@ def test_nothing_outlives_a_run_that_nobody_holds(ranks: Any, strategy: str) -> 
 
 
 @pytest.mark.parametrize("strategy", [*STRATEGIES, *ZERO])
-def test_state_that_no_checkpoint_can_hold_is_refused_before_training(ranks: Any, strategy: str) -> None:
+def test_state_that_no_checkpoint_can_hold_is_refused_in_the_first_step(ranks: Any, strategy: str) -> None:
     for rank in ranks:
         said = rank["refused"][f"packed {strategy}"]
-        assert said.startswith("CheckpointError: checkpoints of this run could not be written: ")
-        assert "tensor 'exp_avg of Low' is a " in said
+        assert said.startswith("CheckpointError: tensor 'exp_avg of Low' is a ")
         assert said.endswith(" after 0 steps")

@@ -16,7 +16,7 @@ from typing import Any
 import contract_job
 import pytest
 import torch
-from contract_job import CASES, Classifies, Players, alone, compiled, contract, more_ranks, relative_distance
+from contract_job import CASES, Classifies, alone, compiled, contract, manual_kind, more_ranks, relative_distance
 from deadlines import deadline
 from interpreters import search_path
 from jobs import run_job
@@ -70,7 +70,7 @@ def assert_same_evaluation(found: dict[str, Any], expected: dict[str, Any]) -> N
 
 
 def test_contract(job: Any, expected: tuple[dict[str, Any], Path]) -> None:
-    _, ranks, folder = job
+    strategy, ranks, folder = job
     one, other = expected
     for rank in ranks:
         for case in CASES:
@@ -79,8 +79,9 @@ def test_contract(job: Any, expected: tuple[dict[str, Any], Path]) -> None:
         assert_same_evaluation(rank["evaluation"], one["evaluation"])
         # With a rate of 1 the first step's change is the gradient.
         for steps in (1, 3):
-            found = weights(Players, folder / f"players-{steps}.ckpt")
-            wanted = weights(Players, other / f"players-{steps}.ckpt")
+            kind = manual_kind(strategy)
+            found = weights(kind, folder / f"{kind.__name__}-{steps}.ckpt")
+            wanted = weights(kind, other / f"{kind.__name__}-{steps}.ckpt")
             assert max(distance for _, distance in relative_distance(found, wanted)) < CLOSE, steps
 
 

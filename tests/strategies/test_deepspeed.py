@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
 import os
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +12,6 @@ import pytest
 import torch
 from deepspeed_job import STAGES, deepspeed, deepspeed_everyday, run_equal
 from everyday_job import assert_everyday, assert_same_weights
-from forked import run_python
 from jobs import run_alone, run_job
 
 from trainwright.strategies.base import Optimization
@@ -23,7 +20,6 @@ from trainwright.strategies.deepspeed_engine import (
     _accelerator,
     _compiled_on_call,
     _keep_to_current_device,
-    _without,
     import_deepspeed,
 )
 from trainwright.strategies.zero_optimizer import Part
@@ -113,7 +109,8 @@ def test_one_process(tmp_path: Path) -> None:
         "for stage in (2, 3):\n"
         "    strategy, path = f'deepspeed_stage_{stage}', Path(f'{stage}.ckpt')\n"
         "    fitted(strategy, Plain(MAKERS['sgd']), 2, path, accumulate_grad_batches=2, gradient_clip_val=0.3)\n"
-        "    fitted(strategy, Moves(), 2, Path(f'{stage}-moves.ckpt'), max_epochs=2)\n"
+        "    taken = DeepSpeedStrategy(stage=stage, elementwise=True)\n"
+        "    fitted(taken, Moves(), 2, Path(f'{stage}-moves.ckpt'), max_epochs=2)\n"
         "    configured_loop(DeepSpeedStrategy(stage=stage, config=config), Path(f'{stage}-loop.ckpt'))\n"
     )
     run_alone(script, tmp_path)
@@ -257,25 +254,6 @@ def test_the_local_rank_is_no_devices_number() -> None:
     assert names == ["odd:3", "odd:0", "odd"]
 
 
-def test_deepspeed_is_imported_without_mlflow(tmp_path: Path) -> None:
-    """Another thread finds it meanwhile, and so does this one afterwards."""
-    (tmp_path / "mlflow.py").write_text("import threading\nprint('imported by', threading.current_thread().name)\n")
-    script = (
-        "import sys, threading, torch\n"
-        "from trainwright.strategies import deepspeed_engine\n"
-        "other = threading.Thread(target=lambda: __import__('mlflow'), name='another')\n"
-        "with deepspeed_engine._without('mlflow', 'deepspeed'):\n"
-        "    other.start()\n"
-        "    other.join()\n"
-        "del sys.modules['mlflow']\n"
-        "deepspeed_engine.import_deepspeed(torch.device('cpu'))\n"
-        "print('deepspeed' in sys.modules, 'mlflow' in sys.modules)\n"
-        "import mlflow\n"
-    )
-    done = run_python("-c", script, folder=tmp_path, warnings_are=None)
-    assert done.stdout.splitlines() == ["imported by another", "True False", "imported by MainThread"], done.stderr
-
-
 def test_a_function_is_compiled_when_it_is_first_called(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch.compile imports inductor, a second of each rank, whether or not what it returns is called."""
     made: list[str] = []
@@ -292,30 +270,6 @@ def test_a_function_is_compiled_when_it_is_first_called(monkeypatch: pytest.Monk
     assert (made, later.__name__) == ([], "double")
     assert [later(2), later(3)] == [4, 6]
     assert made == ["double"]
-
-
-def test_only_deepspeed_finds_no_mlflow(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """What it imports may look for the package, or keep it for a user."""
-    sources = {
-        "hidden_package": "",
-        "asks_for_it": "import importlib.util\nhas = importlib.util.find_spec('hidden_package') is not None\n",
-        "keeps_it": "import hidden_package\n",
-        "its_importer": "import asks_for_it\nimport hidden_package\n",
-    }
-    for name, text in sources.items():
-        (tmp_path / f"{name}.py").write_text(text)
-        monkeypatch.delitem(sys.modules, name, raising=False)
-    monkeypatch.syspath_prepend(tmp_path)
-    finders = list(sys.meta_path)
-    with _without("hidden_package", "its_importer"):
-        with pytest.raises(ModuleNotFoundError, match="No module named 'hidden_package'"):
-            importlib.import_module("its_importer")
-        assert importlib.import_module("asks_for_it").has
-        assert importlib.import_module("keeps_it").hidden_package
-        importlib.import_module("its_importer")  # as it is loaded by now
-    assert sys.meta_path == finders
-    for name in sources:
-        monkeypatch.delitem(sys.modules, name, raising=False)
 
 
 def test_a_device_that_deepspeed_does_not_know() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 import trainwright as tw
 from trainwright.strategies.deepspeed import DeepSpeedStrategy
+from trainwright.strategies.fsdp import FSDPStrategy
 
 STAGES = (1, 2, 3)
 WINDOW = 512
@@ -170,19 +170,8 @@ def streams(strategy: Any, path: Path, **settings: Any) -> None:
     used.save_checkpoint(str(path))
 
 
-class Reads(torch.optim.SGD):
-    """Takes what lies on its rank for the whole, as D-Adaptation and Prodigy do."""
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        parameters = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
-        total = sum(float(p.grad.square().sum()) for p in parameters)
-        for parameter in parameters:
-            parameter.sub_(0.1 * parameter.grad / (1.0 + total))
-
-
 def sharded_rows(folder: Path) -> None:
-    """Under fsdp an optimizer that computes on sharded tensors as on whole ones is taken, one that does not is refused."""
+    """Under fsdp an unknown optimizer is taken if the user says so, and one that cannot compute on shards is refused."""
 
     class Other(Regresses):
         def __init__(self, make: Callable[..., Any]) -> None:
@@ -192,18 +181,14 @@ def sharded_rows(folder: Path) -> None:
         def configure_optimizers(self) -> Any:
             return self.make(self.parameters(), lr=0.05)
 
-    fit("fsdp", Other(Layers), 1, folder / "layers.fsdp")
-    for kind in (Reads, torch.optim.Adafactor):
-        with pytest.raises(
-            ValueError, match=f"{kind.__name__} does not compute on the sharded parameters .DTensors. that"
-        ):
-            trainer("fsdp").fit(Other(kind), loader(8, 1))
+    taken = partial(FSDPStrategy, elementwise=True)
+    fit(taken, Other(Layers), 1, folder / "layers.fsdp")
+    with pytest.raises(ValueError, match="Layers is not known to step each element independently, and strategy='fsdp'"):
+        trainer("fsdp").fit(Other(Layers), loader(8, 1))
+    with pytest.raises(ValueError, match=r"Adafactor does not compute on the sharded parameters .DTensors. that"):
+        trainer(taken).fit(Other(torch.optim.Adafactor), loader(8, 1))
     fit("ddp", Other(Layers), 1, folder / "layers.ddp")
     fit("ddp_sharded", Other(Layers), 1, folder / "layers.ddp_sharded")
-    with pytest.raises(
-        ValueError, match=r"Reads steps an element by others too, and strategy='ddp_sharded' gives each rank"
-    ):
-        trainer("ddp_sharded").fit(Other(Reads), loader(8, 1))
 
 
 def refusals() -> None:
@@ -221,13 +206,10 @@ def refusals() -> None:
 
     sgd = partial(torch.optim.SGD, lr=0.1)
     refused = [
-        (Other(torch.optim.Adafactor), "Adafactor steps an element by others too, and strategy='deepspeed_stage_"),
-        (
-            Other(torch.optim.Muon),
-            r"Muon cannot step flat pieces of parameters .*Choose strategy='ddp', or ddp_sharded",
+        *(
+            (Other(kind), f"{kind.__name__} is not known to step each element .* strategy='deepspeed_stage_")
+            for kind in (torch.optim.Adafactor, torch.optim.Muon, Layers, torch.optim.LBFGS)
         ),
-        (Other(Layers), "Layers steps an element by others too"),
-        (Other(torch.optim.LBFGS), "LBFGS computes the loss in its step"),
         (
             Other(sgd, torch.zeros(2, 2, dtype=torch.complex64)),
             "parameter 'odd' is complex64, and DeepSpeed's masters are real",
@@ -242,12 +224,7 @@ def refusals() -> None:
             with pytest.raises(ValueError, match=text):
                 trainer(f"deepspeed_stage_{stage}").fit(module, loader(8, 1))
     untested = partial(DeepSpeedStrategy, config={"zero_allow_untested_optimizer": True})
-    with pytest.warns(UserWarning, match="so it is taken: Layers steps") if rank() == 0 else nullcontext():
-        trainer(untested).fit(Other(Layers), loader(8, 1))
-
-
-def rank() -> int:
-    return torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+    trainer(untested).fit(Other(Layers), loader(8, 1))
 
 
 def zero(folder: Path) -> dict[str, Any]:
@@ -257,14 +234,14 @@ def zero(folder: Path) -> dict[str, Any]:
     fit("ddp", Thaws(), 1, folder / "thaws-2.ckpt")
     fit("ddp", Thaws(), 1, folder / "thaws-3.ckpt", max_epochs=3)
     for stage in STAGES:
-        strategy, own = f"deepspeed_stage_{stage}", folder / str(stage)
+        strategy, own = partial(DeepSpeedStrategy, stage=stage, elementwise=True), folder / str(stage)
         for name in MAKERS:
             for precision in ("32-true", "bf16-mixed") if name != "Counts" else ("32-true",):
                 resumed(strategy, name, own, 1, {"precision": precision}, "low " if precision != "32-true" else "")
             one = (folder / "alone" / name).with_suffix(".half")
             fit(strategy, Grouped(MAKERS[name]), 1, own / f"{name}.across", one)
         fit(strategy, Thawed(), 1, own / "thawed.ckpt", folder / "thaws-2.ckpt", max_epochs=3)
-        again(strategy, own)
+        again(f"deepspeed_stage_{stage}", own)
         found[stage] = [windows(strategy, precision) for precision in ("bf16-mixed", "bf16-true")]
         if stage < 3:
             config = {"data_types": {"grad_accum_dtype": "bf16"}}

@@ -128,8 +128,13 @@ def test_a_save_at_an_epochs_end_has_no_score_of_earlier_weights(tmp_path: Path)
 def test_a_checkpoint_callback_that_is_new_in_a_resumed_run_makes_up_nothing(tmp_path: Path) -> None:
     fit(Falling(), tw.ModelCheckpoint(tmp_path / "a"), max_epochs=1)
     new = tw.ModelCheckpoint(tmp_path / "b", "{epoch}", save_top_k=-1, save_on_exception=True)
+
+    def kill(*_: Any) -> None:
+        raise Killed
+
+    killing = tw.LambdaCallback(on_train_epoch_start=kill)
     with pytest.raises(Killed):
-        fit(Falling(), tw.ModelCheckpoint(tmp_path / "a"), new, Ends(tmp_path, "on_train_epoch_start", 1), path="auto")
+        fit(Falling(), tw.ModelCheckpoint(tmp_path / "a"), new, killing, path="auto")
     assert [path.name for path in (tmp_path / "b").iterdir()] == ["exception-epoch=1-step=4.ckpt"]
     fit(Falling(), tw.ModelCheckpoint(tmp_path / "a"), new, path="auto")
     assert sorted(Path(path).name for path in new.state_dict()["best_k_models"]) == ["epoch=1.ckpt", "epoch=2.ckpt"]
@@ -145,18 +150,19 @@ def test_a_metric_that_nobody_logs_is_an_error_in_the_resumed_run_too(tmp_path: 
 
 
 class Ends(tw.ModelCheckpoint):
-    """Saves nothing, and ends the run between the saves of those before it and those after it."""
+    """Saves nothing, and ends the run between the saves of the callbacks before it and after it, at the n-th call of a hook."""
 
     def __init__(self, folder: Path, hook: str, call: int) -> None:
         super().__init__(folder, save_top_k=0)
-        self.calls = 0
+        self.calls_left = call
+        setattr(self, hook, self.count)
 
-        def end(*_: Any) -> None:
-            self.calls += 1
-            if self.calls == call:
-                raise Killed
+    def count(self, *_: Any) -> None:
+        self.calls_left -= 1
 
-        setattr(self, hook, end)
+    def save_due(self, trainer: Any) -> None:
+        if self.calls_left == 0:
+            raise Killed
 
 
 @pytest.mark.parametrize("weights_only", [True, False])
@@ -171,7 +177,7 @@ class Ends(tw.ModelCheckpoint):
 def test_one_callbacks_save_is_made_up_where_anothers_before_it_is_resumed(
     tmp_path: Path, hook: str, settings: dict[str, Any], weights_only: bool
 ) -> None:
-    def run(folder: Path, call: int = 0) -> tuple[Any, ...]:
+    def run(folder: Path, call: int = -1) -> tuple[Any, ...]:
         newest = tw.ModelCheckpoint(folder / "newest", "{epoch}-{step}")
         options = {"monitor": "val_loss", "save_top_k": 2, "save_weights_only": weights_only}
         best = tw.ModelCheckpoint(folder / "best", "{epoch}-{step}", **options)

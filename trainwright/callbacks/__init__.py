@@ -1,7 +1,5 @@
 """Callbacks: what watches a run without being part of the model. One file each; subclass `Callback` for your own."""
 
-from typing import TYPE_CHECKING
-
 from trainwright.callbacks.base import Callback, Checkpoint
 from trainwright.callbacks.batch_size_finder import BatchSizeFinder
 from trainwright.callbacks.classification_report import ClassificationReport
@@ -29,7 +27,6 @@ from trainwright.callbacks.timer import Timer
 from trainwright.callbacks.tqdm_progress_bar import TQDMProgressBar
 from trainwright.callbacks.trainer_protocol import TrainerProtocol
 from trainwright.callbacks.weight_averaging import EMAWeightAveraging, WeightAveraging
-from trainwright.import_paths import refusing
 
 __all__ = [
     "BackboneFinetuning",
@@ -68,7 +65,3 @@ __all__ = [
     "WeightAveraging",
     "load_predictions",
 ]
-
-
-if not TYPE_CHECKING:  # a type checker names unknown attributes itself
-    __getattr__ = refusing(__name__)

@@ -231,8 +231,7 @@ def _moved(state: Mapping[str, Any], key: str, folder: str, source: str) -> dict
     home = state["last_model_path"].rpartition("/")[0]
     if not home or same_path(home, folder) or not same_path(source.rpartition("/")[0], folder):
         return None
-    moments = state.get("moments", {})
-    steps = moments.get("steps", {})
+    steps = state.get("steps", {})
 
     def here(path: str) -> str:
         parent, _, name = path.rpartition("/")
@@ -243,7 +242,7 @@ def _moved(state: Mapping[str, Any], key: str, folder: str, source: str) -> dict
         **{name: here(value) if isinstance(value, str) else value for name, value in state.items()},
         "best_k_models": {here(path): score for path, score in state["best_k_models"].items()},
         "replaced": [here(path) for path in state.get("replaced", [])],
-        **({"moments": {**moments, "steps": {here(path): step for path, step in steps.items()}}} if moments else {}),
+        "steps": {here(path): step for path, step in steps.items()},
     }
 
 

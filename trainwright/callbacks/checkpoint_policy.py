@@ -18,6 +18,8 @@ from trainwright.errors import a_type_of
 if TYPE_CHECKING:
     from trainwright.callbacks.trainer_protocol import TrainerProtocol
 
+__all__ = ["monitor_of"]
+
 KEY_SETTINGS = (
     "monitor", "mode", "save_top_k", "every_n_train_steps", "every_n_epochs", "train_time_interval", "filename",
 )  # fmt: skip
@@ -212,92 +214,30 @@ class MonitoredScore:
         warn(f"ModelCheckpoint monitors {self.monitor!r}, {problem}", stacklevel=2)
 
 
-class SaveMoments:
-    """The latest optimizer step, validation and epoch end at which a ModelCheckpoint was called.
-
-    Callbacks save one after the other, so a checkpoint written by the first records a moment at which the next was not called
-    yet. If the run was killed right there, the resumed run calls it then.
-    """
+class LatestSave:
+    """The position of the run at the latest save of a ModelCheckpoint, and the optimizer steps of its checkpoints."""
 
     def __init__(self) -> None:
-        self._step = self._step_before = self._previous = self._validations = self._ended_at = -1
-        self._saved_at = (-1, -1)
-        """The optimizer steps and the batches of the run at the latest save."""
-        self._is_validated = False
-        """Whether a validation precedes the epoch end that comes next."""
+        self._position = (-1, -1)
+        """The optimizer steps and the batches of the run."""
         self.steps: dict[str, int] = {}
-        """The optimizer step of the checkpoint at each kept path."""
-        self._is_known = False
-        """Whether a checkpoint has said what came before."""
+        """The optimizer step of the checkpoint at each stored path."""
 
-    def begin(self, trainer: TrainerProtocol) -> None:
-        """Count what came before as handled, unless a checkpoint says otherwise: none of it was this callback's to save."""
-        if not self._is_known:
-            self._validations, self._ended_at = trainer.state.validations, trainer.state.total_batches
-            self._is_known = True
-
-    def note_step(self, trainer: TrainerProtocol) -> bool:
-        """Note the current optimizer step; return whether it is a new one."""
-        self._previous, self._step = self._step, trainer.global_step
-        return self._step != self._previous
-
-    def has_passed(self, every: int) -> bool:
-        """Return whether one of each `every` steps is among those of the latest batch, which may make several."""
-        return self._step // every > self._previous // every
-
-    def note_save(self, trainer: TrainerProtocol, paths: Collection[str], kept: Collection[str]) -> None:
-        """Note that the run is saved here, at these paths, with these checkpoints kept."""
-        self._saved_at = trainer.global_step, trainer.state.total_batches
+    def record(self, trainer: TrainerProtocol, paths: Collection[str], kept: Collection[str]) -> None:
+        """Record a save at these paths, after which the checkpoints at the paths `kept` exist."""
+        self._position = trainer.global_step, trainer.state.total_batches
         self.steps = {path: step for path, step in self.steps.items() if path in kept}
-        self.steps.update(dict.fromkeys(paths, trainer.global_step))
+        self.steps |= dict.fromkeys(paths, trainer.global_step)
 
-    def is_saved(self, trainer: TrainerProtocol) -> bool:
+    def is_current(self, trainer: TrainerProtocol) -> bool:
         """Return whether the current state is saved, or will be once the pending save is done."""
-        return self._saved_at == (trainer.global_step, trainer.state.total_batches)
-
-    def note_validation(self, trainer: TrainerProtocol, is_within: bool) -> None:
-        """Note the current validation, `is_within` an epoch or at its end."""
-        self._validations, self._is_validated = trainer.state.validations, not is_within
-
-    def note_end(self, trainer: TrainerProtocol) -> bool:
-        """Note the current end of an epoch; return whether a validation preceded it."""
-        self._ended_at = trainer.state.total_batches
-        is_validated, self._is_validated = self._is_validated, False
-        return is_validated
+        return self._position == (trainer.global_step, trainer.state.total_batches)
 
     def state_dict(self) -> dict[str, Any]:
-        return {
-            "step": max(self._step, self._step_before),
-            "saved_at": list(self._saved_at),
-            "steps": dict(self.steps),
-            "is_validated": self._is_validated,
-            "validations": self._validations,
-            "ended_at": self._ended_at,
-        }
+        return {"saved_at": list(self._position), "steps": dict(self.steps)}
 
     def load_state_dict(self, state: dict[str, Any], is_here: bool) -> None:
-        """Load what `state_dict` returned; `is_here`: the latest save is in this run's folder.
-
-        Older checkpoints have the step alone.
-        """
-        self._step_before, self._is_known = int(state["step"]), "ended_at" in state
-        if self._is_known:
-            self._validations, self._ended_at = int(state["validations"]), int(state["ended_at"])
-            self._is_validated, self.steps = bool(state["is_validated"]), dict(state["steps"])
-            step, batches = state["saved_at"]
-            self._saved_at = (int(step), int(batches)) if is_here else (-1, -1)
-
-    def misses_step(self, trainer: TrainerProtocol, every: int) -> bool:
-        """Return whether the run resumes after an optimizer step, one of each `every`, that was not noted."""
-        step, before = trainer.global_step, self._step_before
-        return 0 <= before < step and every > 0 and step // every > before // every
-
-    def misses_end(self, trainer: TrainerProtocol) -> bool:
-        """Return whether the run resumes at an epoch end that was not noted."""
-        return trainer.state.epoch_ended and self._ended_at != trainer.state.total_batches
-
-    def misses_validation(self, trainer: TrainerProtocol) -> bool:
-        """Return whether the run resumes within an epoch after a validation that was not noted."""
-        state = trainer.state
-        is_after = state.batch > 0 and not state.epoch_ended and state.validated_at == state.total_batches
-        return is_after and self._validations != state.validations
+        """Load a state; `is_here` says that the latest save is in this run's folder."""
+        self.steps = dict(state.get("steps", {}))
+        step, batches = state.get("saved_at", (-1, -1)) if is_here else (-1, -1)
+        self._position = int(step), int(batches)

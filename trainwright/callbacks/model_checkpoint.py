@@ -37,10 +37,10 @@ from trainwright.callbacks.checkpoint_names import Naming, check_template, name_
 from trainwright.callbacks.checkpoint_policy import (
     KEY_SETTINGS,
     Kept,
+    LatestSave,
     MonitoredScore,
     Ranking,
     Save,
-    SaveMoments,
     check_choices,
     checked_intervals,
     scalar,
@@ -153,7 +153,7 @@ class ModelCheckpoint(Checkpoint):
         self.save_on_train_epoch_end, self.enable_version_counter = save_on_train_epoch_end, enable_version_counter
         self._is_fitting = self._has_warned_of_weights = False
         self._score, self._ranking = MonitoredScore(monitor), Ranking(monitor, self.mode, save_top_k)
-        self._watches_batches = self.every_n_train_steps > 0 or self.train_time_interval is not None
+        self.watches_batches = self.every_n_train_steps > 0 or self.train_time_interval is not None
         self._begin()
 
     def _begin(self) -> None:
@@ -161,13 +161,14 @@ class ModelCheckpoint(Checkpoint):
         self._unrenamed: tuple[str, str, float | None] = ("", "", None)
         """Where the resume source was written, its final path and its score, if it was saved before it was renamed."""
         self._loaded: dict[str, Any] | None = None
-        self._has_validated = self._is_deferred = self._awaits_score = False
+        self._has_validated = self._is_validated = self._awaits_score = self._is_deferred = self._is_due = False
+        self._step, self._latest = -1, LatestSave()
         self._failed: FailedRun | None = None
         """The callback that saves the run if it fails; set with save_on_exception once the run has begun."""
         self._sync_point: Any = None
         self._pending: PendingSave | None = None
         """The save that may not have committed yet, or has not been concluded."""
-        self._moments, self._saved_at = SaveMoments(), time.monotonic()
+        self._saved_at = time.monotonic()
 
     def _keep(self, kept: Kept) -> None:
         """Keep these checkpoints, and show them in the public attributes."""
@@ -203,21 +204,24 @@ class ModelCheckpoint(Checkpoint):
             "best_model_score": kept["scores"][self.best_model_path] if is_monitored else None,
             "last_model_path": kept["last"],
             "place": kept["written_to"],
-            "is_put_off": self._is_deferred,
+            "is_put_off": self._is_deferred or self._is_due,
             "awaits_score": self._awaits_score,
             "replaced": kept["replaced"],
-            "moments": self._moments.state_dict(),
+            "is_validated": self._is_validated,
+            **self._latest.state_dict(),
             "current_score": kept["current_score"],
             "link": kept["link"],
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load the kept checkpoints, as far as they exist in this run's folder; with a dirpath also the best in others."""
+        state = {**state, **state.get("moments", {})}  # older checkpoints have some values there
         self._loaded = state
         kept = loaded(state, self.dirpath or "", ranks_others=bool(self.monitor and self.given_dirpath))
         self._keep(kept)
         self._is_deferred, self._awaits_score = bool(state.get("is_put_off")), bool(state.get("awaits_score"))
-        self._moments.load_state_dict(state.get("moments", {"step": state.get("step_seen", -1)}), bool(kept["last"]))
+        self._is_validated = bool(state.get("is_validated"))
+        self._latest.load_state_dict(state, is_here=bool(kept["last"]))
         last, written_to = state["last_model_path"], kept["written_to"]
         self._unrenamed = (written_to, last, state["best_k_models"].get(last)) if written_to != last else ("", "", None)
 
@@ -251,41 +255,36 @@ class ModelCheckpoint(Checkpoint):
             self._failed = FailedRun("save_on_exception", trainer, module)
         load = partial(ModelCheckpoint.load_state_dict, self)
         follow_move(self._loaded, self.state_key, self.dirpath or "", load, trainer)
-        self._moments.begin(trainer)
-        if self._watches_batches:
-            self._moments.note_step(trainer)
-        self._keep(kept_again(self._kept, self._unrenamed, self._moments.steps, trainer))
+        self._step = trainer.global_step
+        self._keep(kept_again(self._kept, self._unrenamed, self._latest.steps, trainer))
         if self.train_time_interval is not None and self._is_fitting:
             self._sync_point = trainer.engine.connection.sync_point(self.state_key)
 
     def _make_up(self, trainer: Trainer) -> None:
-        """Make the save that was due when an earlier callback wrote the checkpoint that the run resumes from."""
+        """Make the save that was due when another callback wrote the checkpoint that the run resumes from."""
         self._has_validated = self._has_validated or trainer.state.validations > 0
-        if not self._is_fitting:
-            return
-        if self._moments.misses_end(trainer):
-            self._end(trainer)
-        elif self._moments.misses_validation(trainer):
-            self._follow_validation(trainer, is_within=True)
-        elif self._is_deferred or self._moments.misses_step(trainer, self.every_n_train_steps):
-            self._awaits_score = self._score.is_pending(trainer)
+        self._is_due = self._is_fitting and self._is_deferred
+        self.save_due(trainer)
+
+    def save_due(self, trainer: Trainer) -> None:
+        """Make the save that a hook has found due. Called once all callbacks have run that hook. Collective."""
+        if self._is_due:
             self._save(trainer)
 
     def on_train_batch_end(self, trainer: Trainer, module: Module, outputs: Any, batch: Any, batch_idx: int) -> None:
         if self._pending is not None and self._pending.waits:
             self._pending.remove_dropped(trainer)  # what all ranks have to do waits for the next save
-        if self._is_deferred and not trainer.state.progress.is_within_window:
-            self._save(trainer)
-        if self._watches_batches and self._moments.note_step(trainer) and self._is_fitting and self._is_due(trainer):
-            self._awaits_score = self._score.is_pending(trainer)
-            self._is_deferred = trainer.state.progress.is_within_window
-            if not self._is_deferred:
-                self._save(trainer)
+        if not self.watches_batches or not self._is_fitting:
+            return
+        previous, self._step = self._step, trainer.global_step
+        if self._step != previous and self._reaches_interval(trainer, previous):
+            self._is_deferred, self._awaits_score = True, self._score.is_pending(trainer)
+        self._is_due = self._is_deferred and not trainer.state.progress.is_within_window
 
-    def _is_due(self, trainer: Trainer) -> bool:
-        """Return whether to save after this optimizer step, the same on every rank."""
+    def _reaches_interval(self, trainer: Trainer, previous: int) -> bool:
+        """Return whether to save after the optimizer steps since a previous one, the same on every rank."""
         if self._sync_point is None:
-            return self._moments.has_passed(self.every_n_train_steps)
+            return self._step // self.every_n_train_steps > previous // self.every_n_train_steps
         if trainer.is_global_zero and time.monotonic() - self._saved_at >= (self.train_time_interval or 0.0):
             self._saved_at = time.monotonic()
             self._sync_point.request()
@@ -299,12 +298,12 @@ class ModelCheckpoint(Checkpoint):
 
     def _follow_validation(self, trainer: Trainer, is_within: bool) -> None:
         """Save after a validation within an epoch; after one at its end, the epoch's end saves."""
-        self._moments.note_validation(trainer, is_within)
+        self._is_validated = not is_within
         is_scored, self._awaits_score = self._awaits_score and not self._score.is_pending(trainer), False
         if not is_within:
             self._is_deferred = self._is_deferred or is_scored
-        elif is_scored or (not self.save_on_train_epoch_end and self._is_chosen(trainer)):
-            self._save(trainer)
+        else:
+            self._is_due = is_scored or (not self.save_on_train_epoch_end and self._is_chosen(trainer))
 
     def on_train_epoch_end(self, trainer: Trainer, module: Module) -> None:
         if self._is_fitting:
@@ -312,12 +311,14 @@ class ModelCheckpoint(Checkpoint):
 
     def _end(self, trainer: Trainer) -> None:
         """Save at the end of an epoch, or of a run that stops within it."""
-        is_validated, is_whole = self._moments.note_end(trainer), trainer.state.epoch_ended
+        is_validated, self._is_validated = self._is_validated, False
+        is_whole = trainer.state.epoch_ended
         ends = not trainer.enable_validation if self.save_on_train_epoch_end is None else self.save_on_train_epoch_end
-        if self._is_deferred or (self._is_chosen(trainer) and (is_validated or ends or not is_whole)):
-            # A run that stops within an epoch may have been saved here by a validation, with this very score.
-            self._save(trainer, is_left=not is_whole)
-        elif self.save_last and not is_whole and not self._moments.is_saved(trainer):
+        is_due = self._is_deferred or (self._is_chosen(trainer) and (is_validated or ends or not is_whole))
+        if is_whole:
+            self._is_due = is_due
+        elif is_due or (self.save_last and not self._latest.is_current(trainer)):
+            # Not later, since a run that resumes here trains on without it.
             self._save(trainer, is_left=True)
 
     def _is_chosen(self, trainer: Trainer) -> bool:
@@ -325,7 +326,7 @@ class ModelCheckpoint(Checkpoint):
 
     def on_train_end(self, trainer: Trainer, module: Module) -> None:
         self._conclude(trainer)
-        if self.save_last and trainer.state.total_batches and not self._moments.is_saved(trainer):
+        if self.save_last and trainer.state.total_batches and not self._latest.is_current(trainer):
             self.save_stop(trainer, "end", self.save_weights_only)
 
     def teardown(self, trainer: Trainer, module: Module, stage: str) -> None:
@@ -337,7 +338,7 @@ class ModelCheckpoint(Checkpoint):
         If the epoch `is_left`, a state that is already saved with the same score is not saved again, and a metric of the
         file's name that comes from the epoch's end may be missing.
         """
-        self._is_deferred = False
+        self._is_deferred = self._is_due = False
         if not self.keeps_any:
             return
         self._conclude(trainer)
@@ -348,7 +349,7 @@ class ModelCheckpoint(Checkpoint):
         before = self._kept
         # What is saved includes this save: a resumed run finds its own checkpoint among the kept ones.
         self._keep(self._ranking.kept_after(before, save, self.dirpath or ""))
-        self._moments.note_save(trainer, (save.path, save.written_to), self._kept["scores"])
+        self._latest.record(trainer, (save.path, save.written_to), self._kept["scores"])
         is_begun = self._write(trainer, before, self.save_weights_only, blocking=not self.async_save)
         if is_begun:
             where = f"epoch {trainer.current_epoch}, step {trainer.global_step}"
@@ -393,7 +394,7 @@ class ModelCheckpoint(Checkpoint):
     def _plan(self, trainer: Trainer, is_left: bool) -> Save | None:
         """Return the save to make, None for no save; ValueError if a metric that is needed was not logged. On rank 0."""
         score, scores = self._score.read(trainer, self._has_validated), self._kept["scores"]
-        if is_left and self._moments.is_saved(trainer) and repr(score) == repr(self._kept["current_score"]):
+        if is_left and self._latest.is_current(trainer) and repr(score) == repr(self._kept["current_score"]):
             return None  # by their text, since NaN, an unknown score, is not equal to itself
         is_best = self._ranking.accepts(score, scores)
         is_stopgap = not is_best and self.save_top_k != 0 and not scores

@@ -25,7 +25,6 @@ from trainwright.checkpoint.filesystem import note_new, resolve
 from trainwright.data.transfer import to_device
 from trainwright.distributed import collectives
 from trainwright.errors import a_type_of
-from trainwright.import_paths import refusing
 from trainwright.paths import absolute
 
 if TYPE_CHECKING:
@@ -318,7 +317,3 @@ def _read(dirpath: str, nest: Any, names: list[str]) -> Any:
     is_new = torch.ones_like(keys, dtype=torch.bool)
     is_new[1:] = keys[1:] != keys[:-1]  # a user's sampler may yield a sample twice
     return decode(nest, {key.removeprefix("rows/"): torch.cat(each)[order[is_new]] for key, each in parts.items()})
-
-
-if not TYPE_CHECKING:  # a type checker names unknown attributes itself
-    __getattr__ = refusing(__name__)

@@ -32,9 +32,8 @@ from trainwright.loggers.csv import CSVLogger
 from trainwright.loggers.files import is_local, write_file
 from trainwright.loggers.folder import HPARAMS_NAME, FolderLogger
 from trainwright.loggers.run_record import RESULTS, read_record
-from trainwright.plots import panels_of
+from trainwright.plots import names_of_runs, panels_of
 from trainwright.plots.curves import NOT_DRAWN, Panel
-from trainwright.plots.history import names_of_runs
 from trainwright.plots.page import GENERATOR
 from trainwright.plots.report import Report, Section, with_section
 from trainwright.rank_zero import rank_zero_warn

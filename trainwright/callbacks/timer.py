@@ -10,7 +10,6 @@ from trainwright.arguments import refuses_unknown
 from trainwright.callbacks.base import Callback
 from trainwright.callers import say
 from trainwright.duration import to_seconds
-from trainwright.import_paths import refusing
 
 if TYPE_CHECKING:
     from trainwright.callbacks.trainer_protocol import TrainerProtocol
@@ -165,7 +164,3 @@ def _of(stage: str, times: dict[str, float | None]) -> float | None:
     if stage not in STAGES:
         raise ValueError(f"stage={stage!r} is unknown; choose from {', '.join(STAGES)}.")
     return times[stage]
-
-
-if not TYPE_CHECKING:  # a type checker names unknown attributes itself
-    __getattr__ = refusing(__name__)

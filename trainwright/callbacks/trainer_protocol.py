@@ -47,10 +47,6 @@ class Counters(Protocol):
         """Validations of the run."""
 
     @property
-    def validated_at(self) -> int:
-        """`total_batches` at the latest validation."""
-
-    @property
     def epoch_ended(self) -> bool:
         """True in on_train_epoch_end of a whole epoch, False if the run stops within it."""
 

@@ -21,6 +21,8 @@ from trainwright.checkpoint.last_link import is_last_link
 from trainwright.checkpoint.manifest import MANIFEST_NAME, MAX_JSON_BYTES, FormatRefused, Manifest, parse
 from trainwright.errors import CheckpointError, MissingCheckpoint
 
+__all__ = ["CheckpointEntry", "find_candidates", "same_path"]
+
 _OURS = re.compile(r"(?:[a-z][a-z0-9_]*-\d{5}\.safetensors|rank-\d{5}\.json)", re.ASCII)
 _STEP_IN_NAME = re.compile(r"step=(\d+)", re.ASCII)
 _STEP_IN_MANIFEST = re.compile(rb'"step": ?(\d{1,18})\b')

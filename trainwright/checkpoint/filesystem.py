@@ -26,6 +26,8 @@ from trainwright.distributed.environment import rung_file
 from trainwright.errors import CheckpointError
 from trainwright.process_identity import is_process_alive, machine, process_start_time
 
+__all__ = ["NEW_PATHS"]
+
 RETRY_DELAYS_SECONDS = (0.5, 2.0)
 _NOT_RETRIED = (FileNotFoundError, PermissionError, FileExistsError, IsADirectoryError, NotADirectoryError)
 DRAINED_BYTES = 8 << 20

@@ -20,6 +20,8 @@ from trainwright.checkpoint.tensors import Piece, StoredPiece, TensorEntry
 from trainwright.distributed.ranks import Ranks
 from trainwright.errors import CheckpointError, a_type_of
 
+__all__ = ["open_checkpoint"]
+
 Verify = Literal["full", "size", "off"]
 # Linux lets a process open 1,024 files by default, and a checkpoint of many ranks may have more.
 MAX_OPEN_FILES = 128

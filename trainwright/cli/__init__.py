@@ -6,8 +6,6 @@ config.yaml                       saved_config.py: where a run's config is kept,
 a wrong key                       config_errors.py: its file and line, and the nearest name
 """
 
-from typing import TYPE_CHECKING
-
 try:
     import jsonargparse as _jsonargparse  # noqa: F401 - for a plain error, before the files that need it
 except ImportError as error:
@@ -26,7 +24,6 @@ from trainwright.cli.argument_parser import TrainwrightArgumentParser as Lightni
 from trainwright.cli.command_line import ArgsType, TrainwrightCLI
 from trainwright.cli.command_line import TrainwrightCLI as LightningCLI
 from trainwright.cli.saved_config import SaveConfigCallback, stored_config
-from trainwright.import_paths import refusing
 
 __all__ = [
     "ArgsType",
@@ -41,7 +38,3 @@ __all__ = [
     "instantiate_class",
     "stored_config",
 ]
-
-
-if not TYPE_CHECKING:  # a type checker names unknown attributes itself
-    __getattr__ = refusing(__name__)

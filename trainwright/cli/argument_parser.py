@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import os
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple, NoReturn
 
@@ -14,7 +15,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.lr_scheduler import ReduceLROnPlateau as TorchReduceLROnPlateau
 
 from trainwright.callbacks.base import Callback
-from trainwright.cli.config_errors import ConfigSource, explain, misplaced
+from trainwright.cli.config_errors import ConfigSource, explain
 from trainwright.trainer.trainer import Trainer
 
 
@@ -85,8 +86,9 @@ class TrainwrightArgumentParser(ArgumentParser):
             self._sources.clear()
             self._unfinished.clear()
         parsed: Namespace = super().parse_args(*args, **kwargs)
-        if self._is_root and (wrong := misplaced(self._sources)):
-            super().error(wrong)
+        for name, value in vars(self.get_defaults(skip_validation=True)).items():
+            if isinstance(value, Namespace) and not isinstance(parsed.get(name), Namespace):  # jsonargparse accepts it
+                self.error(f"key '{name}' is {parsed.get(name)!r}; it needs the names and values of its arguments.")
         return parsed
 
     def add_config_argument(self) -> None:
@@ -114,7 +116,8 @@ class TrainwrightArgumentParser(ArgumentParser):
 
     def note_config(self, value: str) -> None:
         """Note a config that is read, for messages about errors in it."""
-        source = ConfigSource.read(self, value, self._titles.get(value))
+        title = value if os.path.isfile(value) else self._titles.get(value, "the text of --config")
+        source = ConfigSource(self, value, title)
         self._sources.append(source)
         self._unfinished.append(source)
 
@@ -199,7 +202,7 @@ class TrainwrightArgumentParser(ArgumentParser):
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         """End the program with exit code 2 and a message that says where a config is wrong."""
         arguments = list(self.args if hasattr(self, "args") else ())
-        super().error(explain(message, self._sources, self._unfinished, arguments, self), ex)
+        super().error(explain(message, self._sources, bool(self._unfinished), arguments, self), ex)
 
 
 def as_class(kind: Any) -> type[Any]:

@@ -25,7 +25,7 @@ from trainwright.cli.argument_parser import (
     instantiated,
     spec_of,
 )
-from trainwright.cli.config_errors import constructor_error, refusal
+from trainwright.cli.config_errors import constructor_error
 from trainwright.cli.saved_config import SaveConfigCallback, newest_checkpoint, plain_config, stored_config
 from trainwright.data.datamodule import DataModule
 from trainwright.data.seeding import seed_everything
@@ -340,9 +340,9 @@ class TrainwrightCLI:
         try:
             return instantiated(self.parser, self.config)
         except Exception as error:
-            cause = constructor_error(error) or error
-        if refused := refusal(cause):
-            self._called_parser.error(refused, cause)
+            cause, is_ours = constructor_error(error)
+        if is_ours and isinstance(cause, (TypeError, ValueError, ImportError)):
+            self._called_parser.error(str(cause), cause)
         raise cause
 
     def _link_optimizers(self) -> None:

@@ -30,6 +30,8 @@ from trainwright.data.workers import SeededIterable
 from trainwright.errors import a_type_of
 from trainwright.rank_zero import rank_zero_warn
 
+__all__ = ["sample_counts"]
+
 
 class BatchStream(StreamShard):
     """One rank's shard of an iterable of batches.

@@ -17,7 +17,7 @@ from trainwright.devices import cuda
 from trainwright.devices.generators import device_state, set_device_state, state_in
 from trainwright.distributed.environment import Environment
 from trainwright.errors import a_type_of
-from trainwright.rung import active_rung
+from trainwright.overrides import overridden
 
 _chosen = itertools.count()
 
@@ -40,8 +40,7 @@ def seed_everything(seed: int | None = None, workers: bool = False, verbose: boo
 
 def seed_rank(seed: int | None, offset: int, verbose: bool) -> int:
     """Seed this rank as `seed_everything` does, with a number that is higher by its offset."""
-    if (active := active_rung()) is not None:
-        seed = active.seed_instead_of(seed)
+    seed = overridden("seed_everything", "seed", seed)
     if seed is None:
         seed = _choose_seed(Environment.detect())
     if isinstance(seed, int) and not isinstance(seed, bool):

@@ -15,6 +15,8 @@ import torch.distributed as dist
 
 from trainwright.devices import accelerator
 
+__all__ = ["autocasts", "collective_backend", "num_together", "times_events"]
+
 CAUGHT = (RuntimeError, TypeError, ValueError, NotImplementedError, AttributeError)
 """What devices raise when they cannot do something; each type has its own way."""
 PASSING = (torch.OutOfMemoryError, torch.AcceleratorError)

@@ -13,6 +13,8 @@ import torch
 from trainwright.devices import cuda
 from trainwright.errors import a_type_of
 
+__all__ = ["accelerator_type", "count", "resolve_device_type"]
+
 GENERAL = "gpu"
 """The name for whatever accelerator torch has."""
 HOST = torch.device("cpu")

@@ -12,6 +12,8 @@ import torch
 from trainwright.devices import accelerator
 from trainwright.devices.cores import num_cores
 
+__all__ = ["describe_devices", "package_versions"]
+
 PACKAGES = (
     *("torch", "numpy", "torchmetrics", "fsspec", "safetensors", "cloudpickle", "PyYAML", "tqdm"),
     *("deepspeed", "fairscale", "tensorboard", "transformers", "accelerate", "lightning"),

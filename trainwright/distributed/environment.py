@@ -21,6 +21,8 @@ from trainwright.distributed.clusters import (
 )
 from trainwright.distributed.network import LOOPBACK, interface_towards, loopback_interface
 
+__all__ = ["RUNG_VARIABLE", "Environment", "rung_file"]
+
 JOB_VARIABLE = "TRAINWRIGHT_JOB"
 """One JSON object: what our launcher passes to its workers."""
 RUNG_VARIABLE = "TRAINWRIGHT_RUNG"

@@ -15,6 +15,8 @@ from types import TracebackType
 
 from trainwright.distributed.store import Store, post
 
+__all__ = ["shortened"]
+
 PEER_FAILED_EXIT_CODE = 79
 """The exit code of a rank that ends only because another rank failed."""
 

@@ -7,6 +7,8 @@ import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+__all__ = ["HIDDEN", "shown"]
+
 _SECRET = re.compile(
     r"\b(?:secrets?|passwords?|passwd|credentials?|o?auth|authorization|cookies?|(?:api|access|private|auth) ?keys?)\b"
     r"|\b(?:token|key|pass)$"

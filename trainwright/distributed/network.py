@@ -12,6 +12,8 @@ from pathlib import Path
 
 from trainwright.errors import LaunchError
 
+__all__ = ["DEFAULT_PORT", "LOOPBACK"]
+
 LOOPBACK = "127.0.0.1"
 DEFAULT_PORT = 29500
 ELSEWHERE = "192.0.2.1"

@@ -123,17 +123,6 @@ class Ranks:
             raise kind(f"{subject}: {text}" if subject else text) from cause
         return [json.loads(zlib.decompress(reply[1:])) if reads else None for reply in replies]
 
-    def begin_round(self) -> None:
-        """Begin a round of questions, wherever the one before has ended. Call on every rank."""
-        if self._channel is not None:
-            self._channel.begin_round()
-
-    def on_any(self, is_here: bool, call: str) -> bool:
-        """Return whether it is so on any rank; one on which it is does not wait for the others."""
-        if self._channel is None:
-            return is_here
-        return self._channel.on_any(is_here, call=call, timeout_seconds=self.timeout_seconds)
-
     def announce(self, key: str) -> None:
         """Post a key for the other ranks to find, whether or not they look. Not collective."""
         if self._channel is not None:

@@ -18,9 +18,6 @@ ON_ALL_RANKS = (
 )
 
 SHORTEST_PAUSE, LONGEST_PAUSE = 0.0005, 0.02
-YES, LEFT = 2**20, 2**40
-"""What a rank adds to the number of a question: yes (no is 1), and that it needs no answer any more."""
-
 PAUSED_PART = 1 / 32
 """A waiting rank looks again after this part of the time that it has waited, within the two limits."""
 LOOK_SECONDS = 0.5
@@ -40,7 +37,7 @@ class StoreChannel:
         self.rank, self.world_size = rank, world_size
         self._store, self._name, self._positions = store, name, positions
         self._lock = threading.Lock()
-        self._calls = self._rounds = self._questions = 0
+        self._calls = 0
         self._subchannels: Counter[str] = Counter()
         self._has_given_up = False
 
@@ -88,49 +85,6 @@ class StoreChannel:
         if len({other for other, _ in headers}) > 1:
             raise RuntimeError(_different_calls(headers))
         return [body for _, body in parts]
-
-    def begin_round(self) -> None:
-        """Number the questions from 0: the ranks may have left the round before after different ones."""
-        with self._lock:
-            self._rounds, self._questions = self._rounds + 1, 0
-
-    def on_any(self, is_here: bool, *, call: str, timeout_seconds: float) -> bool:
-        """Return whether it is so on any rank; one on which it is does not wait. Call on every rank, in the same order.
-
-        Raises:
-            RuntimeError: this rank waits for one that has exited.
-            TimeoutError: a rank has not made the call in time, and it is so on none of the others.
-        """
-        with self._lock:
-            key = f"question/{self._name}/{self._rounds}/{self._questions}"
-            self._questions += 1
-        answers = self._store.add(key, YES + LEFT if is_here else 1)
-        if not is_here:
-            answers = self._answered(key, answers, call, timeout_seconds)
-        if answers // LEFT == self.world_size:
-            self._store.delete_key(key)
-        return answers % LEFT >= YES
-
-    def _answered(self, key: str, answers: int, call: str, timeout_seconds: float) -> int:
-        """Wait until a question has an answer, and note that this rank has it."""
-        began = looked = time.monotonic()
-        while answers % LEFT < YES and answers % YES < self.world_size:
-            if self._has_given_up:
-                raise RuntimeError("this rank no longer waits for the others: its run has ended, or theirs have.")
-            now = time.monotonic()
-            if now > looked + LOOK_SECONDS:
-                looked = now
-                gone = [rank for rank in range(self.world_size) if self._store.check([f"left/{rank}"])]
-                if gone and self._store.add(key, 0) == answers:
-                    raise RuntimeError(f"rank {gone[0]} has exited while rank {self.rank} waits for it in {call}.")
-            if now > began + timeout_seconds:
-                raise TimeoutError(
-                    f"rank {self.rank} waited {timeout_seconds:g} s in {call} for {self.world_size - answers % YES} of "
-                    f"{self.world_size} ranks; every rank must make this call. See what they are doing, or allow more time."
-                )
-            time.sleep(min(max((now - began) * PAUSED_PART, SHORTEST_PAUSE), LONGEST_PAUSE))
-            answers = self._store.add(key, 0)
-        return self._store.add(key, LEFT)
 
     def announce(self, key: str) -> None:
         """Post a key for the other ranks to find."""

@@ -28,7 +28,6 @@ from trainwright.distributed import collectives
 from trainwright.distributed.connection import open_process_group, pick_backend
 from trainwright.distributed.environment import Environment
 from trainwright.distributed.ranks import Ranks
-from trainwright.engine.command_line import fill_open
 from trainwright.engine.devices import check_nodes, device_index, resolve_num_processes, warn_of_missing_srun
 from trainwright.engine.finiteness import Finiteness
 from trainwright.engine.gathering import broadcast, join
@@ -45,12 +44,12 @@ from trainwright.engine.optimizer_state import check_optimizers, describe_optimi
 from trainwright.engine.replaced import ReplacedParameters
 from trainwright.engine.replicas import refuse_groups, refuse_unlike_models, refuse_unlike_optimizers
 from trainwright.engine.restored import Restored, restored
-from trainwright.engine.rung_settings import under_rung
 from trainwright.engine.script_settings import ScriptSettings
 from trainwright.engine.worker_calls import start_job
-from trainwright.precision import Precision, resolve_precision
+from trainwright.overrides import overridden
+from trainwright.precision import Precision, is_spelling_of, resolve_precision
 from trainwright.precision.base import Closure, Sender
-from trainwright.strategies import Strategy, resolve_strategy
+from trainwright.strategies import Strategy, is_variant_of, resolve_strategy
 from trainwright.strategies.base import Clipping, Optimization, StepResult
 
 _holders: WeakKeyDictionary[nn.Module, ref[Strategy]] = WeakKeyDictionary()
@@ -109,10 +108,11 @@ class Engine:
         can_call_workers: bool = False,
     ) -> None:
         environment = Environment.detect()
-        devices, num_nodes, accelerator, strategy, precision = under_rung(
-            devices, num_nodes, accelerator, strategy, precision
-        )
-        accelerator, strategy, precision = fill_open(environment, accelerator, strategy, precision)
+        devices = overridden("Engine", "devices", devices)
+        num_nodes = overridden("Engine", "num_nodes", num_nodes)
+        accelerator = overridden("Engine", "accelerator", accelerator)
+        strategy = overridden("Engine", "strategy", strategy, is_like=is_variant_of)
+        precision = overridden("Engine", "precision", precision, is_like=is_spelling_of)
         check_nodes(num_nodes, environment)
         device_type = resolve_device_type(accelerator)
         num_processes = resolve_num_processes(devices, device_type, environment)

@@ -21,6 +21,8 @@ from trainwright.rank_zero import rank_zero_warn
 from trainwright.strategies.memory_plan import ALONE, FULLY_SHARDED, MEMORY_PLANS, DeviceBytes, MemoryPlan
 from trainwright.strategies.wrap_policy import WrapPolicy, check_policy, choose_groups
 
+__all__ = ["MOST_USED", "available_memory", "size_text"]
+
 MOST_USED = 0.8
 """The part of a device's memory that an estimate may take; activations need the rest."""
 ADAM_BYTES = 8

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from trainwright.data.batch_stream import sample_counts
 from trainwright.data.first_draws import compare_first_draws
 from trainwright.data.loaders import with_last
 from trainwright.data.source_state import SPACING
 from trainwright.data.transfer import to_device
 from trainwright.engine.engine import Engine
-from trainwright.ladder.loop_recorder import LoopRecorder
+from trainwright.observer import LoopObserver
 
 
 class PreparedLoader:
@@ -180,8 +181,8 @@ class Iteration:
 class Iterations:
     """The passes that are under way, as a loop may read several loaders, and which of them the loop is over."""
 
-    def __init__(self, recorder: LoopRecorder | None = None) -> None:
-        self._recorder = recorder
+    def __init__(self, observer: LoopObserver | None = None) -> None:
+        self._observer = observer
         self.has_read_epoch = False
         """Whether the loop has read a loader's `epoch` since the latest `load_state`."""
         self._open: list[Iteration] = []
@@ -196,22 +197,22 @@ class Iterations:
         for each in [each for each in self._open if each.loader is loader]:
             self.end(each, is_left=True)
         self._moment += 1
-        if self._recorder is not None:
-            self._recorder.note_pass()
+        if self._observer is not None:
+            self._observer.note_pass()
         self._open.append(Iteration(loader, self._moment, self._trainings))
         return self._open[-1]
 
     def note_batch(self, iteration: Iteration, batch: Any) -> None:
         self._moment += 1
         iteration.latest = self._moment
-        if self._recorder is not None:
-            self._recorder.note_batch(batch)
+        if self._observer is not None:
+            self._observer.note_batch(next(iter(sample_counts(batch)), None))
 
     def note_training(self) -> None:
         """Note a backward or a step."""
         self._trainings += 1
-        if self._recorder is not None:
-            self._recorder.note_training()
+        if self._observer is not None:
+            self._observer.note_training()
 
     def end(self, iteration: Iteration, is_left: bool) -> bool:
         """End a pass; return whether it was under way."""

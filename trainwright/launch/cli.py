@@ -25,6 +25,8 @@ from trainwright.launch.processes import GRACE_SECONDS, GRACE_VARIABLE, supervis
 from trainwright.launch.sources import FLAGS, Given, NameCheck, Setting, Sources
 from trainwright.launch.variables import printable
 
+__all__ = ["Parser", "check_config", "check_script", "split_command"]
+
 NODE_FIELDS = {
     "num_nodes": "count",
     "node_rank": "rank",

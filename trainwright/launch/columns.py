@@ -7,6 +7,8 @@ import textwrap
 from collections.abc import Collection, Sequence
 from typing import TextIO
 
+__all__ = ["fill", "lay_out", "terminal_width"]
+
 GAP = 2
 LEAST_WIDTH = 20
 """A column is not shortened below this; it still shows the end of a path."""

@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 from trainwright.distributed.environment import JOB_VARIABLE
 from trainwright.launch.processes import GRACE_VARIABLE
 
+__all__ = ["KEYS", "Config", "Entry", "checked_variable", "config_path", "find_config", "nearest"]
+
 CONFIG_VARIABLE = "TRAINWRIGHT_CONFIG"
 """The variable that names the config, where --config-file does not."""
 KEYS = {

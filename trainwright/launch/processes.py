@@ -21,6 +21,8 @@ from trainwright.distributed.network import LOOPBACK, loopback_interface
 from trainwright.launch.command import own_command
 from trainwright.launch.nodes import Job, Nodes, nodes_of
 
+__all__ = ["GRACE_VARIABLE", "launcher_command"]
+
 HANDLED_SIGNALS = ("SIGTERM", "SIGUSR1", "SIGINT", "SIGHUP", "SIGQUIT")
 
 GRACE_VARIABLE, GRACE_SECONDS = "TRAINWRIGHT_GRACE_SECONDS", 120

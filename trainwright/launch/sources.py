@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 
 from trainwright.launch.config import KEY_OF, KEYS, Config
 
+__all__ = ["NameCheck", "Sources"]
+
 FLAGS = {name: f"--{name.replace('_', '-')}" for name in KEYS if name != "env"}
 MACHINES = ("nodes", "num_nodes", "node_rank")
 """A range of machines, and what it takes the place of."""

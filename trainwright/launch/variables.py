@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from trainwright.distributed.masking import shown
 from trainwright.launch.config import Config
 
+__all__ = ["of_jobs", "printable", "set_variables_of"]
+
 BEGINNINGS = (
     "TRAINWRIGHT",
     "TORCH",

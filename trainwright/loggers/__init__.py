@@ -1,8 +1,5 @@
 """Loggers: where the numbers of a run are written. One file each; subclass `Logger` for your own."""
 
-from typing import TYPE_CHECKING
-
-from trainwright.import_paths import refusing
 from trainwright.loggers.base import Logger, SilentLogger, rank_zero_experiment
 from trainwright.loggers.comet import CometLogger
 from trainwright.loggers.csv import CSVLogger
@@ -32,7 +29,3 @@ __all__ = [
     "start_loggers",
     "withdraw_loggers",
 ]
-
-
-if not TYPE_CHECKING:  # a type checker names unknown attributes itself
-    __getattr__ = refusing(__name__)

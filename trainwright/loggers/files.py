@@ -13,6 +13,8 @@ from fsspec.implementations.local import LocalFileSystem
 
 from trainwright.process_identity import is_process_alive, machine, process_start_time
 
+__all__ = ["write_file"]
+
 
 def is_local(path: str) -> bool:
     return isinstance(fsspec.core.url_to_fs(path)[0], LocalFileSystem)

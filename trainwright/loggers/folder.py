@@ -19,14 +19,12 @@ from trainwright.errors import a_type_of
 from trainwright.loggers.background import BackgroundWriter, flush_at_exit
 from trainwright.loggers.base import KeptCheckpoints, Logger, Params, RunResult, to_dict, to_json, to_numbers
 from trainwright.loggers.files import explained_for, is_local, write_file
+from trainwright.loggers.history import CURVES_NAME, History
 from trainwright.loggers.run_record import LOOP, RunRecorder
 from trainwright.paths import absolute
-from trainwright.plots.history import History
 
 HPARAMS_NAME, HPARAMS_YAML = "hparams.json", "hparams.yaml"
 """The hyper-parameters, in both forms."""
-CURVES_NAME = "curves.html"
-"""The page of a run's curves."""
 LONGEST_WAIT_SECONDS = 10.0
 """The longest time that a row is buffered."""
 Row = dict[str, Any]

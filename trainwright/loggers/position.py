@@ -12,6 +12,8 @@ from trainwright.loggers.base import Logger
 from trainwright.loggers.folder import FolderLogger
 from trainwright.loggers.remote import RemoteLogger
 
+__all__ = ["CHECKPOINTS"]
+
 CHECKPOINTS = "checkpoints"
 """The default checkpoint folder within a run's log folder."""
 

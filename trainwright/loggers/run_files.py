@@ -16,9 +16,11 @@ import fsspec
 import numpy as np
 
 from trainwright.loggers.csv import TABLE_NAME
+from trainwright.loggers.history import History, Numbers, Series
 from trainwright.loggers.position import CHECKPOINTS
 from trainwright.loggers.run_record import RECORD_NAME
-from trainwright.plots.history import History, Numbers, Series
+
+__all__ = ["find_runs", "read_history"]
 
 EVENTS = "events.out.tfevents."
 """How the names of event files begin."""

@@ -23,6 +23,8 @@ from trainwright.loggers.files import is_local, write_file
 from trainwright.paths import absolute
 from trainwright.process_identity import is_process_alive, machine, process_start_time
 
+__all__ = ["RunRecord", "RunState", "find_record", "read_record"]
+
 RECORD_NAME = "trainwright_run.json"
 RUNNING = "running"
 FIT, LOOP = "fit", "loop"

@@ -1,7 +1,26 @@
 """Plots: the curves of runs as one HTML page or one PNG image. It draws what it is given, and reads and writes no files."""
 
+from trainwright.plots.bars import Bar, bars_image, bars_of
 from trainwright.plots.curves import Panel, panels_of
 from trainwright.plots.drawing import FORMATS, checked_format, draw
-from trainwright.plots.history import AXES, History, Series
+from trainwright.plots.logged import AXES, LoggedRun, LoggedSeries, names_of_runs
+from trainwright.plots.page import document
+from trainwright.plots.report import Section, sections_of
 
-__all__ = ["AXES", "FORMATS", "History", "Panel", "Series", "checked_format", "draw", "panels_of"]
+__all__ = [
+    "AXES",
+    "FORMATS",
+    "Bar",
+    "LoggedRun",
+    "LoggedSeries",
+    "Panel",
+    "Section",
+    "bars_image",
+    "bars_of",
+    "checked_format",
+    "document",
+    "draw",
+    "names_of_runs",
+    "panels_of",
+    "sections_of",
+]

@@ -10,7 +10,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from trainwright.plots.history import History, Numbers, names_of_runs
+from trainwright.plots.logged import LoggedRun, Numbers, names_of_runs
 
 LOSS, METRICS, RATES, THROUGHPUT = "Loss", "Metrics", "Learning rate", "Throughput"
 GROUPS = (LOSS, METRICS, RATES, THROUGHPUT)
@@ -71,7 +71,7 @@ class Panel:
         return replace(self, curves=curves) if any(np.isfinite(each.y).any() for each in curves) else None
 
 
-def panels_of(histories: Sequence[History], metrics: Sequence[str] | None = None, axis: str = "step") -> list[Panel]:
+def panels_of(histories: Sequence[LoggedRun], metrics: Sequence[str] | None = None, axis: str = "step") -> list[Panel]:
     """Return the panels of one or several runs, with the given metrics or all, by group and name.
 
     Raises:
@@ -114,7 +114,7 @@ def _looks(names: Sequence[str]) -> list[tuple[int, int]]:
     return [(color, colors[:at].count(color)) for at, color in enumerate(colors)]
 
 
-def _curve(history: History, name: str, axis: str, run: str, look: tuple[int, int]) -> Curve:
+def _curve(history: LoggedRun, name: str, axis: str, run: str, look: tuple[int, int]) -> Curve:
     series = history.series[name]
     x = history.x_of(series, axis)
     order = np.argsort(x, kind="stable")

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Sequence
 
-from trainwright.errors import did_you_mean
 from trainwright.plots.curves import panels_of
-from trainwright.plots.history import AXES, History
+from trainwright.plots.logged import AXES, LoggedRun
 
 FORMATS = (".html", ".png")
 """The formats, by the end of a file's name."""
@@ -22,7 +22,7 @@ def checked_format(path: str) -> str:
     return found
 
 
-def checked_metrics(histories: Sequence[History], metrics: Sequence[str]) -> list[str]:
+def checked_metrics(histories: Sequence[LoggedRun], metrics: Sequence[str]) -> list[str]:
     """Return the metrics to draw (TypeError, or ValueError if a name is in none of the runs)."""
     if isinstance(metrics, str) or not all(isinstance(each, str) for each in metrics):
         raise TypeError(f"metrics={metrics!r:.80} is not accepted; pass a list of the names of metrics.")
@@ -30,11 +30,14 @@ def checked_metrics(histories: Sequence[History], metrics: Sequence[str]) -> lis
     for each in metrics:
         if each not in known:
             choice = f"choose from {', '.join(known)}" if known else "the runs have no rows yet"
-            raise ValueError(f"the metric {each!r} was not logged; {choice}.{did_you_mean(each, known)}")
+            names = {name.lower(): name for name in known}
+            close = difflib.get_close_matches(each.lower(), names, n=1)
+            hint = f" Did you mean {names[close[0]]!r}?" if close else ""
+            raise ValueError(f"the metric {each!r} was not logged; {choice}.{hint}")
     return list(dict.fromkeys(metrics))
 
 
-def draw(histories: Sequence[History], form: str, metrics: Sequence[str] | None = None, axis: str = "step") -> bytes:
+def draw(histories: Sequence[LoggedRun], form: str, metrics: Sequence[str] | None = None, axis: str = "step") -> bytes:
     """Return the curves of runs as the bytes of a file: one self-contained page (".html") or an image (".png").
 
     Raises:

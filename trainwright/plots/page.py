@@ -9,7 +9,7 @@ from itertools import groupby
 import numpy as np
 
 from trainwright.plots.curves import Curve, Panel, line_of, log_ticks, smoothed, thinning_of, ticks, x_label
-from trainwright.plots.history import names_of_runs
+from trainwright.plots.logged import names_of_runs
 
 WIDTH, HEIGHT = 640, 300
 LEFT, RIGHT, TOP, BOTTOM = 64, 12, 10, 40

@@ -40,6 +40,13 @@ def canonical_name(word: str) -> str:
     return known[word.lower()]
 
 
+def is_spelling_of(precision: str | int | Precision | None, word: str) -> bool:
+    """Return whether a precision is the one that a spelling means."""
+    if isinstance(precision, Precision):
+        return precision.name == canonical_name(word)
+    return {**MIXED, **_SPELLED}.get(str(precision).lower()) == canonical_name(word)
+
+
 def _unknown(precision: str | int, accepted: str) -> ValueError:
     words = {**_SPELLED, **OTHER_WORDS}
     close = difflib.get_close_matches(str(precision).lower(), words, n=1, cutoff=0.6)
@@ -78,4 +85,4 @@ def resolve_precision(precision: str | int | Precision | None, device_type: str)
     return SingleDtypePrecision(name)
 
 
-__all__ = ["MIXED", "NAMES", "Precision", "canonical_name", "resolve_precision"]
+__all__ = ["MIXED", "NAMES", "Precision", "canonical_name", "is_spelling_of", "resolve_precision"]

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from trainwright.arguments import foreign_hint
 from trainwright.errors import a_type_of, did_you_mean
-from trainwright.import_paths import refusing
 from trainwright.profilers.advanced import AdvancedProfiler
 from trainwright.profilers.base import PassThroughProfiler, Profiler
 from trainwright.profilers.pytorch import PyTorchProfiler
@@ -47,7 +44,3 @@ __all__ = [
     "SimpleProfiler",
     "resolve_profiler",
 ]
-
-
-if not TYPE_CHECKING:  # a type checker names unknown attributes itself
-    __getattr__ = refusing(__name__)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -15,7 +15,6 @@ from torch.profiler import ProfilerAction, ProfilerActivity, profile, record_fun
 
 from trainwright.devices import cuda
 from trainwright.errors import did_you_mean
-from trainwright.import_paths import refusing
 from trainwright.profilers.base import Profiler
 
 STEP_ACTIONS = {"fit": "training_step", "validate": "validation_step", "test": "test_step", "predict": "predict_step"}
@@ -230,7 +229,3 @@ def _check_names(where: str, given: dict[str, Any], function: Callable[..., Any]
 
 def _unknown(what: str, name: str, accepted: tuple[str, ...] | list[str]) -> str:
     return f"{what}={name!r} is unknown; choose from {', '.join(accepted)}.{did_you_mean(name, accepted)}"
-
-
-if not TYPE_CHECKING:  # a type checker names unknown attributes itself
-    __getattr__ = refusing(__name__)

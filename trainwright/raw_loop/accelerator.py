@@ -17,15 +17,15 @@ from torch.utils.hooks import RemovableHandle
 
 from trainwright.arguments import check_flags, refuse_by_position, refuse_unknown, refuses_unknown
 from trainwright.checkpoint.reader import Verify
-from trainwright.engine.command_line import fill_accumulation
 from trainwright.engine.engine import Engine
 from trainwright.engine.prepared import PreparedOptimizer, PreparedScheduler
 from trainwright.engine.prepared_loader import PreparedLoader
 from trainwright.engine.window import in_float32
+from trainwright.overrides import overridden
 from trainwright.precision import Precision
 from trainwright.raw_loop.collectives import Collectives
 from trainwright.raw_loop.loaders import DataLoaderConfiguration, check_loader, loader_options
-from trainwright.raw_loop.loss_graph import LossCheck
+from trainwright.raw_loop.loss_check import LossCheck
 from trainwright.raw_loop.memory import release_memory
 from trainwright.raw_loop.model_files import load_object, save_model, save_object, size_of, state_dict_of
 from trainwright.raw_loop.options import AutocastKwargs
@@ -159,7 +159,7 @@ class Accelerator(Collectives):
         )
         super().__init__(engine)
         steps = settings.accumulation.num_steps or 1
-        steps = fill_accumulation(engine.environment, "gradient_accumulation_steps", steps)
+        steps = overridden("Accelerator", "gradient_accumulation_steps", steps, is_open=steps == 1)
         self._optimization = engine.strategy.resolve(Optimization(accumulate=steps, clip_norm=settings.clip_norm))
         """Accumulation and clipping; a strategy's own configuration overrides the arguments."""
         self._autocast, self._profiling = settings.autocast, settings.profiling
@@ -286,17 +286,13 @@ class Accelerator(Collectives):
             RuntimeError: nothing was prepared.
         """
         # First, because divide counts the loss as sent backward.
-        self._loss_check.look(loss, options)
-        try:
-            divided = self._preparations.windows.divide(loss)
-            if self._weighs_rounds:
-                iteration, _ = self._preparations.iterations.current()
-                if iteration is not None and (weight := iteration.loader.weight) != 1.0:
-                    divided = in_float32(divided) * weight
-            self.engine.backward(divided, **options)
-        except (AttributeError, RuntimeError, TypeError, ValueError):
-            self._loss_check.check(loss, options)  # it says what is wrong with a loss that was not looked at
-            raise
+        self._loss_check.check(loss, options)
+        divided = self._preparations.windows.divide(loss)
+        if self._weighs_rounds:
+            iteration, _ = self._preparations.iterations.current()
+            if iteration is not None and (weight := iteration.loader.weight) != 1.0:
+                divided = in_float32(divided) * weight
+        self.engine.backward(divided, **options)
 
     def step(
         self, optimizer: Optimizer, *, max_norm: float | None = None, clip_value: float | None = None

@@ -22,7 +22,7 @@ from trainwright.engine.prepared_loader import Iterations, PreparedLoader
 from trainwright.engine.replicas import refuse_unlike_arguments
 from trainwright.engine.window import AccumulationWindows
 from trainwright.errors import a_type_of
-from trainwright.ladder.loop_recorder import loop_recorder
+from trainwright.overrides import active_observer
 from trainwright.rank_zero import rank_zero_warn
 from trainwright.raw_loop.loaders import LoaderOptions, SkippedBatches
 from trainwright.raw_loop.plugins import GradientAccumulationPlugin
@@ -59,9 +59,10 @@ class Preparation(Preparations):
         super().__init__()
         self.step_count = 0
         """Number of optimizer steps, summed over the optimizers; skipped steps count."""
-        self._recorder = loop_recorder()
-        """What the rung of a ladder records of the loop; None without a rung."""
-        self.iterations = Iterations(self._recorder)
+        observer = active_observer()
+        self._observer = None if observer is None else observer.loop()
+        """What a tool watches of the loop; None if no tool runs the script."""
+        self.iterations = Iterations(self._observer)
         self.windows = AccumulationWindows(
             engine,
             optimization.accumulate,
@@ -85,8 +86,9 @@ class Preparation(Preparations):
             raise ValueError(
                 f"device_placement={placement!r} is not a list of {len(objects)} items; give one for each object."
             )
-        if self._recorder is not None:
-            self._recorder.begin(self._engine.strategy)
+        if self._observer is not None:
+            strategy = self._engine.strategy
+            self._observer.begin(strategy.device, strategy.name, strategy.precision.name, strategy.world_size)
         new: dict[str, list[Any]] = {"module": [], "optimizer": [], "loader": [], "scheduler": []}
         for each in objects:
             if each is None:
@@ -241,8 +243,8 @@ class Preparation(Preparations):
 
     def _count_step(self, result: StepResult) -> None:
         self.step_count += 1
-        if self._recorder is not None:
-            self._recorder.note_step(self.step_count)
+        if self._observer is not None:
+            self._observer.note_step(self.step_count)
 
     def _drop_gradients(self, models: tuple[nn.Module, ...]) -> bool:
         """Clear the gradients of these models, of all if none is given; return whether there were any."""

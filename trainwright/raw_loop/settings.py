@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from trainwright.devices.accelerator import resolve_device_type
-from trainwright.engine.rung_settings import rung_compiler
 from trainwright.errors import a_type_of, did_you_mean
+from trainwright.overrides import overridden
 from trainwright.precision import MIXED, Precision, resolve_precision
 from trainwright.raw_loop.options import (
     AutocastKwargs,
@@ -83,7 +83,12 @@ class LoopSettings:
         group: InitProcessGroupKwargs | None = find(InitProcessGroupKwargs)
         timeout = group.timeout if group is not None else None
         self.timeout_seconds = None if timeout is None else timeout.total_seconds()
-        self.compiler = rung_compiler(_compiler(self.dynamo_backend))
+        self.compiler: str | None = overridden(
+            "Accelerator",
+            "dynamo_backend",
+            _compiler(self.dynamo_backend),
+            is_like=lambda given, value: (given is None) == (value is None),
+        )
         """The backend that compiles prepared models; None if they run eagerly."""
 
     @property

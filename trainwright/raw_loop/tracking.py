@@ -7,13 +7,13 @@ from typing import Any
 
 from trainwright.distributed.ranks import Ranks
 from trainwright.errors import a_type_of, did_you_mean
-from trainwright.ladder.recording import active_recording
 from trainwright.loggers.background import flush_at_exit
 from trainwright.loggers.base import Logger, SilentLogger, to_dict, to_numbers
 from trainwright.loggers.folder import FolderLogger, start_loggers
 from trainwright.loggers.names import available_loggers, logger_class, name_of
 from trainwright.loggers.position import logger_states, match_states, resume_loggers
 from trainwright.loggers.remote import RemoteLogger
+from trainwright.overrides import active_observer
 from trainwright.rank_zero import rank_zero_warn
 
 Chosen = list[tuple[str, type[Logger] | Logger]]
@@ -170,8 +170,8 @@ class Trackers:
         """Write a row with each logger; see `Accelerator.log`."""
         if not isinstance(values, Mapping) or isinstance(step, str):
             raise TypeError(f"log({values!r:.80}, step={step!r}): expected a dict of numbers, and an integer as step.")
-        if (recording := active_recording()) is not None:
-            recording.note_logged(values)
+        if (observer := active_observer()) is not None:
+            observer.note_logged(values)
         if self._is_ready("log"):
             options = self._options("log_kwargs", log_kwargs)
             for tracker in self._trackers:

@@ -6,12 +6,10 @@ To give a strategy a name, add one line to `STRATEGIES`; the class is imported o
 from __future__ import annotations
 
 import importlib
-import sys
 from typing import Any
 
 from trainwright.arguments import foreign_hint
 from trainwright.errors import a_type_of, did_you_mean
-from trainwright.import_paths import missing
 from trainwright.strategies.base import Strategy
 
 STRATEGIES = {
@@ -49,7 +47,7 @@ def __getattr__(name: str) -> Any:
     for path in STRATEGIES.values():
         if path.endswith(f":{name}"):
             return _imported(path)
-    raise missing(name, __name__, sys._getframe(1))
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}", name=name)
 
 
 def _imported(path: str) -> Any:
@@ -85,6 +83,16 @@ def named_strategy(strategy: str, num_processes: int, or_else: str = "") -> tupl
     return name, options
 
 
+def is_variant_of(strategy: Any, name: str) -> bool:
+    """Return whether a strategy is the named one, perhaps with more options."""
+    if isinstance(strategy, Strategy):
+        return strategy.name == name
+    if not isinstance(strategy, str) or strategy == "auto":
+        return False
+    (base, options), (named, least) = named_strategy(strategy, 2), named_strategy(name, 2)
+    return base == named and least.items() <= options.items()
+
+
 def resolve_strategy(strategy: str | Strategy, num_processes: int) -> Strategy:
     """Return the strategy of a name or an instance; "auto" is single_device, or ddp for several processes."""
     if isinstance(strategy, str):
@@ -97,4 +105,14 @@ def resolve_strategy(strategy: str | Strategy, num_processes: int) -> Strategy:
     return strategy
 
 
-__all__ = ["CHOICES", "STRATEGIES", "Strategy", "make_strategy", "named_strategy", "resolve_strategy"]
+__all__ = [
+    "CHOICES",
+    "SPAWNING",
+    "STRATEGIES",
+    "VARIANTS",
+    "Strategy",
+    "is_variant_of",
+    "make_strategy",
+    "named_strategy",
+    "resolve_strategy",
+]

@@ -39,7 +39,6 @@ from trainwright.strategies.optimizer_proxy import REPLACED, OptimizerProxy, Use
 from trainwright.strategies.replaced_options import OF_DDP, refuse_options
 from trainwright.strategies.sharded_wrapper import make_wrapper
 from trainwright.strategies.sparse_gradients import refuse_sparse_weights
-from trainwright.strategies.step_probe import refuse_uneven_steps
 from trainwright.strategies.used_parameters import refuse_reentrant
 
 _WHOLE: WeakKeyDictionary[Optimizer, list[list[Tensor]]] = WeakKeyDictionary()
@@ -250,7 +249,6 @@ class ShardedDDPStrategy(Strategy):
         for optimizer in optimizers:
             if not isinstance(optimizer, ShardedOptimizer):
                 _refuse_mixed(optimizer)
-                refuse_uneven_steps(optimizer, self.device, self.name, flat=False)
                 optimizer = ShardedOptimizer(optimizer)
                 self._optimizers[id(optimizer)] = optimizer
             sharded.append(optimizer)

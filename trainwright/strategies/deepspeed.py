@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from trainwright.arguments import check_flags
 from trainwright.checkpoint.tensors import Piece, TensorEntry
 from trainwright.distributed.collectives import Exchange, gather_object
 from trainwright.duration import seconds_of
@@ -26,7 +27,7 @@ from trainwright.precision import resolve_precision
 from trainwright.precision.base import Closure, Precision, Sender
 from trainwright.precision.mixed import NoFastPath
 from trainwright.rank_zero import rank_zero_warn
-from trainwright.strategies import deepspeed_config, zero_cleanup, zero_order, zero_state
+from trainwright.strategies import deepspeed_config, zero_cleanup, zero_state
 from trainwright.strategies.base import (
     Clipping,
     Optimization,
@@ -50,19 +51,20 @@ from trainwright.strategies.deepspeed_engine import (
 from trainwright.strategies.master_optimizer import MasterOptimizer, Shard
 from trainwright.strategies.replaced_options import EVERY, OF_DEEPSPEED, refuse_options
 from trainwright.strategies.sparse_gradients import refuse_sparse_weights
-from trainwright.strategies.used_parameters import DueBackward, are_all_stepped
-from trainwright.strategies.zero_optimizer import Part, ZeroOptimizer, ZeroPrecision, part_of
-from trainwright.strategies.zero_write_back import ZeroWriteBack, note_empty_parameter, paused, update_masters
+from trainwright.strategies.used_parameters import BackwardGuard, are_all_stepped
+from trainwright.strategies.zero_optimizer import Part, ZeroOptimizer, ZeroPrecision
+from trainwright.strategies.zero_order import ReductionOrder
+from trainwright.strategies.zero_write_back import ZeroWriteBack, note_empty_parameter, update_masters
 from trainwright.tensor_names import state_entries
 
 
 class DeepSpeedStrategy(Strategy):
-    """ZeRO, with one DeepSpeed engine per optimizer; on one process too.
+    """ZeRO, by one DeepSpeed engine for one optimizer; on one process too.
 
     Mixed precisions keep float32 weights and compute under autocast, as on one process; 16-true and bf16-true keep the
     weights in the low dtype and train float32 masters. On the CPU, where DeepSpeed has no float16, bfloat16 replaces it. The
-    engine owns the loss scale, clipping by norm and the reduction of gradients. Optimizers cannot call closures, and what is
-    trained cannot change once they are prepared.
+    engine owns the loss scale, clipping by norm and the reduction of gradients. There is one optimizer, which cannot call a
+    closure, and what is trained cannot change once it is prepared. After a backward that failed no step is possible.
 
     Args:
         stage: 1, 2 or 3; None is the config's, or 2.
@@ -71,6 +73,7 @@ class DeepSpeedStrategy(Strategy):
         config: DeepSpeed's own settings, a dict or the path of a JSON file. They win over the arguments here and the
             Trainer's, with a warning if the two differ.
         timeout: seconds (or a timedelta) that a rank waits for the others; None is half an hour.
+        elementwise: accept optimizers that are not known to step each element independently.
         zero: further settings of DeepSpeed's "zero_optimization" section, such as overlap_comm or reduce_bucket_size.
 
     Raises:
@@ -102,9 +105,12 @@ class DeepSpeedStrategy(Strategy):
         offload_parameters: bool = False,
         config: str | os.PathLike[str] | Mapping[str, Any] | None = None,
         timeout: float | timedelta | None = None,
+        elementwise: bool = False,
         **zero: Any,
     ) -> None:
         super().__init__()
+        check_flags(elementwise=elementwise)
+        self.elementwise = elementwise
         replaced = {name: zero[name] for name in {**EVERY, **OF_DEEPSPEED} if name in zero}
         zero = {name: zero[name] for name in zero if name not in replaced}
         refuse_options(DeepSpeedStrategy, replaced, OF_DEEPSPEED)
@@ -133,10 +139,10 @@ class DeepSpeedStrategy(Strategy):
         self.forward_is_collective, self.makes_optimizer = self.stage == 3, "optimizer" in self.own_config
         self.takes_compile = self.stage < 3  # the compiler sees the parameters before they are gathered
         self._engines: dict[ZeroOptimizer, Any] = {}
-        self._parts: dict[nn.Module, list[Any]] = {}
+        self._engine_of: dict[nn.Module, Any] = {}
         self._trained: dict[nn.Module, dict[str, nn.Parameter]] = {}
         self._added: list[zero_cleanup.AddedAttributes] = []
-        self._write_back, self._due = ZeroWriteBack(), DueBackward("deepspeed_stage_3")
+        self._write_back, self._guard = ZeroWriteBack(), BackwardGuard(self.name)
         self._left: dict[Any, list[Shard]] = {}
         """The shards of engines that were taken off their modules; they can still be saved."""
 
@@ -190,14 +196,15 @@ class DeepSpeedStrategy(Strategy):
         self.buffers.track(module)
         if self.stage == 3 and zero_state.warn_of_shards not in module._state_dict_hooks.values():
             module.register_state_dict_post_hook(zero_state.warn_of_shards)  # type: ignore[no-untyped-call]
+            module.__dict__["__deepcopy__"] = zero_state.refuse_copy
         if optimization is None and self.stage == 3 and any(True for _ in module.parameters()):
-            self._parts[module] = [self._initialize(Part([module]), None)]
+            self._engine_of[module] = self._initialize(Part([module]), None)
 
     def setup_optimizers(
         self, modules: Sequence[nn.Module], optimizers: Sequence[Optimizer], optimization: Optimization
     ) -> list[Optimizer]:
         may_wait = self.stage == 3 and self.world_size > 1
-        self._due.watch(may_wait and optimization.automatic and are_all_stepped(modules, optimizers))
+        self._guard.watch(may_wait and optimization.automatic and are_all_stepped(modules, optimizers))
         for module in modules:
             self._trained.setdefault(module, trained(module))
         if not optimizers and not self._engines and self.makes_optimizer:
@@ -209,10 +216,10 @@ class DeepSpeedStrategy(Strategy):
                 "configure_optimizers returned an optimizer, and the DeepSpeed config has an 'optimizer' section; return None "
                 "to use the config's, or leave it out of the config."
             )
-        if len(optimizers) > 1 and self.precision.has_scaler:
+        if len(optimizers) > 1:
             raise ValueError(
-                f"{len(optimizers)} optimizers with precision {self.precision.name!r}: each DeepSpeed engine scales losses by "
-                "itself, so one backward cannot serve several. Use 'bf16-mixed', or one optimizer."
+                f"strategy={self.name!r} trains one optimizer, and was given {len(optimizers)}. Use one optimizer with a "
+                "parameter group for each part, or choose 'ddp', 'ddp_sharded' or 'fsdp', which train several."
             )
         # A module may override parameters().
         held = {each: {own for _, own in nn.Module.named_parameters(each)} for each in modules}
@@ -220,30 +227,23 @@ class DeepSpeedStrategy(Strategy):
             self._refuse_optimizer(optimizer)
             refuse_strangers(optimizer, set().union(*held.values()))
             owners = [module for module in modules if not held[module].isdisjoint(parameters_of(optimizer))]
-            master, part = MasterOptimizer(optimizer), Part(owners)
-            if self.stage == 3 and len(optimizers) > 1:
-                persistent = self._config()["zero_optimization"].get("stage3_param_persistence_threshold", 100_000)
-                part = part_of(optimizer, owners, persistent)
-            self._take(master, self._initialize(part, master), owners)
+            master = MasterOptimizer(optimizer)
+            self._take(master, self._initialize(Part(owners), master), owners)
         return list(self._engines)
 
     def _refuse_optimizer(self, optimizer: Optimizer) -> None:
-        device = torch.device("cpu") if self._offloads else self.device
-        deepspeed_config.refuse_optimizer(self.own_config, optimizer, device, self.name)
+        if not self.elementwise:
+            deepspeed_config.refuse_optimizer(self.own_config, optimizer, self.name)
 
     def _take(self, master: MasterOptimizer, engine: Any, owners: Sequence[nn.Module]) -> ZeroOptimizer:
-        zero, strays = engine.optimizer, list(engine.module.strays)
-        refuse_plain_backward(zero, lambda: self._due.is_running, self.name)
-        order = zero_order.ReductionOrder(zero, engine.module.named_parameters(), self.stage)
-        if strays:
-            strays[0].all_gather(strays)  # small ones stay gathered, because no hook sees their first use
+        zero = engine.optimizer
+        refuse_plain_backward(zero, lambda: self._guard.is_running, self.name)
+        order = ReductionOrder(zero, engine.module.named_parameters(), self.stage)
         master.attach(zero_state.shards_of(zero, self.stage, self.rank))
         refresh = partial(zero_state.refresh_from_masters, zero, self.stage)
         facade = ZeroOptimizer(master, engine, order, self._write_back.run, refresh)
         self._engines[facade] = engine
-        zero_order.take_turns([each.order for each in self._engines], self.stage, self._on_any_rank)
-        for module in owners:
-            self._parts.setdefault(module, []).append(engine)
+        self._engine_of.update(dict.fromkeys(owners, engine))
         return facade
 
     def _config(self, parameters: Iterable[Any] = ()) -> dict[str, Any]:
@@ -280,8 +280,8 @@ class DeepSpeedStrategy(Strategy):
         step: Callable[[], Any] = partial(call_step, module, name, args, kwargs)
         self.buffers.begin_step(module)
         self._write_back.check()
-        self._due.begin(name)
-        for engine in self._parts.get(module, []):
+        self._guard.begin(name)
+        if (engine := self._engine_of.get(module)) is not None:
             # Not engine(...), which hooks its prologue on the step's output: a manual backward runs before there is one.
             step = partial(engine.module, step)
         with self.precision.forward_context() or nullcontext(), NoFastPath() if self.stage == 3 else nullcontext():
@@ -291,10 +291,10 @@ class DeepSpeedStrategy(Strategy):
         note_empty_parameter(error, self.stage)
 
     def backward(self, loss: Tensor, send: Sender | None = None, **options: Any) -> None:
-        self._begin_round()
+        self._guard.refuse_failed()
         for facade in self._engines:
             loss = facade.begin_backward(loss)
-        with self._due.backward(lambda: any(facade.order.has_ended for facade in self._engines)):
+        with self._guard.backward(lambda: any(facade.order.has_ended for facade in self._engines)):
             super().backward(loss, send, **options)
         for facade in self._engines:
             facade.end_backward()
@@ -306,6 +306,7 @@ class DeepSpeedStrategy(Strategy):
     def step(
         self, optimizer: Optimizer, clipping: Clipping | None = None, closure: Closure | None = None
     ) -> StepResult:
+        self._guard.refuse_failed()
         facade = _prepared(optimizer)
         engine, master, zero = facade.engine, facade.master, facade.engine.optimizer
         zero_state.fill_missing_gradients(zero, self.stage)
@@ -384,10 +385,9 @@ class DeepSpeedStrategy(Strategy):
 
     def refresh_weights(self, modules: Sequence[nn.Module]) -> None:
         stepped = {shard.parameter for engine in self._engines.values() for shard in self._shards(engine)}
-        with paused():
-            zero_state.refresh(p for module in modules for p in module.parameters() if p not in stepped)
-            for engine in self._engines.values():
-                zero_state.refresh_from_masters(engine.optimizer, self.stage)
+        zero_state.refresh(p for module in modules for p in module.parameters() if p not in stepped)
+        for engine in self._engines.values():
+            zero_state.refresh_from_masters(engine.optimizer, self.stage)
 
     @property
     def state(self) -> dict[str, Any]:
@@ -404,16 +404,16 @@ class DeepSpeedStrategy(Strategy):
             self._left = {engine: list(self._shards(engine)) for engine in self._engines.values()}
             self._detach()
         else:
-            zero_cleanup.end_training(self._parts.values())
+            zero_cleanup.end_training(self._engine_of.values())
 
     def _detach(self) -> None:
         """Take the engines off the modules; those of stage 3 stay sharded."""
-        zero_cleanup.destroy(self._parts.values())
+        zero_cleanup.destroy(self._engine_of.values())
         for facade in self._engines:
             facade.master.close()
         for added in reversed(self._added):
             added.remove()
-        for each in (self._parts, self._added, self._write_back):
+        for each in (self._engine_of, self._added, self._write_back):
             each.clear()
 
     def close(self) -> None:
@@ -421,6 +421,7 @@ class DeepSpeedStrategy(Strategy):
         for facade in self._engines:
             facade.master.release(self.name)
         super().close()
+        self._guard = BackwardGuard(self.name)
         for each in (self._engines, self._left, self._trained):
             each.clear()
 

@@ -16,8 +16,8 @@ from trainwright.errors import a_type_of
 from trainwright.precision.base import Precision
 from trainwright.rank_zero import rank_zero_warn
 from trainwright.strategies.base import Optimization
+from trainwright.strategies.known_optimizers import refuse_unknown_optimizer
 from trainwright.strategies.memory_plan import LARGEST_BUCKET
-from trainwright.strategies.step_probe import refuse_uneven_steps
 
 LOW_DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 """The sections of a configuration that select a dtype."""
@@ -206,11 +206,7 @@ def _warn(key: str, value: Any, given: str) -> None:
     )
 
 
-def refuse_optimizer(config: Mapping[str, Any], optimizer: Optimizer, device: torch.device, strategy: str) -> None:
-    """Raise ValueError for an optimizer that steps flat shards differently, unless the user's configuration accepts any."""
-    try:
-        refuse_uneven_steps(optimizer, device, strategy, flat=True)
-    except ValueError as error:
-        if config.get("zero_allow_untested_optimizer") is not True:
-            raise
-        rank_zero_warn(f"the DeepSpeed config says zero_allow_untested_optimizer=True, so it is taken: {error}")
+def refuse_optimizer(config: Mapping[str, Any], optimizer: Optimizer, strategy: str) -> None:
+    """Raise ValueError for an unknown optimizer, unless the user's configuration accepts any."""
+    if config.get("zero_allow_untested_optimizer") is not True:
+        refuse_unknown_optimizer(optimizer, strategy)

@@ -5,12 +5,10 @@ from __future__ import annotations
 import functools
 import importlib
 import logging
-import sys
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from importlib.abc import MetaPathFinder
-from types import FrameType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -40,7 +38,7 @@ def check_supported(device_type: str, precision: Precision) -> None:
 
 def import_deepspeed(device: torch.device) -> Any:
     """Return the package, set to this device, with only its warnings shown, or raise ValueError for the device."""
-    with announced(**({"DS_ACCELERATOR": "cpu"} if device.type == "cpu" else {})), _without("mlflow", "deepspeed"):
+    with announced(**({"DS_ACCELERATOR": "cpu"} if device.type == "cpu" else {})):
         import deepspeed
 
     logger = logging.getLogger("DeepSpeed")
@@ -55,37 +53,6 @@ def import_deepspeed(device: torch.device) -> Any:
     else:
         _keep_to_current_device(accelerator)
     return deepspeed
-
-
-@contextmanager
-def _without(package: str, importer: str) -> Iterator[None]:
-    """Let the modules of another package find no such package within; what else is imported meanwhile, on any thread, does.
-
-    DeepSpeed's autotuner, which is a program by itself, imports MLflow if it is installed: a second and a hundred megabytes of
-    each rank, with pandas and a web server.
-    """
-    missing = _Missing(package, importer)
-    sys.meta_path.insert(0, missing)
-    try:
-        yield
-    finally:
-        sys.meta_path.remove(missing)
-
-
-class _Missing(MetaPathFinder):
-    def __init__(self, package: str, importer: str) -> None:
-        self._package, self._importer = package, importer
-
-    def find_spec(self, name: str, path: object, target: object = None) -> None:
-        if name == self._package and self._is_importing():
-            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
-
-    def _is_importing(self) -> bool:
-        """Return whether the import that is looked for stands in a module of the importer."""
-        frame: FrameType | None = sys._getframe(2)
-        while frame is not None and (source := str(frame.f_globals.get("__name__")).partition(".")[0]) == "importlib":
-            frame = frame.f_back
-        return frame is not None and source == self._importer
 
 
 @contextmanager

@@ -30,6 +30,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 from torch.utils.checkpoint import checkpoint
 
+from trainwright.arguments import check_flags
 from trainwright.checkpoint.tensors import Piece
 from trainwright.distributed.collectives import Exchange, gather_object
 from trainwright.distributed.mesh import make_mesh
@@ -47,6 +48,7 @@ from trainwright.strategies.base import (
     with_gradients,
 )
 from trainwright.strategies.deferred_all_reduce import DeferredAllReduce
+from trainwright.strategies.known_optimizers import no_shards, refuse_unknown_optimizer, refuse_unsharded
 from trainwright.strategies.low_precision_layers import Float32, allow_float32, find_float32
 from trainwright.strategies.placement import innermost_first, materialize, move
 from trainwright.strategies.replaced_options import OF_FSDP, refuse_options, reshards
@@ -61,10 +63,10 @@ from trainwright.strategies.shard_write_back import (
 from trainwright.strategies.sharded_access import (
     ROOT,
     Root,
+    failing,
     guard,
     note_use_in_hook,
     open_methods,
-    recovering,
     refuse_copy,
     refuse_sharded_loss,
     reshard_after_call,
@@ -72,12 +74,8 @@ from trainwright.strategies.sharded_access import (
 )
 from trainwright.strategies.sparse_gradients import refuse_sparse_weights
 from trainwright.strategies.split_groups import by_kind, split_groups
-from trainwright.strategies.step_probe import no_shards, refuse_sharded_steps
-from trainwright.strategies.used_parameters import DueBackward, RanksUse, refuse_reentrant
+from trainwright.strategies.used_parameters import BackwardGuard, RanksUse, refuse_reentrant
 from trainwright.strategies.wrap_policy import MIN_PARAMETERS, WrapPolicy, check_policy, choose_groups, recomputed
-
-UNSHARDED = (torch.optim.Adafactor, torch.optim.Rprop)
-"""torch's optimizers that cannot step DTensors; others fail in their first step."""
 
 
 class FSDPStrategy(Strategy):
@@ -87,6 +85,7 @@ class FSDPStrategy(Strategy):
     until the end of backward. A step may call the module, its submodules and their public methods, but cannot use the bare
     parameters of a submodule that is a group. Optimizers cannot call closures, and ranks that use different parameters in a
     step are an error, at the latest before the next save (of shards offloaded from a GPU only in the first batch of a window).
+    After a forward or backward that failed no step is possible.
     Under mixed precision the weights of linear layers, convolutions and attention are gathered in the low precision, all
     others in float32, and gradients are reduced in float32.
 
@@ -104,6 +103,7 @@ class FSDPStrategy(Strategy):
             once a window and keeps whole gradients until then.
         sharding_strategy: "FULL_SHARD", or "SHARD_GRAD_OP" for reshard_after_forward=False.
         timeout: seconds (or a timedelta) that a rank waits for the others; None is half an hour.
+        elementwise: accept optimizers that are not known to step each element independently.
 
     Raises:
         ValueError, TypeError: an option that is not accepted.
@@ -134,9 +134,11 @@ class FSDPStrategy(Strategy):
         sync_every_batch: bool = True,
         sharding_strategy: str | None = None,
         timeout: float | timedelta | None = None,
+        elementwise: bool = False,
         **unknown: Any,
     ) -> None:
         super().__init__()
+        check_flags(elementwise=elementwise)
         refuse_options(FSDPStrategy, unknown, OF_FSDP)
         self.timeout_seconds = seconds_of(timeout)
         if isinstance(min_parameters, bool) or not isinstance(min_parameters, int) or min_parameters < 0:
@@ -153,11 +155,10 @@ class FSDPStrategy(Strategy):
         # A bool, or torch's CPUOffload, which holds one.
         self.cpu_offload = self.communicates_on_host = bool(getattr(cpu_offload, "offload_params", cpu_offload))
         self.activation_checkpointing_policy = activation_checkpointing_policy
-        self.mixed_precision, self.sync_every_batch = mixed_precision, sync_every_batch
+        self.mixed_precision, self.sync_every_batch, self.elementwise = mixed_precision, sync_every_batch, elementwise
         self._float32, self._deferred = Float32(), DeferredAllReduce()
         self._automatic = True
-        self._tried: list[Optimizer] = []
-        self._use, self._due = RanksUse(self.name), DueBackward(self.name)
+        self._use, self._guard = RanksUse(self.name), BackwardGuard(self.name)
 
     def setup_module(self, module: nn.Module, optimization: Optimization | None) -> None:
         refuse_unreplicable(module, self.name, optimization if self.world_size > 1 else None)
@@ -165,6 +166,7 @@ class FSDPStrategy(Strategy):
         refuse_sparse_weights(module, self.name, optimization)
         self._automatic = optimization is None or optimization.automatic
         if ROOT in module.__dict__:
+            module.__dict__[ROOT].refuse_failed()
             self._refuse_other_precision(module)
         else:
             self._shard(module)
@@ -294,11 +296,10 @@ class FSDPStrategy(Strategy):
     def setup_optimizers(
         self, modules: Sequence[nn.Module], optimizers: Sequence[Optimizer], optimization: Optimization
     ) -> list[Optimizer]:
-        for optimizer in (each for each in optimizers if each not in self._tried):
-            if isinstance(optimizer, UNSHARDED):
-                raise ValueError(no_shards(optimizer))
-            refuse_sharded_steps(optimizer, make_mesh(self.device.type, self.world_size))
-            self._tried.append(optimizer)
+        for optimizer in optimizers:
+            refuse_unsharded(optimizer)
+            if not self.elementwise:
+                refuse_unknown_optimizer(optimizer, self.name)
         self.refresh_trainable(modules)  # configure_optimizers may have created some
         return list(optimizers)
 
@@ -312,8 +313,8 @@ class FSDPStrategy(Strategy):
     def run(self, module: nn.Module, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         root: Any = self.wrapped[module]
         self.buffers.begin_step(module)
-        self._due.watch(self._automatic and self.ends_window and self.world_size > 1).begin(name)
-        with self.precision.forward_context() or nullcontext(), recovering([root], module):
+        self._guard.watch(self._automatic and self.ends_window and self.world_size > 1).begin(name)
+        with self.precision.forward_context() or nullcontext(), failing([root], module):
             outputs = root(name, *args, **kwargs)
         if not (self._automatic and torch.is_grad_enabled()):
             root.reshard()  # no backward will do it, and hooks must freeze the shards, not the gathered parameters
@@ -326,13 +327,14 @@ class FSDPStrategy(Strategy):
         note_use_in_hook(error, self.wrapped)
 
     def backward(self, loss: Tensor, send: Sender | None = None, **options: Any) -> None:
+        self._refuse_failed()
         refuse_sharded_loss(loss, next(iter(self.wrapped), None))
         self._write_back()
         # FSDP hooks the outputs of the root's forward, but a manual backward runs inside that forward: without these hooks
         # the root's group would never be reduced.
         for root in () if self._automatic else self.wrapped.values():
             root._get_fsdp_state()._register_pre_backward_hook(loss)
-        with self._due.backward(self._use.has_come), recovering(self.wrapped.values()):
+        with self._guard.backward(self._use.has_come), failing(self.wrapped.values()):
             super().backward(loss, send, **options)
         if self.world_size > 1:
             self._use.note_gradients()
@@ -352,6 +354,7 @@ class FSDPStrategy(Strategy):
     def step(
         self, optimizer: Optimizer, clipping: Clipping | None = None, closure: Closure | None = None
     ) -> StepResult:
+        self._refuse_failed()
         self.finalize(optimizer)
         self._write_back()
         try:
@@ -416,8 +419,11 @@ class FSDPStrategy(Strategy):
         self._reshard_roots()
         super().close()
         self._deferred.clear()
-        self._tried.clear()
-        self._use = self._use.renewed()
+        self._use, self._guard = self._use.renewed(), BackwardGuard(self.name)
+
+    def _refuse_failed(self) -> None:
+        for root in self.wrapped.values():
+            root.refuse_failed()
 
     def _reshard_roots(self) -> None:
         """Turn the roots' parameters into shards again, which the optimizers hold."""

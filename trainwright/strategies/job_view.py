@@ -12,13 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from trainwright.distributed import collectives
-from trainwright.distributed.ranks import Ranks
 
 
 class Job(Protocol):
     """What the Engine does of this."""
-
-    ranks: Ranks
 
     def barrier(self, call: str = ...) -> None: ...
     def broadcast(self, obj: Any, src: int = 0) -> Any: ...
@@ -110,14 +107,6 @@ class JobView:
         """Return whether the decision of all ranks, or with all=False of any rank, is True. Collective."""
         kind = "min" if all else "max"
         return bool(self.reduce(torch.tensor(int(decision), device=self.device), reduce_op=kind))
-
-    def _begin_round(self) -> None:
-        if self._job is not None:
-            self._job.ranks.begin_round()
-
-    def _on_any_rank(self, is_here: bool) -> bool:
-        """Return whether it is so on any rank, over the store: only a rank on which it is not waits. Collective."""
-        return is_here if self._job is None else self._job.ranks.on_any(is_here, "a backward")
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         made = super().__new__(cls)

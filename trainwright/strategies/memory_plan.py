@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
+__all__ = ["ALONE", "FULLY_SHARDED", "MEMORY_PLANS", "DeviceBytes"]
+
 LARGEST_BUCKET = 500_000_000
 """The most elements of DeepSpeed's buffer for reducing gradients; smaller models get a smaller one."""
 MOST_GATHERED = 1_000_000_000

@@ -63,7 +63,7 @@ OF_DEEPSPEED = {
         ), _NVME,
     ),
     "pin_memory": "pass it in config=, {'zero_optimization': {'offload_optimizer': {'device': 'cpu', 'pin_memory': True}}}",
-    "zero_allow_untested_optimizer": "an optimizer is tried before it is refused; pass it in config= to take any",
+    "zero_allow_untested_optimizer": "pass elementwise=True",
     "logging_batch_size_per_gpu": "pass config={'train_micro_batch_size_per_gpu': ...}, which DeepSpeed's reports show",
     "logging_level": "set it with logging.getLogger('DeepSpeed').setLevel",
     **dict.fromkeys(("loss_scale", "initial_scale_power", "loss_scale_window", "hysteresis", "min_loss_scale"), _SCALE),

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 _PLAIN_DATA: Any = Tensor.data
@@ -153,19 +152,6 @@ def _refuse_low(part: Any, is_elsewhere: bool, mine: Tensor, shard: Tensor) -> N
             "it in a hook such as on_train_batch_end, where it is float32, make it a buffer, or keep it float32 with "
             "FSDPStrategy(mixed_precision=torch.distributed.fsdp.MixedPrecisionPolicy())."
         )
-
-
-def end_backward(root: Any) -> None:
-    """Let FSDP end what its groups are in the middle of, without gradients to reduce."""
-    state = root._get_fsdp_state()
-    for group in (each for member in root.modules() if isinstance(member, FSDPModule) for each in _groups(member)):
-        group._training_state = type(group._training_state).POST_BACKWARD  # so that it is not reduced
-        for part in group.fsdp_params:
-            part.unsharded_accumulated_grad = None
-            if hasattr(part, "_unsharded_param"):  # it was gathered before
-                part._unsharded_param.grad = None
-    if state._state_ctx.all_states:  # a forward has begun
-        state._root_post_backward_final_callback()
 
 
 def _gathered(group: Any) -> Iterator[Any]:

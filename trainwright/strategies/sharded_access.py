@@ -22,7 +22,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from trainwright.strategies.base import StepForward
-from trainwright.strategies.shard_write_back import end_backward, record_versions, write_back
+from trainwright.strategies.shard_write_back import record_versions, write_back
+from trainwright.strategies.used_parameters import failed_before
 
 ROOT = "_fsdp_root"
 """The attribute of a sharded module that keeps FSDP's root for its next run."""
@@ -88,6 +89,8 @@ class Root(StepForward):
     """Positive while a step runs."""
     is_called_alone = False
     """Whether the module is called outside a step."""
+    has_failed = False
+    """Whether a forward or backward has failed, in the middle of which FSDP still is."""
 
     def __init__(self, module: nn.Module, dtype: torch.dtype | None, groups: Sequence[nn.Module]) -> None:
         super().__init__(module)
@@ -95,6 +98,7 @@ class Root(StepForward):
         self.groups = tuple(groups)
 
     def forward(self, name: str, /, *args: Any, **kwargs: Any) -> Any:
+        self.refuse_failed()
         self.depth += 1
         record_versions(self)
         try:
@@ -106,6 +110,7 @@ class Root(StepForward):
 
     def begin_call(self) -> None:
         """Gather the root's own parameters for a call of the module outside a step. Collective."""
+        self.refuse_failed()
         self.depth, self.is_called_alone = 1, True
         self.unshard()  # type: ignore[operator] # which fully_shard adds
         record_versions(self)
@@ -116,28 +121,29 @@ class Root(StepForward):
         write_back(self)
         self.reshard()  # type: ignore[operator]
 
-    def abandon(self) -> None:
-        """End a forward or backward that failed, and drop what it has not reduced. Sends nothing.
-
-        FSDP would take the next backward for a part of that one, and reduce nothing any more. Within a step the root stays
-        gathered.
-        """
-        end_backward(self)
-        kept: Any = self if self.depth > 0 else None
+    def fail(self) -> None:
+        """Note that a forward or backward has failed, and keep only shards, which a checkpoint stores. Sends nothing."""
+        self.has_failed = True
+        self.set_reshard_after_forward(True)  # type: ignore[operator] # otherwise the root stays gathered
         for group in self.modules():
-            if isinstance(group, FSDPModule) and group is not kept:
+            if isinstance(group, FSDPModule):
                 group.reshard()
+
+    def refuse_failed(self) -> None:
+        """Raise RuntimeError if an earlier forward or backward has failed: FSDP would reduce nothing any more."""
+        if self.has_failed:
+            raise failed_before("fsdp")
 
 
 @contextmanager
-def recovering(roots: Iterable[Any], module: nn.Module | None = None) -> Iterator[None]:
-    """Let roots train on if a forward, of this module, or a backward fails in the block: the user may catch the error."""
+def failing(roots: Iterable[Any], module: nn.Module | None = None) -> Iterator[None]:
+    """Note a failure of a forward, of this module, or of a backward within the context, and explain it."""
     try:
         yield
     except BaseException as error:
         explained = None if module is None else explain(error, module)
         for root in roots:
-            root.abandon()
+            root.fail()
         if explained is not None:
             raise explained from error
         raise

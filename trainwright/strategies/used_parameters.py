@@ -123,22 +123,30 @@ class RanksUse:
         )
 
 
-class DueBackward:
-    """Refuses a training step whose backward gives no parameter a gradient, where the other ranks wait for it."""
+class BackwardGuard:
+    """Refuses a training step whose backward gives no parameter a gradient while the other ranks wait for it.
+
+    It also refuses whatever follows a backward that failed, because the engine is in the middle of that one.
+    """
 
     def __init__(self, strategy: str) -> None:
         self._strategy = strategy
-        self._is_watched = self._is_due = False
+        self._is_watched = self._is_due = self._has_failed = False
         self.is_running = False
         """Whether the strategy runs a backward now."""
 
-    def watch(self, is_watched: bool) -> DueBackward:
+    def watch(self, is_watched: bool) -> BackwardGuard:
         """Set whether steps are watched; return itself."""
         self._is_watched = is_watched
         return self
 
     def begin(self, name: str) -> None:
-        """Note a step by its name; a raw loop's is "forward", which need not have a backward."""
+        """Note a step by its name; a raw loop's is "forward", which need not have a backward.
+
+        Raises:
+            RuntimeError: as `refuse_failed`.
+        """
+        self.refuse_failed()
         self._is_due = self._is_watched and name != "forward" and torch.is_grad_enabled()
 
     @contextmanager
@@ -151,6 +159,9 @@ class DueBackward:
         self.is_running = True
         try:
             yield
+        except BaseException:
+            self._has_failed = True
+            raise
         finally:
             self.is_running = False
             is_due, self._is_due = self._is_due, False
@@ -161,6 +172,19 @@ class DueBackward:
                 "(0.0 * output.sum(), to let a batch count for nothing), or train with "
                 "strategy='ddp_find_unused_parameters_true'."
             )
+
+    def refuse_failed(self) -> None:
+        """Raise RuntimeError if an earlier backward has failed."""
+        if self._has_failed:
+            raise failed_before(self._strategy)
+
+
+def failed_before(strategy: str) -> RuntimeError:
+    """Return the error of a step after a forward or backward that failed."""
+    return RuntimeError(
+        f"an earlier forward or backward raised an error, and {strategy} cannot train on in the middle of it. Do not catch the "
+        "error: create the module again and load a checkpoint. 'ddp' and a single process train on after such an error."
+    )
 
 
 def are_all_stepped(modules: Iterable[nn.Module], optimizers: Sequence[Optimizer]) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -85,9 +85,9 @@ def release_parameters(part: nn.Module) -> None:
             parameter.partition()
 
 
-def end_training(engines: Iterable[Sequence[Any]]) -> None:
+def end_training(engines: Iterable[Any]) -> None:
     """Remove stage 3 engines' buffers and gradient hooks, which outlive the modules; the modules can still be called."""
-    for engine in _each(engines):
+    for engine in dict.fromkeys(engines):
         release_module(engine.module)
         if hasattr(engine.optimizer, "ipg_buckets"):  # an engine for evaluation has no optimizer
             for hook in (*engine.optimizer._grad_acc_hooks, *engine.optimizer._leaf_module_hooks):
@@ -95,9 +95,9 @@ def end_training(engines: Iterable[Sequence[Any]]) -> None:
             engine.optimizer.ipg_buckets.clear()
 
 
-def destroy(engines: Iterable[Sequence[Any]]) -> None:
+def destroy(engines: Iterable[Any]) -> None:
     """Destroy the engines, once each."""
-    for engine in _each(engines):
+    for engine in dict.fromkeys(engines):
         engine.destroy()
         # An engine destroys itself again when it is collected, and would clear what the module's next engine has attached.
         engine.destroy = _do_nothing
@@ -107,7 +107,3 @@ def destroy(engines: Iterable[Sequence[Any]]) -> None:
 
 def _do_nothing() -> None:
     pass
-
-
-def _each(engines: Iterable[Sequence[Any]]) -> Iterable[Any]:
-    return {id(each): each for group in engines for each in group}.values()

@@ -1,30 +1,27 @@
-"""ZeRO's optimizer as the user sees it, the part of a module that its engine owns, and the engine's precision."""
+"""ZeRO's optimizer as the user sees it, the modules that its engine owns, and the engine's precision."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from trainwright.precision.base import Precision, Sender
 from trainwright.strategies.base import parameters_of
 from trainwright.strategies.master_optimizer import MasterOptimizer, StateByParameter
 from trainwright.strategies.optimizer_proxy import OptimizerProxy
 from trainwright.strategies.zero_order import ReductionOrder
-from trainwright.strategies.zero_write_back import paused
 
 
 class Part(nn.Module):
-    """The part of a module that one DeepSpeed engine owns; its forward runs a step that uses it."""
+    """The modules that one DeepSpeed engine owns; its forward runs a step that uses them."""
 
-    def __init__(self, members: Sequence[nn.Module], strays: Sequence[Any] = ()) -> None:
+    def __init__(self, members: Sequence[nn.Module]) -> None:
         super().__init__()
         self.members = nn.ModuleList(members)
-        self.strays = nn.ParameterList(strays)
 
     def forward(self, step: Callable[[], Any]) -> Any:
         return step()
@@ -56,17 +53,14 @@ class ZeroOptimizer(OptimizerProxy):
     def _call(self, method: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         self._write_back()
         result = method(*args, **kwargs)
-        with paused():
-            self._refresh()
+        self._refresh()
         return result
 
     def begin_backward(self, loss: Tensor) -> Tensor:
         """Make the engine ready for a backward, and return the loss that it scales."""
-        zero = self.engine.optimizer
-        # That of a backward that failed: this one would be taken for a nested one.
-        zero._backward_hook_state.backward_active_depth = 0
         self._is_in_backward, self._is_due = True, False
-        zero.clear_backward_seen_flag()
+        self.order.begin()
+        self.engine.optimizer.clear_backward_seen_flag()
         self.engine._backward_prologue()
         # The engine refuses a leaf, such as a plain zero.
         scaled: Tensor = self.engine.scale(loss if loss.grad_fn is not None else loss.view_as(loss))
@@ -82,9 +76,9 @@ class ZeroOptimizer(OptimizerProxy):
             self.engine._backward_post_hook()
 
     def end_backward(self) -> None:
-        """End a backward, wherever it has reached this engine: here, on other ranks alone, or on none. Collective."""
+        """End a backward, also one that has reached this engine on other ranks only. Collective."""
         self._is_in_backward = False
-        if self._is_due or self.order.awaits_end():
+        if self._is_due or (self.order.stage == 2 and not self.order.has_ended):
             self.engine._backward_post_hook()
         # One that a loss has not reached ran no epilogue, and a backward within the next forward would run it.
         self.engine.optimizer._backward_hook_state.backward_active_depth = 0
@@ -153,30 +147,3 @@ class ZeroPrecision(Precision):
                 scaler.cur_iter = int(state.get("iterations", state["_growth_tracker"]))
                 scaler.last_overflow_iter = scaler.cur_iter - int(state["_growth_tracker"]) - 1
                 scaler.cur_hysteresis = int(state.get("hysteresis", scaler.cur_hysteresis))
-
-
-def part_of(optimizer: Optimizer, owners: Sequence[nn.Module], least: int) -> Part:
-    """Return the part of the modules that one of several stage 3 engines owns; parameters up to `least` stay gathered."""
-    # ZeRO-3 hooks modules, and two engines cannot both fetch and release one module's parameters.
-    own: set[Tensor] = set(parameters_of(optimizer))
-    members = [member for module in owners for member in _owned(module, own)]
-    inside = {p for member in members for p in member.parameters()}
-    strays = [p for p in parameters_of(optimizer) if p not in inside]
-    largest = max(map(Tensor.numel, strays), default=0)
-    if largest > least:
-        raise ValueError(
-            "under ZeRO stage 3 each of several optimizers needs whole submodules of its own, but one of these holds a "
-            f"parameter of {largest} elements that shares its module with others. Put it "
-            "into a submodule, or choose stage 2."
-        )
-    return Part(members, strays)
-
-
-def _owned(module: nn.Module, own: set[Tensor]) -> Iterator[nn.Module]:
-    """Yield the largest submodules whose trained parameters are all in `own`."""
-    parameters = [p for p in module.parameters() if p.requires_grad]
-    if parameters and own.issuperset(parameters):
-        yield module
-    else:
-        for child in module.children():
-            yield from _owned(child, own)

@@ -94,6 +94,14 @@ def warn_of_shards(module: nn.Module, state: dict[str, Any], *_: Any) -> None:
         )
 
 
+def refuse_copy(memo: Any) -> None:
+    """Raise RuntimeError for a deep copy of a module that stage 3 has sharded."""
+    raise RuntimeError(
+        "a module that ZeRO stage 3 has sharded cannot be copied: each rank holds a part of it. tw.gather_module(module), "
+        "called on all ranks, gives a whole, plain copy in host memory."
+    )
+
+
 def refresh(parameters: Iterable[Any]) -> None:
     """Gather parameters without a master again after a load has written their partitions."""
     for parameter in parameters:

@@ -28,7 +28,9 @@
 
 Callbacks are called in list order and before the module; those that `runs_last` (checkpoints) come after the others, in
 on_train_batch_end and on_validation_end after the module too, and at an epoch's end also after the reduction: they score and
-save the others' results. If a run stops within an epoch, ModelCheckpoints come first, and save what the latest batch left.
+save the others' results. ModelCheckpoints only decide in these hooks and save once all callbacks have run. A checkpoint
+records which other saves are due, so a run that is killed between two saves makes the second one when it resumes. If a run
+stops within an epoch, ModelCheckpoints come first and save the state after the latest batch.
 A hook that is not overridden is an empty tuple and costs nothing. Only callbacks and the datamodule have on_exception. Names
 without on_ are the module's or the datamodule's, except setup, teardown and state_dict, which callbacks have too.
 """
@@ -89,11 +91,23 @@ class HookTable:
             call = partial(getattr(callback, name), trainer, module)
             return call if profiler is None else profiler.timed(call, f"[callback] {type(callback).__name__}.{name}")
 
+        def saving(checkpoint: ModelCheckpoint) -> Callable[..., Any]:
+            def call(*_: Any) -> None:
+                checkpoint.save_due(trainer)
+
+            return (
+                call if profiler is None else profiler.timed(call, f"[callback] {type(checkpoint).__name__}.save_due")
+            )
+
+        checkpoints = [callback for callback in ordered if isinstance(callback, ModelCheckpoint)]
+        saves = {name: [saving(each) for each in checkpoints] for name in ("on_train_epoch_end", "on_validation_end")}
+        saves["on_train_batch_end"] = [saving(each) for each in checkpoints if each.watches_batches]
         for name in HOOKS:
             overriding = [callback for callback in ordered if is_overridden(name, callback, Callback)]
             if name == "on_train_epoch_end":
                 last = [callback for callback in overriding if callback.runs_last]
-                self._calls[SAVE] = tuple(bound(each, name) for each in last if isinstance(each, ModelCheckpoint))
+                decisions = [bound(each, name) for each in last if isinstance(each, ModelCheckpoint)]
+                self._calls[SAVE] = (*decisions, *saves[name])
                 self._calls[RUN_LAST] = tuple(
                     bound(each, name) for each in last if not isinstance(each, ModelCheckpoint)
                 )
@@ -104,6 +118,7 @@ class HookTable:
                 own = getattr(module, name)
                 calls.append(own if profiler is None else profiler.timed(own, f"[module] {name}"))
             calls += [bound(each, name) for each in after]
+            calls += saves[name] if name in SAVED_AFTER else []
             if name.endswith(("_batch_start", "_batch_end")) and "train" not in name:
                 # The arguments before the loader's index: batch and batch_idx, at a batch's end outputs too.
                 calls = [_with_loader_index(each, 2 if name.endswith("_start") else 3) for each in calls]

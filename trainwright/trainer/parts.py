@@ -19,14 +19,14 @@ from trainwright.callbacks.run_report import RunReport
 from trainwright.callbacks.timer import Timer
 from trainwright.callbacks.tqdm_progress_bar import TQDMProgressBar
 from trainwright.devices import cuda
-from trainwright.distributed.environment import Environment, prepare_deterministic
-from trainwright.engine.command_line import fill_accumulation
+from trainwright.distributed.environment import prepare_deterministic
 from trainwright.engine.engine import Engine
 from trainwright.errors import a_type_of
 from trainwright.loggers.base import Logger, SilentLogger
 from trainwright.loggers.csv import CSVLogger
 from trainwright.loggers.folder import FolderLogger
 from trainwright.module import is_overridden
+from trainwright.overrides import overridden
 from trainwright.rank_zero import rank_zero_warn
 from trainwright.trainer.inputs import check_replaced_hooks
 from trainwright.trainer.settings import Settings
@@ -49,8 +49,9 @@ def settings_of(arguments: dict[str, Any]) -> Settings:
     if given.overfit_batches and {*limits} - {"None", "1.0", overfit}:
         text = f"overfit_batches={overfit} replaces limit_train_batches={limits[0]} and limit_val_batches={limits[1]}."
         rank_zero_warn(text, stacklevel=4)
-    accumulate = fill_accumulation(Environment.detect(), "accumulate_grad_batches", given.accumulate_grad_batches)
-    return replace(given.effective, accumulate_grad_batches=accumulate)
+    batches = given.accumulate_grad_batches
+    batches = overridden("Trainer", "accumulate_grad_batches", batches, is_open=batches == 1)
+    return replace(given.effective, accumulate_grad_batches=batches)
 
 
 def arranged_callbacks(

@@ -10,7 +10,7 @@ from trainwright.data.datamodule import DataModule
 from trainwright.engine.replicas import refuse_unlike_arguments
 from trainwright.engine.script_settings import checked_fresh
 from trainwright.module import Module
-from trainwright.rung import active_rung
+from trainwright.overrides import overridden
 from trainwright.trainer.checkpoint_choice import CheckpointSearch, Choice
 from trainwright.trainer.inputs import check_module
 from trainwright.trainer.run import Parts, Run
@@ -36,8 +36,8 @@ def read_fit(
     """Return the request of a fit; refuse a module or data that cannot be trained (TypeError, ValueError)."""
     fresh = checked_fresh(fresh, ckpt_path)
     check_module(model, ["training_step", "configure_optimizers"], "fit")
-    if ckpt_path == "auto" and (active := active_rung()) is not None:
-        ckpt_path = active.replace("ckpt_path", ckpt_path, None)  # an earlier rung has trained into the same folder
+    if ckpt_path == "auto":
+        ckpt_path = overridden("fit", "ckpt_path", ckpt_path)
     loaders, datamodule = read_datamodule(train_loaders, datamodule, "train_dataloaders", "fit")
     source = find_source("train", loaders, datamodule, model, "train_dataloaders", "fit")
     if not source.is_defined:
@@ -60,10 +60,8 @@ def read_evaluation(
     if has_none and latest.settings.fast_dev_run and latest.module is not None:
         latest.trainer.print(f"trainer.{call}: fast_dev_run saves no checkpoint, so the weights in memory are taken.")
         ckpt_path = None
-    active = active_rung() if has_none else None
-    if active is not None and active.rung.steps is not None:
-        # Ended within its first epoch, the training has no best checkpoint.
-        ckpt_path = active.replace("ckpt_path", ckpt_path, None)
+    if has_none:
+        ckpt_path = overridden(call, "ckpt_path", ckpt_path)
     module: Any = model if model is not None else latest.module
     check_module(module, [] if stage == "predict" else [f"{stage}_step"], call)
     loaders, given_datamodule = read_datamodule(loaders, datamodule, "dataloaders", call)

@@ -27,7 +27,6 @@ from trainwright.rank_zero import rank_zero_warn
 from trainwright.strategies.base import UNSAVED_KEYS, parameters_of
 from trainwright.strategies.optimizer_proxy import unwrap_optimizer
 from trainwright.strategies.sparse_gradients import sparse_weights
-from trainwright.strategies.state_probe import state_of_a_step
 from trainwright.trainer.run import Run
 from trainwright.trainer.state import OpenEpoch
 from trainwright.trainer.training_run import TrainingRun
@@ -108,10 +107,6 @@ def check_state(run: Run) -> None:
             for group in optimizer.param_groups:
                 stored = {key: value for key, value in group.items() if key not in UNSAVED_KEYS}
                 encode_state(stored, f"a parameter group of {type(optimizer).__name__}")
-        for optimizer in others:
-            for key, tensor in state_of_a_step(optimizer, sparse):
-                _check_dense(optimizer, key, tensor)
-                check_storable(f"{key} of {type(optimizer).__name__}", tensor)
         try:
             state = {
                 **run_state(run, position_in_data(run)),
@@ -156,6 +151,7 @@ def _check_first_step(optimizer: Optimizer) -> None:
             for key, value in state.items() if isinstance(state, dict) else ():
                 local = getattr(value, "_local_tensor", value)  # the part of a DTensor
                 if isinstance(local, Tensor):
+                    _check_dense(stepped, key, local)
                     check_storable(f"{key} of {type(stepped).__name__}", local)
 
     handle = optimizer.register_step_post_hook(look)

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import TYPE_CHECKING
-
-from trainwright.import_paths import refusing
 
 
 class TrainerStatus(StrEnum):
@@ -44,7 +41,3 @@ class RunningStage(StrEnum):
     def evaluating(self) -> bool:
         """Return whether this is an evaluation."""
         return self in (RunningStage.VALIDATING, RunningStage.TESTING, RunningStage.SANITY_CHECKING)
-
-
-if not TYPE_CHECKING:  # a type checker names unknown attributes itself
-    __getattr__ = refusing(__name__)

@@ -19,12 +19,11 @@ from trainwright.callbacks.base import Callback, tune
 from trainwright.checkpoint.reader import Verify
 from trainwright.data.datamodule import DataModule
 from trainwright.engine.engine import Engine
-from trainwright.engine.open_arguments import filled_by_environment
 from trainwright.loggers.base import Logger
 from trainwright.module import Module, hook_of
+from trainwright.overrides import aside, overridable
 from trainwright.precision import Precision
 from trainwright.profilers import Profiler, resolve_profiler
-from trainwright.rung import aside
 from trainwright.strategies import Strategy
 from trainwright.trainer.checkpoint_choice import Choice
 from trainwright.trainer.evaluate import Evaluation, evaluate
@@ -128,7 +127,7 @@ class Trainer(Status):
 
     _trial_settings: Settings | None = None  # of a trial run, which the module does not see
 
-    @filled_by_environment("Trainer")
+    @overridable("Trainer")
     def __init__(
         self,
         *,
