@@ -29,7 +29,7 @@ LAYERS = [
         "step_types",
         "value_kinds",
     },
-    {"gradient_norms", "tensor_names"},
+    {"gradient_norms", "history", "tensor_names"},
     {"devices"},
     {
         "distributed",
@@ -67,8 +67,6 @@ def _may_import(part: str, target: str, at_import: bool) -> bool:
         return True
     if part == "launch":
         return target in LAUNCH_MAY_IMPORT
-    if (part, target) == ("loggers", "plots"):
-        return not at_import  # FolderLogger.plot
     if target == "launch":
         return part == "tools" or (part == "engine" and not at_import)
     own, other = (next(i for i, layer in enumerate(LAYERS) if name in layer) for name in (part, target))

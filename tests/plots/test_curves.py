@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from html_page import LOADING, Page
 
-from trainwright.loggers.history import History, Series
+from trainwright.history import History, Series
 from trainwright.plots import draw, names_of_runs, panels_of
 from trainwright.plots.curves import line_of, log_ticks, smoothed, ticks, x_label
 
@@ -114,8 +114,8 @@ def test_axes() -> None:
     assert x_label("time", 4000) == ("time in minutes", 60.0)
     assert x_label("time", 9000) == ("time in hours", 3600.0)
     for axis, text in (
-        ("epoch", "names no epochs"),
-        ("time", "has no times: metrics.csv holds steps and epochs alone"),
+        ("epoch", "has no epochs"),
+        ("time", "has no times: only the event files"),
     ):
         with pytest.raises(ValueError, match=text):
             draw([history(loss=[1.0])], ".html", axis=axis)

@@ -1,4 +1,4 @@
-"""Whole files of loggers, on a local disk or any other file system of fsspec, and values as data for them."""
+"""Whole files of loggers, on a local disk or another file system of fsspec."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ def is_local(path: str) -> bool:
 
 @contextlib.contextmanager
 def explained_for(root: str) -> Iterator[None]:
-    """Let an error of the block, which makes a run's folder, say what to set instead (OSError)."""
+    """Turn an OSError of the block, which makes a run's folder, into one that names the argument to change."""
     try:
         yield
     except OSError as error:
         raise OSError(
-            f"the run cannot write to {root} ({error.strerror or error}); set another default_root_dir, or another save_dir of "
+            f"the run cannot write to {root} ({error.strerror or error}). Set another default_root_dir, or another save_dir of "
             "the logger."
         ) from error
 
 
 def write_file(path: str, data: bytes) -> None:
-    """Write a whole file; on a local disk atomically and durably, and without what killed writers of it have left."""
+    """Write a whole file. On a local disk this is atomic and durable, and removes leftovers of killed writers."""
     filesystem, inside = fsspec.core.url_to_fs(path)
     if not isinstance(filesystem, LocalFileSystem):
         filesystem.pipe_file(inside, data)
@@ -57,10 +57,10 @@ def write_file(path: str, data: bytes) -> None:
 
 
 def _sweep(path: str) -> None:
-    """Remove the temporary files that killed processes of this machine have left for a file."""
+    """Remove temporary files of a file whose processes on this machine were killed."""
     folder, name = os.path.split(path)
     temporary = re.compile(rf"{re.escape(name)}\.{machine()}-(\d+)-(\d+)-\d+\.tmp", re.ASCII)
-    with contextlib.suppress(OSError):  # the write itself says what is wrong with the folder
+    with contextlib.suppress(OSError):  # a problem of the folder also fails the write
         for other in os.listdir(folder):
             match = temporary.fullmatch(other)
             if match is not None and not is_process_alive(int(match[1]), match[2]):
