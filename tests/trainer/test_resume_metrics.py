@@ -71,7 +71,7 @@ class Measured(Classifier):
 class Watch(tw.Callback):
     """Keeps every epoch's metrics, those that were there at the start, and those before each batch's end."""
 
-    runs_last = True
+    priority = -10
 
     def __init__(self) -> None:
         self.epochs: dict[int, dict[str, float]] = {}
