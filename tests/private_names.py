@@ -50,9 +50,7 @@ TORCH = (
     Use(
         "torch.autograd.Variable", "_execution_engine", "call back at a backward's end (strategies/sharded_wrapper.py)"
     ),
-    Use(
-        "torch.Tensor", "_make_subclass", "move a parameter to the meta device in its class (raw_loop/empty_weights.py)"
-    ),
+    Use("torch.Tensor", "_make_subclass", "move a parameter to the meta device in its class (raw_loop/bare_models.py)"),
     Use("torch.Tensor", "_version", "see that a step wrote to a parameter or a buffer in place"),
     Use("torch.Tensor", "_is_view", "hand out results that are no views of fsdp's buffers (strategies/fsdp.py)"),
     Use(

@@ -14,8 +14,8 @@ from trainwright.arguments import refuses_unknown
 from trainwright.distributed.collectives import count_issued
 from trainwright.engine import gathering
 from trainwright.engine.engine import Engine
-from trainwright.raw_loop.loaders import SkippedBatches, skip_first_batches
-from trainwright.raw_loop.processes import Processes
+from trainwright.raw_loop.dataloaders import SkippedBatches, skip_first_batches
+from trainwright.raw_loop.job_states import Processes
 
 
 class Collectives(Processes):

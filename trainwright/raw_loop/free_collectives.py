@@ -14,8 +14,8 @@ from trainwright.distributed.connection import open_connection
 from trainwright.distributed.environment import Environment
 from trainwright.distributed.ranks import Ranks
 from trainwright.engine import gathering
-from trainwright.raw_loop.loaders import synchronize
-from trainwright.raw_loop.processes import PartialState
+from trainwright.raw_loop.dataloaders import synchronize
+from trainwright.raw_loop.job_states import PartialState
 
 
 def gather(tensor: Any) -> Any:
