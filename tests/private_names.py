@@ -48,6 +48,11 @@ TORCH = (
         "leave torch's profiler whole when a recording fails (profilers/pytorch.py)",
     ),
     Use(
+        "torch.autograd",
+        "_unsafe_preserve_version_counter",
+        "pass a module its own tensors without marking them as written (engine/module_state.py)",
+    ),
+    Use(
         "torch.autograd.Variable", "_execution_engine", "call back at a backward's end (strategies/sharded_wrapper.py)"
     ),
     Use(
