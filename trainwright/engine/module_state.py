@@ -112,7 +112,7 @@ class ModuleLoads:
             # Its tensors are loaded already; they are passed again for what else its methods do with them.
             given = {clean_name(name): value for name, value in in_use.items() if isinstance(value, Tensor)}
             # Copying a tensor to itself is no write, which a strategy would have to keep or refuse.
-            with torch.autograd._unsafe_preserve_version_counter(tuple(given.values())):
+            with torch.autograd._unsafe_preserve_version_counter(tuple(given.values())):  # type: ignore[attr-defined]
                 _load(module, {**given, **states}, False, self._path)
 
 
