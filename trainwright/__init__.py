@@ -67,7 +67,7 @@ if TYPE_CHECKING:
     from trainwright.raw_loop.bare_models import extract_model_from_parallel, init_empty_weights, init_on_device
     from trainwright.raw_loop.batch_size import find_executable_batch_size, release_memory
     from trainwright.raw_loop.dataloaders import DataLoaderConfiguration, set_seed, skip_first_batches
-    from trainwright.raw_loop.free_collectives import (
+    from trainwright.raw_loop.gathering import (
         broadcast,
         gather,
         pad_across_processes,
@@ -120,7 +120,7 @@ _HOMES = {
     "trainwright.raw_loop.bare_models": "extract_model_from_parallel init_empty_weights init_on_device",
     "trainwright.raw_loop.batch_size": "find_executable_batch_size release_memory",
     "trainwright.raw_loop.dataloaders": "DataLoaderConfiguration set_seed skip_first_batches",
-    "trainwright.raw_loop.free_collectives": "broadcast gather pad_across_processes reduce synchronize_rng_states",
+    "trainwright.raw_loop.gathering": "broadcast gather pad_across_processes reduce synchronize_rng_states",
     "trainwright.raw_loop.job_states": "AcceleratorState DistributedType GradientState PartialState",
     "trainwright.raw_loop.launchers": "debug_launcher notebook_launcher",
     "trainwright.raw_loop.local_sgd": "LocalSGD",

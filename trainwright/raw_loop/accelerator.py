@@ -25,8 +25,8 @@ from trainwright.overrides import overridden
 from trainwright.precision import Precision
 from trainwright.raw_loop.bare_models import extract_model_from_parallel
 from trainwright.raw_loop.batch_size import release_memory
-from trainwright.raw_loop.collectives import Collectives
 from trainwright.raw_loop.dataloaders import DataLoaderConfiguration, check_loader, loader_options
+from trainwright.raw_loop.gathering import Collectives
 from trainwright.raw_loop.job_states import AcceleratorState, GradientState
 from trainwright.raw_loop.loop_objects import Preparation, PreparationOptions, check_kind
 from trainwright.raw_loop.loop_settings import REPLACED, LoopSettings, word_for
