@@ -92,11 +92,11 @@ if TYPE_CHECKING:
     from trainwright.raw_loop.state_views import AcceleratorState, GradientState
     from trainwright.raw_loop.unwrapping import extract_model_from_parallel
     from trainwright.strategies import Strategy
-    from trainwright.strategies.ddp import DDPStrategy
-    from trainwright.strategies.ddp_sharded import ShardedDDPStrategy
-    from trainwright.strategies.deepspeed import DeepSpeedStrategy
-    from trainwright.strategies.fsdp import FSDPStrategy
+    from trainwright.strategies.ddp.strategy import DDPStrategy
+    from trainwright.strategies.fsdp2.strategy import FSDPStrategy
+    from trainwright.strategies.oss.strategy import ShardedDDPStrategy
     from trainwright.strategies.whole_module import gather_module
+    from trainwright.strategies.zero.strategy import DeepSpeedStrategy
     from trainwright.trainer.trainer import Trainer
     from trainwright.trainer.tuner import Tuner
 
@@ -139,10 +139,10 @@ _HOMES = {
     "trainwright.profilers": "AdvancedProfiler Profiler PyTorchProfiler SimpleProfiler",
     "trainwright.rank_zero": "rank_zero_info rank_zero_only rank_zero_warn",
     "trainwright.strategies": "Strategy",
-    "trainwright.strategies.ddp": "DDPStrategy",
-    "trainwright.strategies.ddp_sharded": "ShardedDDPStrategy",
-    "trainwright.strategies.deepspeed": "DeepSpeedStrategy",
-    "trainwright.strategies.fsdp": "FSDPStrategy",
+    "trainwright.strategies.ddp.strategy": "DDPStrategy",
+    "trainwright.strategies.oss.strategy": "ShardedDDPStrategy",
+    "trainwright.strategies.zero.strategy": "DeepSpeedStrategy",
+    "trainwright.strategies.fsdp2.strategy": "FSDPStrategy",
     "trainwright.strategies.whole_module": "gather_module",
     "trainwright.trainer.trainer": "Trainer",
     "trainwright.trainer.tuner": "Tuner",
