@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import small
 import torch
 from small import QUIET, Classifier, assert_equal, loss_of, make_data, make_loader, weights
 from torch import Tensor, nn
@@ -20,9 +21,8 @@ from trainwright.loggers import CSVLogger
 
 
 def fit(module: tw.Module, loader: Any = None, val: Any = None, ckpt_path: Any = None, **settings: Any) -> tw.Trainer:
-    trainer = tw.Trainer(**{**QUIET, "max_epochs": 1, "num_sanity_val_steps": 0, **settings})
-    trainer.fit(module, make_loader(16, 4) if loader is None else loader, val, ckpt_path=ckpt_path)
-    return trainer
+    loader = make_loader(16) if loader is None else loader
+    return small.fit(module, loader, val, ckpt_path=ckpt_path, **settings)
 
 
 def saving(folder: Path, **settings: Any) -> dict[str, Any]:
