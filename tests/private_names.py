@@ -48,6 +48,11 @@ TORCH = (
         "leave torch's profiler whole when a recording fails (profilers/pytorch.py)",
     ),
     Use(
+        "torch.autograd",
+        "_unsafe_preserve_version_counter",
+        "pass a module its own tensors without marking them as written (engine/module_state.py)",
+    ),
+    Use(
         "torch.autograd.Variable", "_execution_engine", "call back at a backward's end (strategies/sharded_wrapper.py)"
     ),
     Use(
@@ -209,12 +214,12 @@ TORCH = (
     Use(
         "torch.utils.data.DataLoader",
         "_iterator _get_iterator _auto_collation _index_sampler",
-        "start a loader's workers anew, know them, and know who iterates as torch does (data/loaders.py, fetching.py)",
+        "start a loader's workers anew, know them, and know who iterates as torch does (data/loaders.py)",
     ),
     Use(
         "torch.autograd.profiler",
         "_is_profiler_enabled",
-        "open a profiler's region only while one records (data/fetching.py)",
+        "open a profiler's region only while one records (data/loaders.py)",
     ),
     Use(
         "torch.utils.data.dataloader._MultiProcessingDataLoaderIter",
@@ -483,7 +488,7 @@ OTHERS = (
     Use(
         "datasets.IterableDataset",
         "_ex_iterable",
-        "know a stream that is split after a shuffle (data/epoch_listeners.py)",
+        "know a stream that is split after a shuffle (data/workers.py)",
     ),
     Use("_pytest", "__name__", "know a script that a test runner runs (launch/command.py)"),
 )

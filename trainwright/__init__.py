@@ -66,7 +66,7 @@ if TYPE_CHECKING:
     from trainwright.raw_loop.accelerator import Accelerator
     from trainwright.raw_loop.batch_size import find_executable_batch_size
     from trainwright.raw_loop.empty_weights import init_empty_weights, init_on_device
-    from trainwright.raw_loop.free_collectives import (
+    from trainwright.raw_loop.gathering import (
         broadcast,
         gather,
         pad_across_processes,
@@ -114,7 +114,7 @@ _HOMES = {
     "trainwright.data.datamodule": "DataModule",
     "trainwright.data.seeding": "isolate_rng seed_everything",
     "trainwright.raw_loop.accelerator": "Accelerator",
-    "trainwright.raw_loop.free_collectives": "broadcast gather pad_across_processes reduce synchronize_rng_states",
+    "trainwright.raw_loop.gathering": "broadcast gather pad_across_processes reduce synchronize_rng_states",
     "trainwright.raw_loop.loaders": "DataLoaderConfiguration skip_first_batches",
     "trainwright.raw_loop.batch_size": "find_executable_batch_size",
     "trainwright.raw_loop.empty_weights": "init_empty_weights init_on_device",

@@ -23,7 +23,7 @@ from trainwright.engine.prepared_loader import PreparedLoader
 from trainwright.engine.window import in_float32
 from trainwright.overrides import overridden
 from trainwright.precision import Precision
-from trainwright.raw_loop.collectives import Collectives
+from trainwright.raw_loop.gathering import Collectives
 from trainwright.raw_loop.loaders import DataLoaderConfiguration, check_loader, loader_options
 from trainwright.raw_loop.loss_check import LossCheck
 from trainwright.raw_loop.memory import release_memory

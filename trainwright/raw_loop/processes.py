@@ -13,7 +13,7 @@ import torch
 
 from trainwright.arguments import refuses_unknown
 from trainwright.distributed.environment import Environment
-from trainwright.engine import gathering
+from trainwright.engine import nests
 from trainwright.engine.engine import Engine
 from trainwright.errors import a_type_of
 from trainwright.replaced_names import instead_of
@@ -122,7 +122,7 @@ class Processes:
 
         The parts are contiguous and differ by at most one item; with apply_padding the last item pads the shorter ones.
         """
-        yield gathering.portion(inputs, self.process_index, self.num_processes, apply_padding)
+        yield nests.portion(inputs, self.process_index, self.num_processes, apply_padding)
 
     def on_main_process(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Return a function that runs on the job's first process, and returns None on the others; a decorator."""

@@ -33,7 +33,7 @@ from torch.utils.checkpoint import checkpoint
 from trainwright.arguments import check_flags
 from trainwright.checkpoint.tensors import Piece
 from trainwright.distributed.collectives import Exchange, gather_object
-from trainwright.distributed.mesh import make_mesh
+from trainwright.distributed.connection import make_mesh
 from trainwright.duration import seconds_of
 from trainwright.precision.base import Closure, Precision, Sender
 from trainwright.rank_zero import rank_zero_warn

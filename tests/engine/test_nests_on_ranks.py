@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 import trainwright as tw
-from trainwright.engine.gathering import portion
+from trainwright.engine.nests import portion
 
 SENT = {
     "text": "ü",
@@ -234,7 +234,7 @@ def test_parts_make_up_the_whole(items: int, ranks: int, pad: bool) -> None:
 
 def test_dicts_are_divided_by_value_and_others_refused() -> None:
     assert portion({"a": [1, 2, 3], "b": ["x", "y", "z"]}, 1, 2, False) == {"a": [3], "b": ["z"]}
-    with pytest.raises(ValueError, match=r"different lengths \({'a': 1, 'b': 2}\); give each of them the same"):
+    with pytest.raises(ValueError, match=r"different lengths \({'a': 1, 'b': 2}\); pass values of the same length"):
         portion({"a": [1], "b": [1, 2]}, 0, 2, False)
     with pytest.raises(TypeError, match="was given a str; expected a list, a tuple, a tensor, or a dict"):
         portion("text", 0, 2, False)

@@ -9,23 +9,35 @@ import pytest
 import torch
 
 import trainwright as tw
-from trainwright.engine import gathering
+from trainwright.distributed.ranks import Ranks
+from trainwright.engine import nests
 
 Pair = namedtuple("Pair", "left right")
 
 
-def gathered(values: list[Any], keep: list[bool] | None = None) -> Any:
-    """Return what rank 0 gets of plain data, which each rank has one of."""
-    sent: list[bytes] = []
+class Recorder(Ranks):
+    """Records the messages of ranks that run one after another, and gives all of them to a last call."""
 
-    def post(payload: bytes) -> list[bytes]:
-        sent.append(payload)
+    def __init__(self) -> None:
+        super().__init__()
+        self.sent: list[Any] = []
+        self.is_last = False
+
+    def exchange(self, value: Any, call: str) -> list[Any]:
+        if self.is_last:
+            return self.sent
+        self.sent.append(value)
         raise StopIteration
 
+
+def gathered(values: list[Any], keep: list[bool] | None = None) -> Any:
+    """Return the result of rank 0 for the ranks' values, which are plain data."""
+    ranks = Recorder()
     for value in values:
         with pytest.raises(StopIteration):
-            gathering.gather(value, lambda tensor, structure: tensor, keep, post)
-    return gathering.gather(values[0], lambda tensor, structure: tensor, keep, lambda _: sent)
+            nests.gather(value, ranks, keep)
+    ranks.is_last = True
+    return nests.gather(values[0], ranks, keep)
 
 
 def test_plain_data_is_joined_by_rank() -> None:
