@@ -260,7 +260,7 @@ class SavesInBatch(Classifier):
             optimizer.zero_grad()
             self.manual_backward(loss)
             optimizer.step()
-            self.ask("after a step")
+            self.ask("after_a_step")
         return loss
 
     def on_before_zero_grad(self, optimizer: Any) -> None:
@@ -288,23 +288,23 @@ class SavesInBatch(Classifier):
         return [optimizer], [{"scheduler": StepLR(optimizer, 1, 0.9), "interval": "step"}]
 
 
-@pytest.mark.parametrize(
-    "moment",
-    [
-        "on_train_batch_start",
-        "training_step",
-        "on_before_zero_grad",
-        "on_before_backward",
-        "on_after_backward",
-        "on_before_optimizer_step",
-        "optimizer_step",
-        "lr_scheduler_step",
-        "after a step",
-    ],
-)
+MOMENTS = [
+    "on_train_batch_start",
+    "training_step",
+    "on_before_zero_grad",
+    "on_before_backward",
+    "on_after_backward",
+    "on_before_optimizer_step",
+    "optimizer_step",
+    "lr_scheduler_step",
+    "after_a_step",
+]
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
 def test_a_save_within_a_batch_is_of_its_end(tmp_path: Path, moment: str) -> None:
     """A resumed run repeats no batch that was drawn, of which gradients wait, or with which the weights were stepped."""
-    is_manual = moment == "after a step"
+    is_manual = moment == "after_a_step"
     whole, resumed = SavesInBatch(moment, tmp_path / "a.ckpt", is_manual=is_manual), SavesInBatch(is_manual=is_manual)
     fit(whole, DataLoader(Drawing(), batch_size=4), max_epochs=2)
     assert whole.written == [False]
