@@ -88,11 +88,11 @@ if TYPE_CHECKING:
     from trainwright.raw_loop.plugins import DeepSpeedPlugin, FullyShardedDataParallelPlugin, GradientAccumulationPlugin
     from trainwright.raw_loop.project import ProjectConfiguration
     from trainwright.strategies import Strategy
-    from trainwright.strategies.ddp import DDPStrategy
-    from trainwright.strategies.ddp_sharded import ShardedDDPStrategy
-    from trainwright.strategies.deepspeed import DeepSpeedStrategy
-    from trainwright.strategies.fsdp import FSDPStrategy
+    from trainwright.strategies.ddp.strategy import DDPStrategy
+    from trainwright.strategies.fsdp2.strategy import FSDPStrategy
+    from trainwright.strategies.oss.strategy import ShardedDDPStrategy
     from trainwright.strategies.whole_module import gather_module
+    from trainwright.strategies.zero.strategy import DeepSpeedStrategy
     from trainwright.trainer.trainer import Trainer
     from trainwright.trainer.tuner import Tuner
 
@@ -129,10 +129,10 @@ _HOMES = {
     "trainwright.raw_loop.plugins": "DeepSpeedPlugin FullyShardedDataParallelPlugin GradientAccumulationPlugin",
     "trainwright.raw_loop.project": "ProjectConfiguration",
     "trainwright.strategies": "Strategy",
-    "trainwright.strategies.ddp": "DDPStrategy",
-    "trainwright.strategies.ddp_sharded": "ShardedDDPStrategy",
-    "trainwright.strategies.deepspeed": "DeepSpeedStrategy",
-    "trainwright.strategies.fsdp": "FSDPStrategy",
+    "trainwright.strategies.ddp.strategy": "DDPStrategy",
+    "trainwright.strategies.oss.strategy": "ShardedDDPStrategy",
+    "trainwright.strategies.zero.strategy": "DeepSpeedStrategy",
+    "trainwright.strategies.fsdp2.strategy": "FSDPStrategy",
     "trainwright.strategies.whole_module": "gather_module",
     "trainwright.trainer.trainer": "Trainer",
     "trainwright.trainer.tuner": "Tuner",
