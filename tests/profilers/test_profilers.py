@@ -26,7 +26,7 @@ from trainwright.profilers import (
     SimpleProfiler,
     resolve_profiler,
 )
-from trainwright.profilers.instrumentation import instrument, is_measuring
+from trainwright.profilers.base import instrument, is_measuring
 from trainwright.profilers.pytorch import SORT_KEYS
 
 

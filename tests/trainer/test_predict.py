@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 import trainwright as tw
 from trainwright.checkpoint.shards import as_bytes
-from trainwright.distributed.nests import _split
+from trainwright.distributed.collectives import _split
 
 SAMPLES = 21  # in batches of 4: two ranks have three batches each, the last of which has one sample
 

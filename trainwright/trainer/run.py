@@ -27,7 +27,7 @@ from trainwright.loggers import Logger, match_states, refuse_branch, resume_logg
 from trainwright.loggers.base import RunResult
 from trainwright.module import Module, hook_of, is_overridden, trainer_of
 from trainwright.profilers import Profiler
-from trainwright.profilers.instrumentation import instrument, is_measuring
+from trainwright.profilers.base import instrument, is_measuring
 from trainwright.rank_zero import rank_zero_warn
 from trainwright.strategies.base import Clipping
 from trainwright.trainer.checkpoint_choice import Choice

@@ -20,7 +20,7 @@ from trainwright.engine.optimizers import SchedulerConfig
 from trainwright.engine.prepared import PreparedOptimizer
 from trainwright.engine.window import AccumulationWindow
 from trainwright.module import Module
-from trainwright.profilers.instrumentation import is_measuring
+from trainwright.profilers.base import is_measuring
 from trainwright.strategies.base import Clipping, Optimization, StepResult
 from trainwright.strategies.optimizer_proxy import unwrap_optimizer
 from trainwright.trainer.checkpoint_choice import Choice
