@@ -313,11 +313,9 @@ class ModelCheckpoint(Checkpoint):
         self._is_due = self._is_deferred or (self._is_chosen(trainer) and (is_validated or ends))
 
     def on_train_epoch_stop(self, trainer: Trainer, module: Module) -> None:
-        if not self._is_fitting:
-            return
         self._is_validated = False
         is_due = self._is_deferred or self._is_chosen(trainer)
-        if is_due or (self.save_last and not self._latest.is_current(trainer)):
+        if self._is_fitting and (is_due or (self.save_last and not self._latest.is_current(trainer))):
             # Not at the next save point, since a run that resumes from here trains on without on_train_epoch_end.
             self._save(trainer, is_left=True)
 
