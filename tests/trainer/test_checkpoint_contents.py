@@ -1,4 +1,4 @@
-"""What a Trainer's checkpoint holds, what the hooks make of it, and what is taken back."""
+"""The contents of a Trainer's checkpoint, the hooks that change them, and their restore."""
 
 from __future__ import annotations
 
@@ -341,7 +341,7 @@ def test_a_resumed_run_ends_where_the_other_one_does(tmp_path: Path, stop: int) 
             "kept": {Path(path).name: float(score) for path, score in keeping.best_k_models.items()},
             "best": (Path(keeping.best_model_path).name, float(keeping.best_model_score)),
             "last": Path(keeping.last_model_path).name,
-            # The one that a run was resumed from is never deleted.
+            # The checkpoint that a run was resumed from is never deleted.
             "folder": {path.name for path in (tmp_path / folder).iterdir()} - {Path(trainer.resume_source or "").name},
             "schedulers": json.loads(json.dumps(schedulers, default=str)),
         }

@@ -27,7 +27,7 @@ class Killed(Exception):
 
 
 class Falling(tw.Module):
-    """One weight that each step makes less by 1, and what is made of it in a validation."""
+    """One weight that every step reduces by 1, and a score of it in the validation."""
 
     automatic = True
 
@@ -81,7 +81,7 @@ def every_step(folder: Path, every: int = 1) -> tw.ModelCheckpoint:
 
 
 def is_true(callback: tw.ModelCheckpoint, kind: type[Falling] = Falling) -> None:
-    """Each kept checkpoint gets its score again, and its name tells the step of its weights."""
+    """All kept checkpoints reach their scores again, and their names contain the step of the weights."""
     assert callback.best_k_models
     for path, score in callback.best_k_models.items():
         module = kind()
@@ -281,7 +281,7 @@ def test_a_run_that_was_killed_in_its_end(tmp_path: Path, settings: dict[str, An
 
 
 def test_a_stop_that_was_held_back_stays_asked_for(tmp_path: Path, capsys: Any) -> None:
-    """Of early stopping, though the metric becomes better meanwhile, and of the user's own."""
+    """This holds for early stopping, although the metric improves meanwhile, and for the user's request."""
 
     class Bumpy(Falling):
         def validation_step(self, batch: Any, batch_idx: int) -> None:
@@ -294,7 +294,7 @@ def test_a_stop_that_was_held_back_stays_asked_for(tmp_path: Path, capsys: Any) 
         for step in (13, 16, 18):
             path = folder / f"{step}.ckpt"
             assert fit(Bumpy(), kind(), path=path, min_epochs=5, max_epochs=10).current_epoch == 5, step
-        if number == 0:  # what would not stop it any more does not
+        if number == 0:  # a stop that new settings would not request is dropped
             patient = tw.EarlyStopping("val_loss", patience=4)
             assert fit(Bumpy(), patient, path=folder / "18.ckpt", min_epochs=5, max_epochs=8).current_epoch == 8
     assert "to train on, set trainer.should_stop = False in on_train_start" in capsys.readouterr().out
@@ -344,7 +344,7 @@ class Steps(Falling):
 
 
 class Random(torch.utils.data.Dataset[Tensor]):
-    """Draws each of its items."""
+    """Draws its items."""
 
     def __len__(self) -> int:
         return 8
@@ -355,7 +355,7 @@ class Random(torch.utils.data.Dataset[Tensor]):
 
 @pytest.mark.parametrize("combined", [False, True])
 def test_batches_that_a_step_takes_itself_are_drawn_once(tmp_path: Path, combined: bool) -> None:
-    """One is read ahead, so that what is drawn for it stands before the checkpoint; of the next loader too."""
+    """One batch is read ahead, so its random numbers precede the checkpoint. This holds for the next loader too."""
 
     class Learns(Pulls):
         def training_step(self, dataloader_iter: Any) -> Tensor:
@@ -403,7 +403,7 @@ def test_a_validation_that_is_due_at_the_checkpoint(
 
 
 class Draws(Falling):
-    """Draws in each hook of a run's start and of an epoch's, and trains on what they drew."""
+    """Draws in the hooks at the start of a run and of an epoch, and trains on these numbers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -461,7 +461,7 @@ def test_hooks_that_run_again_draw_what_they_drew(tmp_path: Path, settings: dict
 
 
 class Drawing(Falling):
-    """Draws a number in each step, and some in each validation."""
+    """Draws a number in every step, and some in every validation."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         self.seen.append(torch.rand(()).item())
@@ -702,7 +702,7 @@ def test_a_training_step_without_a_loss() -> None:
 
 
 class Gathers(Classifier):
-    """Steps each third batch of the run, over the ends of epochs too, and has a parameter without dimensions."""
+    """Steps every third batch of the run, also over the ends of epochs, and has a parameter without dimensions."""
 
     def __init__(self) -> None:
         super().__init__(dropout=0.3)
@@ -729,7 +729,7 @@ def gathers_over_ends(folder: Path) -> dict[str, bool]:
             module = Gathers()
             options = {**QUIET, "devices": 2, "strategy": name, "max_epochs": epochs}
             trainer = tw.Trainer(**options)
-            trainer.fit(module, make_loader(40), ckpt_path=path)  # five batches on each of two ranks
+            trainer.fit(module, make_loader(40), ckpt_path=path)  # five batches per rank
             trainer.save_checkpoint(folder / f"{name}-{epochs}-{path is None}.ckpt")
             return [float(each) for each in trainer.predict(module, make_loader(8))]
 

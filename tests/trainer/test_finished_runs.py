@@ -16,7 +16,7 @@ from trainwright.checkpoint.discovery import find_checkpoints
 
 
 class Scored(Classifier):
-    """Logs a score that gets worse each epoch, and counts its batches."""
+    """Logs a score that gets worse every epoch, and counts its batches."""
 
     def __init__(self) -> None:
         super().__init__(dropout=0.2)
@@ -143,7 +143,7 @@ def test_what_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
 
 @pytest.mark.parametrize("kind", ["max_steps", "max_time", "early stopping"])
 def test_what_a_finished_run_has_logged_stays(tmp_path: Path, kind: str) -> None:
-    """Also where it ended within an epoch: the values of that end are those of a run that is started again, and its rows."""
+    """A run that ended within an epoch keeps its values and its rows when it starts again."""
 
     class Ends(tw.Callback):
         """Ends a run by its time."""
@@ -199,7 +199,7 @@ def test_what_a_finished_run_has_logged_stays(tmp_path: Path, kind: str) -> None
 
 
 class Halving(Scored):
-    """Halves its learning rate and its weights, and counts, at the end of each epoch."""
+    """Halves its learning rate and its weights, and counts, at the end of an epoch."""
 
     def __init__(self) -> None:
         super().__init__()

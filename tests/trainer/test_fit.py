@@ -1,4 +1,4 @@
-"""The loop: when it validates and ends, the kinds of loaders and steps, and the errors of each."""
+"""The loop: when it validates and ends, kinds of loaders and steps, and their errors."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ LENGTH = 11  # batches of make_loader()
 
 
 class Diary(Classifier):
-    """Writes down what is run: (epoch, batches trained when a validation began), and what each step was given."""
+    """Records the validations as (epoch, batches trained before it), and the inputs of the steps."""
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -103,7 +103,7 @@ def test_validation_each_so_many_seconds(monkeypatch: pytest.MonkeyPatch) -> Non
 
 @pytest.mark.parametrize(("steps", "batches"), [(0, 0), (1, 1), (-1, 3), (None, 2), (9, 3)])
 def test_the_sanity_check(steps: int | None, batches: int) -> None:
-    """It runs that many batches of each loader, and leaves neither metrics nor generators behind."""
+    """The check runs the given number of batches per loader, and leaves neither metrics nor random draws behind."""
     seen: list[Any] = []
 
     class Checked(Diary):
@@ -140,7 +140,7 @@ def test_overfit_batches_replaces_other_limits_with_a_warning() -> None:
         trainer = tw.Trainer(max_epochs=1, limit_train_batches=3, **options, **QUIET)
     trainer.fit(Classifier(), make_loader(), make_loader())
     assert (trainer.global_step, trainer.num_val_batches) == (2, [2])
-    tw.Trainer(limit_train_batches=1.0, **options, **QUIET)  # what each limit is by default is no choice
+    tw.Trainer(limit_train_batches=1.0, **options, **QUIET)  # the default of a limit is no choice
 
 
 def test_a_trial_run_goes_through_everything_and_writes_nothing(tmp_path: Path) -> None:
@@ -178,7 +178,7 @@ def test_a_trial_run_goes_through_everything_and_writes_nothing(tmp_path: Path) 
 
 
 class Stop(tw.Callback):
-    """Asks for the end after each batch from the first on."""
+    """Requests a stop after every batch."""
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         trainer.should_stop = True
@@ -236,7 +236,7 @@ def test_the_time_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_minus_one_from_a_hook_of_the_module_ends_the_epoch() -> None:
-    """Batches 0 and 1 make a step; batch 2 opens a window that is dropped."""
+    """Batches 0 and 1 make a step. Batch 2 opens a window that is dropped."""
 
     class Short(Diary):
         def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
@@ -353,7 +353,7 @@ def test_validation_loaders_are_made_again_only_for_a_validation() -> None:
 
 
 def test_a_batch_that_is_none_is_skipped_and_counted() -> None:
-    """Each second batch is None: windows of two have one batch, and validation scores the rest."""
+    """Every second batch is None: windows of two have one batch, and validation scores the rest."""
     calls = iter(range(100))
 
     def collate(rows: Any) -> Any:
@@ -415,7 +415,7 @@ def test_loaders_that_were_made_again_are_let_go_of() -> None:
 
 
 def test_steps_that_take_their_batches_themselves() -> None:
-    """Each training step takes two batches; the last of 11 has one."""
+    """A training step takes two batches, and the last of 11 has one."""
     seen: list[Any] = []
 
     class Pulling(Classifier):
@@ -532,7 +532,7 @@ def test_the_steps_to_come_are_known_when_optimizers_are_made() -> None:
 
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_a_run_that_is_resumed_within_an_epoch_goes_on_as_it_would_have(tmp_path: Path, accumulate: int) -> None:
-    """Validated after each third batch, or at the end of its window, and saved before that, at each step."""
+    """Validates after every third batch or at the end of its window, and saves before it, at every step."""
     common = {
         "max_epochs": 2, "val_check_interval": 3, "accumulate_grad_batches": accumulate,
         **QUIET, "enable_checkpointing": True,

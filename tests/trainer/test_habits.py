@@ -1,4 +1,4 @@
-"""What a script from Lightning does around a run: hooks switched off, settings read and set, copies, interruptions."""
+"""Habits of Lightning scripts around a run: hooks that are off, settings that are read and set, copies, advice."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where self.log may be called, its defaults there, the names it gives, and what it refuses."""
+"""The hooks that may call self.log, its defaults in them, its names and its errors."""
 
 from __future__ import annotations
 

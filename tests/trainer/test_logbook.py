@@ -176,7 +176,7 @@ def test_the_hooks_of_an_epochs_end_can_read_what_was_logged_before() -> None:
 
 
 def evaluate(logbook: Logbook, batches: dict[Any, list[tuple[float, int]]]) -> list[dict[str, float]]:
-    """Log the (value, size) batches of each loader, all kinds of values, as the evaluation loop would."""
+    """Log the (value, size) batches of the loaders, with all kinds of values, as the evaluation loop does."""
     module = Measured()
     collector = start(logbook, "validation_step", module)
     for loader, pairs in batches.items():
@@ -228,7 +228,7 @@ def test_nothing_mixes_between_loaders() -> None:
 
 
 def job(folder: Path) -> dict[str, Any]:
-    """Each rank evaluates every second batch: rank 1 has one of each loader, and none of a third one."""
+    """The ranks take turns in the batches: rank 1 has one batch of two loaders, and none of a third."""
     environment = Environment.detect()
     open_process_group(environment, "gloo")
     rank = dist.get_rank()
@@ -306,9 +306,9 @@ def test_values_are_read_at_log_points_only() -> None:
         for reduce_fx in ("mean", "sum", "min", "max"):
             log(collector, reduce_fx, loss, on_step=True, on_epoch=True, reduce_fx=reduce_fx, prog_bar=True)
         log(collector, "now", loss)
-        module.mean(index + 1.0)  # what torchmetrics reads of a tensor is not ours
+        module.mean(index + 1.0)  # reads by torchmetrics do not count
         log(collector, "metric", module.mean, on_step=True, on_epoch=True)
-        loss += 1000  # what was logged is a copy
+        loss += 1000  # a logged value is a copy
         assert len(logbook.callback_metrics) == 11  # looking at the dict reads nothing
     assert Counted.reads == []
     state.batches_that_stepped = 200

@@ -1,4 +1,4 @@
-"""self.log: names, reductions, defaults and what it refuses."""
+"""self.log: names, reductions, defaults and dtypes."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_a_torchmetrics_object_is_computed_and_reset_each_epoch() -> None:
 
 
 def test_metrics_have_the_precision_that_was_logged() -> None:
-    """A user compares them with tensors of his own; what is compared and written is not rounded."""
+    """Users compare them with their tensors, so values for comparisons and files are not rounded."""
 
     def log(module: Any, batch: Any, index: int, loss: Tensor) -> None:
         for name, value in (("single", loss), ("half", loss.bfloat16()), ("double", loss.double()), ("number", 0.1)):

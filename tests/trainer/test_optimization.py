@@ -1,4 +1,4 @@
-"""Optimization: what configure_optimizers may return, schedulers, closures, clipping, and steps made otherwise."""
+"""Optimization: forms of configure_optimizers, schedulers, closures, clipping and overridden steps."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import trainwright as tw
 
 
 class Plain(Classifier):
-    """SGD without a scheduler; `own` may be any form of configure_optimizers, given the module."""
+    """SGD without a scheduler; `own` is a function of the module in any form of configure_optimizers."""
 
     def __init__(self, own: Callable[[Any], Any] | None = None, lr: float = 0.1) -> None:
         super().__init__(lr=lr)
@@ -38,7 +38,8 @@ def fit(module: tw.Module, val: Any = None, **settings: Any) -> tw.Trainer:
 def by_hand(
     make: Callable[[Any], torch.optim.Optimizer], before_step: Callable[[Any, int], bool | None] | None = None
 ) -> Classifier:
-    """Train one epoch in a loop of its own; `before_step` gets (net, batch's index) and may leave the step out (False)."""
+    """Train one epoch in a loop by hand. `before_step` gets (net, index of the batch) and returns False to skip the
+    step."""
     module = Classifier()
     optimizer = make(module.parameters())
     for index, batch in enumerate(make_loader()):
@@ -240,7 +241,7 @@ def test_the_rate_warms_up_in_optimizer_step() -> None:
 
 @pytest.mark.parametrize("precision", ["32-true", "16-mixed"])
 def test_a_step_that_the_module_leaves_out(precision: str) -> None:
-    """Every second batch counts; the closure is not needed for the gradients, so leaving it out drops them."""
+    """Every second batch counts. A batch whose closure is not called loses its gradients."""
     seen: list[int] = []
 
     class Sparing(Plain):
@@ -284,7 +285,7 @@ def test_the_loss_of_the_closure() -> None:
 
 
 class Counting(Plain):
-    """Counts what the recomputations must not repeat."""
+    """Counts the calls that a recomputation must not repeat."""
 
     def __init__(self, make: Callable[[Any], Any]) -> None:
         super().__init__(lambda module: make(module.parameters()))
@@ -342,7 +343,7 @@ def test_optimizers_that_ask_again(make: Callable[[Any], Any]) -> None:
     assert_close(weights(module), weights(with_closures(make)))
     assert (trainer.global_step, trainer.state.total_batches, len(module.logged)) == (11, 11, 11)
     mean = sum(module.logged) / 11
-    assert trainer.callback_metrics["loss_epoch"].item() == pytest.approx(mean, rel=1e-5)  # each batch counted once
+    assert trainer.callback_metrics["loss_epoch"].item() == pytest.approx(mean, rel=1e-5)  # batches count once
 
 
 def test_an_optimizer_that_asks_again_in_an_overridden_step() -> None:
@@ -423,7 +424,7 @@ def test_backward_and_zero_grad_in_the_modules_own_way() -> None:
 
 @pytest.mark.parametrize("accumulate", [1, 3])
 def test_a_training_step_that_returns_none_is_left_out(accumulate: int) -> None:
-    """A window of which nothing is left makes no step; a scheduler neither."""
+    """A window without a loss makes neither an optimizer step nor a scheduler step."""
 
     class Choosy(Plain):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
@@ -445,7 +446,7 @@ def test_a_training_step_that_returns_none_is_left_out(accumulate: int) -> None:
 
 
 class TwoHalves(Plain):
-    """Each layer has an optimizer of its own; the second one accumulates four batches and is clipped."""
+    """Two layers with separate optimizers. The second optimizer accumulates four batches and is clipped."""
 
     automatic_optimization = False
 
@@ -586,7 +587,7 @@ def test_a_step_wise_scheduler_follows_the_validation_after_its_step(tmp_path: P
 
 
 class OverriddenParameters(Plain):
-    """Its `parameters` are those that are trained, and its optimizer also holds a frozen one of another module."""
+    """`parameters` is overridden, and the optimizer also contains a frozen parameter of another module."""
 
     def parameters(self, recurse: bool = True) -> Any:
         return (each for each in () if recurse)

@@ -18,11 +18,11 @@ import trainwright as tw
 from trainwright.checkpoint.shards import as_bytes
 from trainwright.distributed.collectives import _split
 
-SAMPLES = 21  # in batches of 4: two ranks have three batches each, the last of which has one sample
+SAMPLES = 21  # in batches of 4: two ranks have three batches, and the last one has one sample
 
 
 class Forward(tw.Module):
-    """Has no predict_step: what forward returns is the prediction."""
+    """Has no predict_step, so forward makes the predictions."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ def numbers(samples: int = SAMPLES, start: int = 0, **kwargs: Any) -> DataLoader
 
 
 def predictions(folder: Path) -> dict[str, Any]:
-    """Every prediction of this rank, which has those of all."""
+    """All predictions on this rank, which include the other ranks'."""
     trainer = tw.Trainer(**{**QUIET, "devices": "auto"})
     found = {
         "forward": trainer.predict(Forward(), numbers()),

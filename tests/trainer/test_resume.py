@@ -123,7 +123,7 @@ def test_resume_is_exact_with_a_scaler_and_with_windows(tmp_path: Path, settings
 
 
 def test_a_checkpoint_of_max_steps_goes_on_within_the_epoch(tmp_path: Path) -> None:
-    """12 batches an epoch; stopped after 17 steps, in the middle of the second."""
+    """12 batches per epoch, stopped after 17 steps, in the middle of the second epoch."""
     whole, _ = run(tmp_path / "whole", 3)
     run(tmp_path / "part", 3, max_steps=17)
     resumed, trainer = run(tmp_path / "part", 3, ckpt_path="last")

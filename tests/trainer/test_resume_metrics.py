@@ -1,4 +1,4 @@
-"""A run that goes on within an epoch logs at the epoch's end what the run that was never stopped logs, bit for bit."""
+"""A run that resumes within an epoch logs the same values at its end as an uninterrupted run, bit for bit."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class Measured(Classifier):
 
 
 class Watch(tw.Callback):
-    """Keeps every epoch's metrics, those that were there at the start, and those before each batch's end."""
+    """Records the metrics of the epochs, of the start, and before the end of a batch."""
 
     runs_last = True
 
@@ -139,7 +139,7 @@ def test_a_run_taken_up_within_an_epoch_logs_the_whole_epoch(tmp_path: Path) -> 
 
 
 def is_later(row: dict[str, str], step: int) -> bool:
-    """Whether a row is one that a run from this step on writes; an evaluation step's x value counts batches of its own."""
+    """Whether a run from this step on writes this row. The x value of an evaluation step counts evaluation batches."""
     if "val_loss_step" in row:
         return int(row["step"]) >= 3 * (step // 4)
     return int(row["step"]) > step
@@ -185,7 +185,7 @@ def test_a_plateau_scheduler_goes_on_from_a_save_after_the_last_batch(tmp_path: 
 
 
 def test_saves_around_a_validation_within_an_epoch(tmp_path: Path) -> None:
-    """The training epoch's values are found while the validation has a collector, and its own metrics stay out."""
+    """The training epoch's values are found while the validation has a collector, and its metrics do not mix."""
 
     class Save(tw.Callback):
         def save(self, trainer: Any, name: str) -> None:

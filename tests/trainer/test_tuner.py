@@ -1,4 +1,4 @@
-"""Searches for a learning rate and a batch size: what they find, and that they leave nothing behind."""
+"""Searches for a learning rate and a batch size, and the state after them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ import trainwright as tw
 
 @pytest.fixture(autouse=True)
 def _little_to_collect() -> None:
-    """Each trial of a batch size collects garbage, which takes a second with all that earlier tests have left."""
+    """A trial of a batch size collects garbage, which takes a second with all objects of earlier tests."""
     gc.freeze()
 
 
