@@ -138,7 +138,7 @@ def test_what_is_no_damage_is_an_error(tmp_path: Path) -> None:
             fit(tmp_path, 3, name)
 
 
-def test_weights_alone_and_several_callbacks(tmp_path: Path) -> None:
+def test_fit_ignores_checkpoints_with_only_weights(tmp_path: Path) -> None:
     """A fit resumes from the newest full checkpoint of all folders, and an evaluation uses the newest weights."""
 
     def both() -> list[tw.Callback]:
@@ -168,7 +168,7 @@ def test_weights_alone_and_several_callbacks(tmp_path: Path) -> None:
     assert fit(tmp_path, 2, "last", callbacks=[saving[0]]).resume_source == f"{tmp_path}/c/a.ckpt"
 
 
-def test_verify(tmp_path: Path) -> None:
+def test_verify_chooses_the_check_of_digests(tmp_path: Path) -> None:
     trainer = fit(tmp_path, 1)
     path = f"{tmp_path}/epoch=0.ckpt"
     flip(tmp_path / "epoch=0.ckpt" / "model-00000.safetensors")
@@ -253,7 +253,7 @@ def test_a_path_goes_on_or_branches_off(tmp_path: Path) -> None:
     assert logged(tmp_path / "other", 2, moved).log_dir == f"{tmp_path}/other/trainwright_logs/version_0"
 
 
-def test_a_given_version_and_loggers_of_several_kinds(tmp_path: Path) -> None:
+def test_a_resumed_run_keeps_versions_of_several_loggers(tmp_path: Path) -> None:
     def loggers() -> list[Any]:
         return [tw.CSVLogger(tmp_path, version=0), tw.TensorBoardLogger(tmp_path), tw.CSVLogger(tmp_path, name="other")]
 

@@ -244,7 +244,7 @@ def test_a_module_is_made_from_a_checkpoint(tmp_path: Path) -> None:
     assert_equal({name: value for name, value in weights(wider).items() if "head" not in name}, weights(module))
 
 
-def test_a_module_that_loads_what_fits(tmp_path: Path) -> None:
+def test_strict_loading_false_loads_matching_tensors(tmp_path: Path) -> None:
     """strict_loading = False: a checkpoint may lack tensors of the module, and have others."""
     path = saved(fit(Tuned(0.1, extra=True)), tmp_path / "with a head.ckpt")
     module = Tuned(0.1)

@@ -75,7 +75,7 @@ def test_a_validation_of_a_later_epoch_is_refused() -> None:
         run("fit", DataLoader(Stream(8, ends_at=2), batch_size=4), max_epochs=3, num_sanity_val_steps=0)
 
 
-def test_a_step_that_pulls_its_batches() -> None:
+def test_a_step_that_pulls_from_an_empty_loader_is_rejected() -> None:
     with pytest.raises(RuntimeError, match="the test loader yielded no batches"):
         run("test", stream(0), Pulling())
     run("test", stream(4), Pulling())

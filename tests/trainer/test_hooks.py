@@ -228,14 +228,14 @@ def expected_of_all(is_first: bool) -> dict[str, list[str]]:
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_the_hooks_of_every_kind_of_run(tmp_path: Path, ranks: int) -> None:
+def test_all_kinds_of_runs_call_their_hooks_in_order(tmp_path: Path, ranks: int) -> None:
     results = [record_all(tmp_path)] if ranks == 1 else run_job(record_all, ranks, tmp_path / "job")
     for rank, found in enumerate(results):
         for name, timeline in expected_of_all(is_first=rank == 0).items():
             assert found[name] == timeline, f"{name} on rank {rank}"
 
 
-def test_the_hooks_of_a_module_with_its_own_loaders(tmp_path: Path) -> None:
+def test_windows_and_validations_call_their_hooks_in_order(tmp_path: Path) -> None:
     """Six batches in windows of two, and a validation after every third batch. The first validation waits for its
     window."""
     calls: list[str] = []

@@ -69,7 +69,7 @@ def finish(logbook: Logbook, num_loaders: int = 1) -> list[dict[str, float]]:
     return logbook.finish(module, num_loaders)
 
 
-def test_the_three_dicts_of_training() -> None:
+def test_the_three_dicts_of_training_have_step_and_epoch_values() -> None:
     logbook, _ = make_logbook()
     collector = start(logbook, "training_step")
     for value in (1.0, 3.0):
@@ -122,7 +122,7 @@ def test_the_sanity_checks_values_are_there_until_it_ends() -> None:
     assert (logbook.callback_metrics, logbook.logged_metrics, rows.rows) == ({}, {}, [])
 
 
-def test_rows_and_their_x_values() -> None:
+def test_rows_have_the_x_values_of_their_stage() -> None:
     rows = Rows()
     logbook, state = make_logbook(rows)
     state.epoch, state.batches_that_stepped, state.step = 2, 7, 14
@@ -220,7 +220,7 @@ def check(result: list[dict[str, float]]) -> None:
         assert len(values) == len(wanted) + 1  # the precision
 
 
-def test_nothing_mixes_between_loaders() -> None:
+def test_loaders_do_not_mix() -> None:
     logbook, _ = make_logbook()
     for _ in range(2):  # and nothing is left for the next validation
         check(evaluate(logbook, BATCHES))
@@ -363,7 +363,7 @@ def test_an_ambiguous_batch_is_told_once() -> None:
     assert len(caught) == 1
 
 
-def test_tables() -> None:
+def test_a_table_has_a_column_per_loader() -> None:
     assert format_table("test metric", [{"acc": 0.5, "loss/step": 1234.5678}]).splitlines() == [
         "----------------------",
         "  test metric  value",

@@ -348,20 +348,20 @@ def test_an_optimizer_that_asks_again_has_the_loss_of_all_ranks(results: list[di
 
 
 @pytest.mark.parametrize("samples", LAST_ROUNDS)
-def test_a_step_that_takes_its_batches_itself(results: list[dict[str, Any]], samples: int) -> None:
+def test_a_step_that_pulls_is_weighted_on_all_ranks(results: list[dict[str, Any]], samples: int) -> None:
     found, others = (result["pulled"][samples] for result in results)
     assert_equal(found, others)
     assert_close(found, pulled(4, samples))
 
 
 @pytest.mark.parametrize("case", FIRST_LOADERS)
-def test_loaders_one_after_the_other_weigh_each_last_round(results: list[dict[str, Any]], case: Any) -> None:
+def test_sequential_loaders_have_weighted_last_rounds(results: list[dict[str, Any]], case: Any) -> None:
     found, others = (result["one after the other"][case] for result in results)
     assert_equal(found, others)
     assert_close(found, one_after_the_other(4, *case))
 
 
-def test_evaluations_after_a_training(results: list[dict[str, Any]]) -> None:
+def test_evaluations_after_a_training_are_exact(results: list[dict[str, Any]]) -> None:
     zero, one = (result["used"] for result in results)
     expected = used_after_training(4)
     assert_equal(zero["weights"], one["weights"])

@@ -26,7 +26,7 @@ def newest(folder: Path) -> Path:
 
 @pytest.mark.launch
 @pytest.mark.parametrize("seeds", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_killed_and_run_again(seeds: int, tmp_path: Path) -> None:
+def test_a_killed_script_ends_like_an_uninterrupted_one_when_it_is_rerun(seeds: int, tmp_path: Path) -> None:
     done = run_python(JOB, tmp_path, seeds, seconds=240.0)
     assert done.returncode == 0, done.stdout + done.stderr
     told = json.loads((tmp_path / "told.json").read_text())

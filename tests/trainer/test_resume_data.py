@@ -191,7 +191,7 @@ def test_an_order_that_no_seed_reaches_is_told_of(tmp_path: Path) -> None:
         train(DataLoader(Recorded(tmp_path / "reads"), sampler=order[::-1]), -1, None, tmp_path / "2.ckpt")
 
 
-def test_taken_up_at_every_batch_of_two_epochs(tmp_path: Path) -> None:
+def test_a_run_can_resume_at_every_batch(tmp_path: Path) -> None:
     """One run requests a save in every batch and every validation batch. Runs resume from all of them, bitwise."""
 
     class SavesAll(tw.Callback):
@@ -364,7 +364,7 @@ def own_loop(loader: Any, path: Path | None, target: Path) -> Any:
 
 
 @pytest.mark.slow
-def test_an_epoch_over_several_world_sizes(tmp_path: Path) -> None:
+def test_an_epoch_can_continue_on_other_world_sizes(tmp_path: Path) -> None:
     seen: dict[str, list[int]] = {"Trainer": [], "iterable": [], "Accelerator": []}
     for ranks in (2, 3, 1):
         results = run_job(part_of_an_epoch, ranks, tmp_path)

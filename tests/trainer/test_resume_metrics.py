@@ -277,7 +277,7 @@ def test_what_cannot_be_stored_is_left_out_and_what_has_changed_begins_anew(tmp_
 
 @pytest.mark.parametrize("reduce_fx", ["mean", "sum", "min", "max"])
 @pytest.mark.parametrize("even", [True, False])
-def test_values_that_wait_on_the_device_go_on_waiting(reduce_fx: str, even: bool) -> None:
+def test_pending_values_are_restored(reduce_fx: str, even: bool) -> None:
     """So the sums are made of the same groups, and are the same numbers, with a save or without."""
     generator = torch.Generator().manual_seed(1)
     values = torch.rand(150, generator=generator).unbind()
@@ -318,7 +318,7 @@ def job(folder: Path) -> Any:
     }
 
 
-def test_on_two_ranks(tmp_path: Path) -> None:
+def test_two_ranks_restore_the_metrics_of_an_epoch(tmp_path: Path) -> None:
     results = run_job(job, 2, tmp_path)
     for result in results:
         assert result["whole"][1]["seen"] == 45

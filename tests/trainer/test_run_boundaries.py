@@ -68,7 +68,7 @@ class Own(Gradients):
 
 
 @pytest.mark.parametrize("kind", [Gradients, Own])
-def test_gradients_of_a_short_last_window(kind: type[Gradients]) -> None:
+def test_a_short_last_window_is_divided_by_its_length(kind: type[Gradients]) -> None:
     """Seven batches in windows of three, of a stream whose end nobody knew when the seventh was divided."""
     module = kind()
     fit(module, DataLoader(Samples(7, shuffle=False), batch_size=1), accumulate_grad_batches=3, gradient_clip_val=0.05)
@@ -86,7 +86,7 @@ def test_gradients_of_a_short_last_window(kind: type[Gradients]) -> None:
     torch.testing.assert_close(weights(module), weights(hand))
 
 
-def test_what_on_train_batch_end_is_given() -> None:
+def test_on_train_batch_end_gets_detached_outputs() -> None:
     given: list[Any] = []
 
     class Returns(Classifier):
@@ -112,7 +112,7 @@ def test_what_on_train_batch_end_is_given() -> None:
 
 
 @pytest.mark.parametrize("stage", ["validation", "test", "predict"])
-def test_hooks_of_one_loader_that_ask_for_its_index_get_zero(stage: str) -> None:
+def test_index_zero_is_passed_to_hooks_of_one_loader(stage: str) -> None:
     given: list[int] = []
 
     class Module(Classifier):
@@ -165,7 +165,7 @@ def streams(mode: Any) -> Any:
 
 
 @pytest.mark.parametrize("mode", [None, "min_size", "max_size", "max_size_cycle", "sequential"])
-def test_going_on_from_any_batch_of_streams(tmp_path: Path, mode: Any) -> None:
+def test_streams_can_resume_at_any_batch(tmp_path: Path, mode: Any) -> None:
     """From an epoch's last batch too, though nobody has read the stream's end yet."""
     torch.manual_seed(3)
     whole = Noisy()
@@ -698,7 +698,7 @@ def test_rows_that_are_logged_in_teardown_are_written(tmp_path: Path) -> None:
     ("scheduling", "settings", "steps"),
     [({0: 4}, {}, 9), ({0: 1, 1: 2, 2: 8}, {}, 11 + 6 + 2), ({1: 3}, {}, 11 + 4 + 4), ({0: 4}, {"max_steps": 5}, 5)],
 )
-def test_the_steps_to_come_know_of_scheduled_windows(
+def test_estimated_steps_include_scheduled_windows(
     scheduling: dict[int, int], settings: dict[str, Any], steps: int
 ) -> None:
     class Planned(Classifier):

@@ -73,7 +73,7 @@ def test_two_trainers_do_not_know_of_each_other() -> None:
     assert first.callback_metrics.keys() == {"loss", "loss_step", "loss_epoch"}
 
 
-def test_evaluations_around_a_fit(tmp_path: Path) -> None:
+def test_evaluations_do_not_change_a_fit(tmp_path: Path) -> None:
     """They change neither weights nor counters, nor the result of a training after them."""
     checkpoint = tw.ModelCheckpoint(tmp_path, monitor="val_loss")
     trainer = tw.Trainer(max_epochs=2, callbacks=checkpoint, **{**QUIET, "enable_checkpointing": True})

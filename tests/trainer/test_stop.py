@@ -127,7 +127,7 @@ OF_THE_HOST = [pytest.param(each, marks=pytest.mark.host if "last epoch's end" i
 
 
 @pytest.mark.parametrize("place", OF_THE_HOST)
-def test_it_is_saved_once_and_goes_on_bitwise(place: str, tmp_path: Path, whole: Any, capfd: Any) -> None:
+def test_a_stop_is_saved_once_and_resumes_bitwise(place: str, tmp_path: Path, whole: Any, capfd: Any) -> None:
     hook, call, name = PLACES[place]
     before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)]
     keep = {"async_save": "asynchronous" in place}
@@ -188,7 +188,7 @@ def test_without_a_checkpoint_it_says_so(options: dict[str, Any], tmp_path: Path
     assert list(tmp_path.iterdir()) == []
 
 
-def test_ctrl_c(tmp_path: Path, capfd: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_stops_and_saves_the_run(tmp_path: Path, capfd: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     _, trainer, _, code = fit(tmp_path / "script", Sender("on_train_batch_end", 2, signal.SIGINT))
     assert (code, trainer.interrupted, trainer.received_sigterm) == (130, True, False)
     assert "trainwright: Ctrl-C has stopped the run" in capfd.readouterr().err
@@ -248,7 +248,7 @@ def test_in_another_thread_nothing_is_installed(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("array", [False, True])
 @pytest.mark.parametrize("fails", [False, True])
-def test_slurm_requeues_on_sigusr1(
+def test_sigusr1_requeues_a_slurm_job(
     array: bool, fails: bool, tmp_path: Path, capfd: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tool = tmp_path / "scontrol"
@@ -334,7 +334,7 @@ def test_gathered_gradients_are_stepped_before_a_save(call: int, tmp_path: Path)
     ]
 
 
-def test_the_first_checkpoint_callback_that_keeps_any_saves_the_stop(tmp_path: Path) -> None:
+def test_the_first_saving_callback_writes_the_stop(tmp_path: Path) -> None:
     keeping = tw.ModelCheckpoint(tmp_path / "kept")
     callbacks = [tw.ModelCheckpoint(tmp_path / "none", save_top_k=0), keeping]
     trainer = tw.Trainer(callbacks=callbacks, **{**QUIET, "enable_checkpointing": True, "max_steps": 3})

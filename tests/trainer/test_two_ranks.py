@@ -301,7 +301,7 @@ def test_two_ranks_equal_one_process_on_the_same_global_batch(results: list[dict
     assert_close(results[0][name], train(8, **CASES[name]), 1e-3 if "16" in name else 1e-6)
 
 
-def test_manual_optimization_averages_both_optimizers_gradients_from_the_first_step(
+def test_manual_optimization_has_averaged_gradients_from_the_first_step(
     results: list[dict[str, Any]],
 ) -> None:
     assert_equal(results[0]["gan"], results[1]["gan"])
@@ -345,7 +345,7 @@ def test_a_checkpoint_of_two_ranks_is_read_by_one(results: list[dict[str, Any]])
     assert trainer.current_epoch == 5
 
 
-def test_no_collective_of_ours_in_a_batch(results: list[dict[str, Any]]) -> None:
+def test_a_batch_adds_no_collective(results: list[dict[str, Any]]) -> None:
     assert [result["collectives"] for result in results] == [0, 0]
 
 
