@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from trainwright.devices.out_of_memory import give_back
+from trainwright.devices.hardware import free_unused_memory
 
 
 def release_memory(*objects: Any) -> Any:
@@ -15,5 +15,5 @@ def release_memory(*objects: Any) -> Any:
     count = len(objects)
     # This tuple would keep them alive.
     del objects
-    give_back()
+    free_unused_memory()
     return [None] * count
