@@ -131,6 +131,15 @@ class Low(torch.optim.SGD):
         return super().step(closure)
 
 
+def fit(
+    module: tw.Module, loader: Any = None, val: Any = None, *, ckpt_path: Any = None, **settings: Any
+) -> tw.Trainer:
+    """Train one epoch of 11 batches, or as the settings say, and return the trainer."""
+    trainer = tw.Trainer(**{"max_epochs": 1, "num_sanity_val_steps": 0, **QUIET, **settings})
+    trainer.fit(module, make_loader() if loader is None else loader, val, ckpt_path=ckpt_path)
+    return trainer
+
+
 def weights(module: nn.Module) -> dict[str, Tensor]:
     return {name: value.detach().cpu().clone() for name, value in module.state_dict().items()}
 

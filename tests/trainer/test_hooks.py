@@ -13,7 +13,6 @@ from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 
 import trainwright as tw
-from trainwright.module import is_overridden
 from trainwright.module_hooks import ModuleHooks
 from trainwright.trainer.hooks import HOOKS, nearest_hook
 
@@ -266,63 +265,24 @@ def test_gradients_are_unscaled_when_before_optimizer_step_is_called() -> None:
     torch.testing.assert_close(norms["16-mixed"], norms["32-true"], rtol=0.05, atol=0.01)
 
 
-def test_minus_one_from_batch_start_ends_the_epoch() -> None:
-    class Stop(tw.Callback):
-        def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> int | None:
-            return -1 if batch_idx == 3 else None
-
-    trainer = tw.Trainer(max_epochs=2, callbacks=[Stop()], **QUIET)
-    trainer.fit(Classifier(), make_loader())
-    assert trainer.global_step == 6
-    assert trainer.current_epoch == 2
-
-
-@pytest.mark.parametrize("error", [ArithmeticError("no such luck"), KeyboardInterrupt("no such luck")])
-def test_an_exception_is_told_and_the_run_is_taken_down(error: BaseException) -> None:
+@pytest.mark.parametrize("kind", [ArithmeticError, KeyboardInterrupt, SystemExit])
+def test_an_exception_reaches_its_hooks_and_tears_the_run_down(kind: type[BaseException]) -> None:
     calls: list[str] = []
     last = ("on_exception", "teardown", "on_train_batch_end", "on_train_end", "on_fit_end")
 
     class Broken(Classifier):
         def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-            raise error
+            raise kind("no such luck")
 
     data = recording(Data, ("on_exception", "teardown"), "D", calls)()
     callback = recording(tw.Callback, last, "C", calls)()
     module = recording(Broken, ("teardown", *last[2:]), "M", calls)()
     trainer = tw.Trainer(max_epochs=1, limit_val_batches=0, callbacks=[callback], **QUIET)
-    with pytest.raises(type(error), match="no such luck"):
+    with pytest.raises(kind, match="no such luck"):
         trainer.fit(module, datamodule=data)
     assert calls == ["C.on_exception", "D.on_exception", "D.teardown", "C.teardown", "M.teardown"]
     assert trainer.interrupted
     assert not trainer.training
-
-
-def test_a_hook_set_on_the_instance_counts_as_overridden() -> None:
-    module = Classifier()
-    assert not is_overridden("on_train_start", module, tw.Module)
-    seen: list[int] = []
-    module.on_train_start = lambda: seen.append(1)  # type: ignore[method-assign]
-    tw.Trainer(max_epochs=1, **QUIET).fit(module, make_loader())
-    assert seen == [1]
-
-
-def test_callbacks_of_the_module_take_the_place_of_the_trainers() -> None:
-    class Named(tw.Callback):
-        def __init__(self, name: str) -> None:
-            self.name = name
-
-    class Choosing(Classifier):
-        def configure_callbacks(self) -> Any:
-            return Named("module's")
-
-    checkpoint = tw.ModelCheckpoint()
-    trainer = tw.Trainer(
-        max_epochs=1, callbacks=[checkpoint, Named("trainer's")], **{**QUIET, "enable_checkpointing": True}
-    )
-    for _ in range(2):
-        trainer.fit(Choosing(), make_loader())
-        assert [getattr(each, "name", "") for each in trainer.callbacks] == ["module's", ""]
-        assert trainer.callbacks[-1] is checkpoint  # checkpoints stay last
 
 
 class Misspelt(Classifier):

@@ -131,39 +131,6 @@ def test_rows_of_the_csv_logger(tmp_path: Path) -> None:
     assert torch.tensor(float(rows[2]["both_epoch"])) == trainer.callback_metrics["both"]
 
 
-@pytest.mark.parametrize(
-    ("log", "error", "match"),
-    [
-        (lambda m, b, i, loss: m.log("x", torch.zeros(2)), ValueError, r"shape \(2,\).*mean"),
-        (lambda m, b, i, loss: m.log("x", "text"), TypeError, "got a str"),
-        (lambda m, b, i, loss: m.log("x", 1, reduce_fx="median"), ValueError, "choose from mean, sum, min, max"),
-        (lambda m, b, i, loss: m.log("x", 1, on_step=False, on_epoch=False), ValueError, "at least one"),
-        (
-            lambda m, b, i, loss: (m.log("x", 1), m.log("x", 1, prog_bar=True)),
-            ValueError,
-            "prog_bar=False and then True",
-        ),
-        (lambda m, b, i, loss: m.log("x", MeanMetric()), ValueError, "not an attribute of the module"),
-        (lambda m, b, i, loss: m.log(3, 1), TypeError, "name is a str"),
-    ],
-)
-def test_log_refuses(log: Callable[..., Any], error: type[Exception], match: str) -> None:
-    with pytest.raises(error, match=match):
-        fit(log)
-
-
-def test_log_outside_of_a_run_is_refused() -> None:
-    with pytest.warns(UserWarning, match=r"attached to no trainer.*trainer\.fit"):
-        Classifier().log("x", 1.0)
-
-    class Early(Classifier):
-        def on_fit_start(self) -> None:
-            self.log("x", 1.0)
-
-    with pytest.raises(RuntimeError, match="where nothing is collected"):
-        tw.Trainer(**QUIET).fit(Early(), make_loader())
-
-
 def test_unequal_leading_sizes_warn_and_name_the_remedy() -> None:
     class Odd(Classifier):
         def validation_step(self, batch: Any, batch_idx: int) -> None:
@@ -171,26 +138,6 @@ def test_unequal_leading_sizes_warn_and_name_the_remedy() -> None:
 
     with pytest.warns(UserWarning, match=r"leading sizes \[3, 5\].*batch_size="):
         tw.Trainer(**QUIET).validate(Odd(), [(torch.zeros(3, 8), torch.zeros(5))])
-
-
-def test_the_sanity_check_leaves_no_metrics() -> None:
-    seen: list[Any] = []
-
-    class Watch(tw.Callback):
-        def on_train_start(self, trainer: Any, module: Any) -> None:
-            seen.append(dict(trainer.callback_metrics))
-
-    tw.Trainer(max_epochs=1, callbacks=Watch(), **QUIET).fit(Classifier(), make_loader(), make_loader())
-    assert seen == [{}]
-
-
-def test_logging_where_nothing_is_collected_any_more_is_refused() -> None:
-    class Late(Classifier):
-        def on_validation_end(self) -> None:
-            self.log("late", 1.0)
-
-    with pytest.raises(RuntimeError, match="where nothing is collected"):
-        tw.Trainer(max_epochs=1, **QUIET).fit(Late(), make_loader(), make_loader())
 
 
 def test_numbers_of_other_kinds_and_batches_without_tensors() -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import small
 import torch
 from small import QUIET, Classifier, assert_close, assert_equal, loss_of, make_loader, weights
 from torch import Tensor, nn
@@ -31,9 +32,7 @@ class Plain(Classifier):
 
 
 def fit(module: tw.Module, val: Any = None, **settings: Any) -> tw.Trainer:
-    trainer = tw.Trainer(**{"max_epochs": 1, "num_sanity_val_steps": 0, "fused_optimizers": False, **QUIET, **settings})
-    trainer.fit(module, make_loader(), val)
-    return trainer
+    return small.fit(module, None, val, **{"fused_optimizers": False, **settings})
 
 
 def by_hand(

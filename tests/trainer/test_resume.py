@@ -149,14 +149,6 @@ def test_a_save_within_a_window_waits_for_its_end(tmp_path: Path) -> None:
     assert_equal(train(str(tmp_path / "within.ckpt"), None), whole)
 
 
-def test_a_checkpoint_in_memory() -> None:
-    whole, trainer = run(Path("whole"), 1)
-    trainer.save_checkpoint("memory://run/epoch.ckpt")
-    module = Noisy()
-    tw.Trainer(**QUIET).test(module, make_loader(10, 4), ckpt_path="memory://run/epoch.ckpt")
-    assert_equal(weights(module), {name: value for name, value in whole.items() if "/" not in name})
-
-
 def test_what_cannot_be_resumed_is_refused_and_changes_nothing(tmp_path: Path) -> None:
     _, trainer = run(tmp_path, 1)
     path = trainer.checkpoint_callback.best_model_path
@@ -190,30 +182,6 @@ def test_what_cannot_be_resumed_is_refused_and_changes_nothing(tmp_path: Path) -
     with pytest.raises(tw.CheckpointError, match=model.name):
         tw.Trainer(max_epochs=2, **QUIET).fit(module, make_loader(), ckpt_path=path)
     assert_equal(weights(module), before)
-
-
-def test_best_and_last_without_a_checkpoint_say_what_to_do(tmp_path: Path) -> None:
-    callback = tw.ModelCheckpoint(str(tmp_path))
-    trainer = tw.Trainer(max_epochs=1, callbacks=[callback], **{**QUIET, "enable_checkpointing": True})
-    for name in ("best", "last"):
-        with pytest.raises(tw.CheckpointError, match="no checkpoint was saved"):
-            trainer.test(Noisy(), make_loader(), ckpt_path=name)
-        with pytest.raises(ValueError, match="this trainer has none"):
-            tw.Trainer(**QUIET).test(Noisy(), make_loader(), ckpt_path=name)
-
-
-def test_the_accelerator_takes_up_a_trainers_checkpoint(tmp_path: Path) -> None:
-    _, trainer = run(tmp_path, 1)
-    accelerator = tw.Accelerator(cpu=ON_HOST)
-    module = Noisy()
-    [optimizer], [scheduler] = module.configure_optimizers()
-    model, optimizer, scheduler = accelerator.prepare(module, optimizer, scheduler)
-    accelerator.load_state(trainer.checkpoint_callback.best_model_path)
-    assert accelerator.step_count == 12
-    path = accelerator.save_state(str(tmp_path / "raw.ckpt"))
-    again = Noisy()
-    tw.Trainer(**QUIET).test(again, make_loader(), ckpt_path=path)
-    assert_equal(weights(again), weights(model))
 
 
 def test_the_accelerator_goes_on_within_an_epoch(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import small
 import torch
 from small import QUIET, Classifier, assert_equal, loss_of, make_data, make_loader, weights
 from torch import Tensor, nn
@@ -20,9 +21,8 @@ from trainwright.loggers import CSVLogger
 
 
 def fit(module: tw.Module, loader: Any = None, val: Any = None, ckpt_path: Any = None, **settings: Any) -> tw.Trainer:
-    trainer = tw.Trainer(**{**QUIET, "max_epochs": 1, "num_sanity_val_steps": 0, **settings})
-    trainer.fit(module, make_loader(16, 4) if loader is None else loader, val, ckpt_path=ckpt_path)
-    return trainer
+    loader = make_loader(16) if loader is None else loader
+    return small.fit(module, loader, val, ckpt_path=ckpt_path, **settings)
 
 
 def saving(folder: Path, **settings: Any) -> dict[str, Any]:
@@ -260,7 +260,7 @@ class SavesInBatch(Classifier):
             optimizer.zero_grad()
             self.manual_backward(loss)
             optimizer.step()
-            self.ask("after a step")
+            self.ask("after_a_step")
         return loss
 
     def on_before_zero_grad(self, optimizer: Any) -> None:
@@ -288,23 +288,23 @@ class SavesInBatch(Classifier):
         return [optimizer], [{"scheduler": StepLR(optimizer, 1, 0.9), "interval": "step"}]
 
 
-@pytest.mark.parametrize(
-    "moment",
-    [
-        "on_train_batch_start",
-        "training_step",
-        "on_before_zero_grad",
-        "on_before_backward",
-        "on_after_backward",
-        "on_before_optimizer_step",
-        "optimizer_step",
-        "lr_scheduler_step",
-        "after a step",
-    ],
-)
+MOMENTS = [
+    "on_train_batch_start",
+    "training_step",
+    "on_before_zero_grad",
+    "on_before_backward",
+    "on_after_backward",
+    "on_before_optimizer_step",
+    "optimizer_step",
+    "lr_scheduler_step",
+    "after_a_step",
+]
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
 def test_a_save_within_a_batch_is_of_its_end(tmp_path: Path, moment: str) -> None:
     """A resumed run repeats no batch that was drawn, of which gradients wait, or with which the weights were stepped."""
-    is_manual = moment == "after a step"
+    is_manual = moment == "after_a_step"
     whole, resumed = SavesInBatch(moment, tmp_path / "a.ckpt", is_manual=is_manual), SavesInBatch(is_manual=is_manual)
     fit(whole, DataLoader(Drawing(), batch_size=4), max_epochs=2)
     assert whole.written == [False]

@@ -18,8 +18,8 @@ from torch.optim import Optimizer
 from trainwright.devices import hardware
 from trainwright.engine.engine import Engine
 from trainwright.rank_zero import rank_zero_warn
+from trainwright.strategies.fsdp2.wrap_policy import WrapPolicy, check_policy, choose_groups
 from trainwright.strategies.memory_plan import ALONE, FULLY_SHARDED, MEMORY_PLANS, DeviceBytes, MemoryPlan
-from trainwright.strategies.wrap_policy import WrapPolicy, check_policy, choose_groups
 
 __all__ = ["MOST_USED", "available_memory", "size_text"]
 

@@ -69,8 +69,16 @@ def launcher_command(
         options["--add-path"] = Path(torch_file).parent.parent
     if report is not None:
         options["--report"] = report
-    start = str(Path(__file__).with_name("start.py"))
-    return [sys.executable, *flags, start, *(str(each) for pair in options.items() for each in pair), "--", *command]
+    entry = str(Path(__file__).with_name("entry.py"))
+    return [
+        sys.executable,
+        *flags,
+        entry,
+        "launcher",
+        *(str(each) for pair in options.items() for each in pair),
+        "--",
+        *command,
+    ]
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -20,8 +20,8 @@ from trainwright.distributed.environment import Environment
 from trainwright.distributed.ranks import Ranks
 from trainwright.engine import nests
 from trainwright.engine.engine import Engine
-from trainwright.raw_loop.loaders import SkippedBatches, skip_first_batches, synchronize
-from trainwright.raw_loop.processes import PartialState, Processes
+from trainwright.raw_loop.dataloaders import SkippedBatches, skip_first_batches, synchronize
+from trainwright.raw_loop.job_states import PartialState, Processes
 
 
 class Collectives(Processes):

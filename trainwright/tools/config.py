@@ -16,9 +16,17 @@ from trainwright.devices.hardware import describe_devices
 from trainwright.distributed.masking import shown
 from trainwright.distributed.network import DEFAULT_PORT, LOOPBACK
 from trainwright.launch.cli import Parser, check_config
-from trainwright.launch.config import KEYS, Config, Entry, checked_variable, config_path, find_config, nearest
-from trainwright.launch.sources import NameCheck
-from trainwright.launch.variables import printable
+from trainwright.launch.config import (
+    KEYS,
+    Config,
+    Entry,
+    checked_variable,
+    config_path,
+    find_config,
+    nearest,
+    printable,
+)
+from trainwright.launch.setting_sources import NameCheck
 from trainwright.strategies import CHOICES
 from trainwright.tools.machine import best_precision, why_missing
 

@@ -15,9 +15,8 @@ from trainwright.devices.hardware import describe_devices, package_versions
 from trainwright.distributed.masking import HIDDEN
 from trainwright.engine.memory import available_memory, size_text
 from trainwright.launch.cli import Parser, check_config
-from trainwright.launch.config import Config, config_path, find_config
-from trainwright.launch.sources import NameCheck
-from trainwright.launch.variables import of_jobs
+from trainwright.launch.config import Config, config_path, find_config, of_jobs
+from trainwright.launch.setting_sources import NameCheck
 from trainwright.tools.machine import LISTED_STRATEGIES, why_missing
 
 

@@ -18,8 +18,7 @@ from trainwright.devices import hardware
 from trainwright.devices.hardware import describe_devices
 from trainwright.distributed.environment import Environment
 from trainwright.launch.cli import Parser
-from trainwright.launch.config import find_config
-from trainwright.launch.variables import set_variables_of
+from trainwright.launch.config import find_config, set_variables_of
 from trainwright.strategies import SPAWNING, STRATEGIES, VARIANTS
 from trainwright.strategies.memory_plan import ALONE
 from trainwright.tools.choices import choose

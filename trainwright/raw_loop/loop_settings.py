@@ -15,6 +15,7 @@ from trainwright.raw_loop.options import (
     DistributedDataParallelKwargs,
     GradScalerKwargs,
     InitProcessGroupKwargs,
+    ProfileKwargs,
     by_kind,
 )
 from trainwright.raw_loop.plugins import (
@@ -23,7 +24,6 @@ from trainwright.raw_loop.plugins import (
     GradientAccumulationPlugin,
     check_length,
 )
-from trainwright.raw_loop.profiling import ProfileKwargs
 from trainwright.strategies import Strategy
 
 REPLACED = {
