@@ -1,4 +1,4 @@
-"""This process to others: its machine, its id and its start time, which tell whether it still lives; and its CPU cores."""
+"""Which process wrote something, so that others can see whether it still lives: its machine, its id and when it started."""
 
 from __future__ import annotations
 
@@ -36,8 +36,3 @@ def is_process_alive(pid: int, start: str) -> bool:
     except PermissionError:  # another user's process: the id is in use
         pass
     return process_start_time(pid) == start
-
-
-def num_cores() -> int:
-    """Return the number of CPU cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

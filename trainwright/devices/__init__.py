@@ -3,3 +3,10 @@
 `hardware.py` queries torch in the same way for all accelerators, `abilities.py` tries what a device can do, `generators.py`
 saves the states of its generators, and `cuda.py` contains everything specific to CUDA.
 """
+
+import os
+
+
+def num_cores() -> int:
+    """Return the number of CPU cores that this process may use; it needs no torch."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -15,9 +15,8 @@ from typing import Any
 
 import torch
 
-from trainwright.devices import cuda
+from trainwright.devices import cuda, num_cores
 from trainwright.errors import a_type_of
-from trainwright.process_identity import num_cores
 
 __all__ = ["accelerator_type", "count", "describe_devices", "package_versions", "resolve_device_type"]
 

@@ -15,6 +15,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
+from trainwright.devices import num_cores
 from trainwright.distributed.environment import JOB_VARIABLE
 from trainwright.distributed.masking import shown
 from trainwright.distributed.network import DEFAULT_PORT, LOOPBACK
@@ -23,7 +24,6 @@ from trainwright.launch.config import CONFIG_VARIABLE, KEY_OF, OTHER_WORDS, Conf
 from trainwright.launch.nodes import WAIT_SECONDS, Job, Nodes
 from trainwright.launch.processes import GRACE_SECONDS, GRACE_VARIABLE, supervise
 from trainwright.launch.setting_sources import FLAGS, Given, NameCheck, Setting, Sources
-from trainwright.process_identity import num_cores
 
 __all__ = ["Parser", "check_config", "check_script", "split_command"]
 

@@ -15,11 +15,11 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
+from trainwright.devices import num_cores
 from trainwright.distributed.environment import JOB_VARIABLE
 from trainwright.distributed.network import LOOPBACK, loopback_interface
 from trainwright.launch.command import own_command
 from trainwright.launch.nodes import Job, Nodes, nodes_of
-from trainwright.process_identity import num_cores
 
 __all__ = ["GRACE_VARIABLE", "launcher_command"]
 
