@@ -175,7 +175,7 @@ def test_what_engines_are_asked_for_is_listed() -> None:
     used = {
         (path.name, node.attr)
         for path, tree in trees().items()
-        if path.parent.name == "strategies"
+        if "strategies" in path.parts
         for node in ast.walk(tree)
         if isinstance(node, ast.Attribute) and ast.unparse(node.value) in ("zero", "engine.optimizer", "scaler")
     }

@@ -19,10 +19,10 @@ from torchmetrics import MeanMetric
 import trainwright as tw
 from trainwright.engine.named_state import model_pieces, named_optimizers, optimizer_pieces
 from trainwright.strategies.base import Strategy
-from trainwright.strategies.ddp import DDPStrategy
-from trainwright.strategies.ddp_sharded import ShardedDDPStrategy
-from trainwright.strategies.deepspeed import DeepSpeedStrategy
-from trainwright.strategies.fsdp import FSDPStrategy
+from trainwright.strategies.ddp.strategy import DDPStrategy
+from trainwright.strategies.fsdp2.strategy import FSDPStrategy
+from trainwright.strategies.oss.strategy import ShardedDDPStrategy
+from trainwright.strategies.zero.strategy import DeepSpeedStrategy
 
 WORLDS = (1, 2, 4)
 ROUND, STEPS = 8, 2

@@ -27,7 +27,6 @@ from trainwright.precision import resolve_precision
 from trainwright.precision.base import Closure, Precision, Sender
 from trainwright.precision.mixed import NoFastPath
 from trainwright.rank_zero import rank_zero_warn
-from trainwright.strategies import deepspeed_config, zero_cleanup, zero_state
 from trainwright.strategies.base import (
     Clipping,
     Optimization,
@@ -39,7 +38,12 @@ from trainwright.strategies.base import (
     refuse_unreplicable,
     trained,
 )
-from trainwright.strategies.deepspeed_engine import (
+from trainwright.strategies.replaced_options import EVERY, OF_DEEPSPEED, refuse_options
+from trainwright.strategies.sparse_gradients import refuse_sparse_weights
+from trainwright.strategies.used_parameters import BackwardGuard, are_all_stepped
+from trainwright.strategies.zero import deepspeed_config, zero_cleanup, zero_state
+from trainwright.strategies.zero.master_optimizer import MasterOptimizer, Shard
+from trainwright.strategies.zero.vendor import (
     check_supported,
     make_engine,
     refuse_other_dtype,
@@ -48,13 +52,9 @@ from trainwright.strategies.deepspeed_engine import (
     refuse_strangers,
     scale_losses,
 )
-from trainwright.strategies.master_optimizer import MasterOptimizer, Shard
-from trainwright.strategies.replaced_options import EVERY, OF_DEEPSPEED, refuse_options
-from trainwright.strategies.sparse_gradients import refuse_sparse_weights
-from trainwright.strategies.used_parameters import BackwardGuard, are_all_stepped
-from trainwright.strategies.zero_optimizer import Part, ZeroOptimizer, ZeroPrecision
-from trainwright.strategies.zero_order import ReductionOrder
-from trainwright.strategies.zero_write_back import ZeroWriteBack, note_empty_parameter, update_masters
+from trainwright.strategies.zero.zero_optimizer import Part, ZeroOptimizer, ZeroPrecision
+from trainwright.strategies.zero.zero_order import ReductionOrder
+from trainwright.strategies.zero.zero_write_back import ZeroWriteBack, note_empty_parameter, update_masters
 from trainwright.tensor_names import state_entries
 
 

@@ -14,7 +14,7 @@ from trainwright.checkpoint.contents import placed
 from trainwright.checkpoint.tensors import Piece, TensorEntry
 from trainwright.rank_zero import rank_zero_warn
 from trainwright.strategies.base import Clipping, by_parameter, new_state
-from trainwright.strategies.master_optimizer import MasterOptimizer, Shard
+from trainwright.strategies.zero.master_optimizer import MasterOptimizer, Shard
 
 
 def shards_of(zero: Any, stage: int, rank: int) -> Iterator[Shard]:

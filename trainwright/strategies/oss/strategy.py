@@ -36,8 +36,8 @@ from trainwright.strategies.base import (
 from trainwright.strategies.deferred_all_reduce import DeferredAllReduce
 from trainwright.strategies.left_shards import LEFT, Left
 from trainwright.strategies.optimizer_proxy import REPLACED, OptimizerProxy, UsedParameters
+from trainwright.strategies.oss.vendor import make_wrapper
 from trainwright.strategies.replaced_options import OF_DDP, refuse_options
-from trainwright.strategies.sharded_wrapper import make_wrapper
 from trainwright.strategies.sparse_gradients import refuse_sparse_weights
 from trainwright.strategies.used_parameters import refuse_reentrant
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from trainwright.devices.accelerator import resolve_device_type
+from trainwright.devices.hardware import resolve_device_type
 from trainwright.errors import a_type_of, did_you_mean
 from trainwright.overrides import overridden
 from trainwright.precision import MIXED, Precision, resolve_precision
@@ -15,6 +15,7 @@ from trainwright.raw_loop.options import (
     DistributedDataParallelKwargs,
     GradScalerKwargs,
     InitProcessGroupKwargs,
+    ProfileKwargs,
     by_kind,
 )
 from trainwright.raw_loop.plugins import (
@@ -23,7 +24,6 @@ from trainwright.raw_loop.plugins import (
     GradientAccumulationPlugin,
     check_length,
 )
-from trainwright.raw_loop.profiling import ProfileKwargs
 from trainwright.strategies import Strategy
 
 REPLACED = {

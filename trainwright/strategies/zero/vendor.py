@@ -20,7 +20,7 @@ from trainwright.devices import cuda
 from trainwright.distributed.environment import Environment, announce_local_rank, announced
 from trainwright.precision.base import Precision
 from trainwright.strategies.base import changed, parameters_of, trained
-from trainwright.strategies.master_optimizer import MasterOptimizer
+from trainwright.strategies.zero.master_optimizer import MasterOptimizer
 
 ACCELERATORS = ("cpu", cuda.NAME, "xpu")
 """The torch devices that DeepSpeed supports."""

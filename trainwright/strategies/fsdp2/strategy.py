@@ -48,19 +48,8 @@ from trainwright.strategies.base import (
     with_gradients,
 )
 from trainwright.strategies.deferred_all_reduce import DeferredAllReduce
-from trainwright.strategies.known_optimizers import no_shards, refuse_unknown_optimizer, refuse_unsharded
-from trainwright.strategies.low_precision_layers import Float32, allow_float32, find_float32
-from trainwright.strategies.placement import innermost_first, materialize, move
-from trainwright.strategies.replaced_options import OF_FSDP, refuse_options, reshards
-from trainwright.strategies.shard_write_back import (
-    carried_hooks,
-    record_versions,
-    record_versions_before,
-    write_back,
-    write_back_after,
-    write_through_data,
-)
-from trainwright.strategies.sharded_access import (
+from trainwright.strategies.fsdp2.low_precision_layers import Float32, allow_float32, find_float32
+from trainwright.strategies.fsdp2.sharded_access import (
     ROOT,
     Root,
     failing,
@@ -72,10 +61,21 @@ from trainwright.strategies.sharded_access import (
     reshard_after_call,
     unshard_for_call,
 )
+from trainwright.strategies.fsdp2.split_groups import by_kind, split_groups
+from trainwright.strategies.fsdp2.vendor import (
+    carried_hooks,
+    record_versions,
+    record_versions_before,
+    write_back,
+    write_back_after,
+    write_through_data,
+)
+from trainwright.strategies.fsdp2.wrap_policy import MIN_PARAMETERS, WrapPolicy, check_policy, choose_groups, recomputed
+from trainwright.strategies.known_optimizers import no_shards, refuse_unknown_optimizer, refuse_unsharded
+from trainwright.strategies.placement import innermost_first, materialize, move
+from trainwright.strategies.replaced_options import OF_FSDP, refuse_options, reshards
 from trainwright.strategies.sparse_gradients import refuse_sparse_weights
-from trainwright.strategies.split_groups import by_kind, split_groups
 from trainwright.strategies.used_parameters import BackwardGuard, RanksUse, refuse_reentrant
-from trainwright.strategies.wrap_policy import MIN_PARAMETERS, WrapPolicy, check_policy, choose_groups, recomputed
 
 
 class FSDPStrategy(Strategy):

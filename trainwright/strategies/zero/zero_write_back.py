@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trainwright.strategies.master_optimizer import Shard
+from trainwright.strategies.zero.master_optimizer import Shard
 
 EMPTY = re.compile(r"\(0\)|\[0\]")
 """What torch's errors say of a tensor of one dimension without elements."""

@@ -19,7 +19,6 @@ from torch.optim import Optimizer
 from trainwright.duration import seconds_of
 from trainwright.precision.base import Closure, Sender
 from trainwright.rank_zero import rank_zero_warn
-from trainwright.strategies.anchored_forward import AnchoredForward
 from trainwright.strategies.autograd_graph import graph_leaves
 from trainwright.strategies.base import (
     Clipping,
@@ -37,6 +36,7 @@ from trainwright.strategies.base import (
     trained,
     with_gradients,
 )
+from trainwright.strategies.ddp.anchored_forward import AnchoredForward
 from trainwright.strategies.replaced_options import OF_DDP, refuse_options
 from trainwright.strategies.used_parameters import refuse_reentrant
 

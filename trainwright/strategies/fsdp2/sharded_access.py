@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from trainwright.strategies.base import StepForward
-from trainwright.strategies.shard_write_back import record_versions, write_back
+from trainwright.strategies.fsdp2.vendor import record_versions, write_back
 from trainwright.strategies.used_parameters import failed_before
 
 ROOT = "_fsdp_root"

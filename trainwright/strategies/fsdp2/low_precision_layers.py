@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
-from trainwright.strategies.wrap_policy import has_forward
+from trainwright.strategies.fsdp2.wrap_policy import has_forward
 
 SMALL = 100_000
 """Up to this many elements a layer's float32 parameters stay whole on each rank, because sharding costs more."""

@@ -24,7 +24,7 @@ from trainwright.engine.window import AccumulationWindows
 from trainwright.errors import a_type_of
 from trainwright.overrides import active_observer
 from trainwright.rank_zero import rank_zero_warn
-from trainwright.raw_loop.loaders import LoaderOptions, SkippedBatches
+from trainwright.raw_loop.dataloaders import LoaderOptions, SkippedBatches
 from trainwright.raw_loop.plugins import GradientAccumulationPlugin
 from trainwright.strategies.base import Optimization, StepResult
 

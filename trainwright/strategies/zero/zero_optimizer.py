@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from trainwright.precision.base import Precision, Sender
 from trainwright.strategies.base import parameters_of
-from trainwright.strategies.master_optimizer import MasterOptimizer, StateByParameter
 from trainwright.strategies.optimizer_proxy import OptimizerProxy
-from trainwright.strategies.zero_order import ReductionOrder
+from trainwright.strategies.zero.master_optimizer import MasterOptimizer, StateByParameter
+from trainwright.strategies.zero.zero_order import ReductionOrder
 
 
 class Part(nn.Module):
