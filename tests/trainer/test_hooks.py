@@ -1,4 +1,4 @@
-"""The complete order of the hooks, as trainer/hooks.py draws it: each kind of run, on one process and on two ranks."""
+"""The complete order of the hooks in trainer/hooks.py for all kinds of runs, on one process and on two ranks."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ OF_CALLBACKS = (*HOOKS, "state_dict", "load_state_dict")
 
 
 def recording(base: type, names: Any, who: str, calls: list[str]) -> type:
-    """Return a subclass that records each of these methods before it runs it."""
+    """Return a subclass that records these methods before it runs them."""
 
     def record(name: str) -> Any:
         inner = getattr(base, name)
@@ -78,7 +78,7 @@ class Data(tw.DataModule):
 
 
 class Planned(Classifier):
-    """Has a scheduler of each kind, and loaders of its own."""
+    """Has schedulers of all kinds, and its loaders."""
 
     def __init__(self, calls: list[str], callback: tw.Callback) -> None:
         super().__init__()
@@ -125,7 +125,7 @@ def moved(who: str) -> str:
 
 
 def evaluation(stage: str, who: str, loaders: str, *, batches: int = 1, ending: str = "") -> str:
-    """What validation, test and prediction call, whose loaders and transfer hooks are `who`'s."""
+    """The calls of a validation, test or prediction whose loaders and transfer hooks belong to `who`."""
     batch = f"{moved(who)} {both(f'on_{stage}_batch_start')} M.{stage}_step {both(f'on_{stage}_batch_end')} "
     save_point = "C.on_save_point" if stage == "validation" else ""
     return f"""{loaders} M.on_{stage}_model_eval {both(f"on_{stage}_start", f"on_{stage}_epoch_start")} {batch * batches}
@@ -142,7 +142,7 @@ def training_batch(who: str, *, opens: bool = True, ends: bool = True) -> str:
 
 
 def opening(stage: str, *, data: bool, is_first: bool = True, tunes: bool = False) -> str:
-    """What comes before any loop; data is prepared on one process only."""
+    """The calls before any loop. Only one process prepares data."""
     tuned = "C.on_tune" if tunes else ""
     prepared = f"{'D.prepare_data ' if data else ''}M.prepare_data" if is_first else ""
     return f"M.configure_callbacks {tuned} {prepared} {'D.setup' if data else ''} {both('setup')} M.configure_model"
@@ -192,7 +192,7 @@ def evaluated(stage: str, is_first: bool) -> str:
 
 
 def record_all(folder: Path) -> dict[str, list[str]]:
-    """Run everything with a DataModule and return what was called."""
+    """Run everything with a DataModule and return the calls."""
     calls: list[str] = []
     data = recording(Data, OF_DATA, "D", calls)()
     kept = recording(tw.Callback, OF_CALLBACKS, "C", calls)
@@ -235,15 +235,16 @@ def expected_of_all(is_first: bool) -> dict[str, list[str]]:
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_the_hooks_of_every_kind_of_run(tmp_path: Path, ranks: int) -> None:
+def test_all_kinds_of_runs_call_their_hooks_in_order(tmp_path: Path, ranks: int) -> None:
     results = [record_all(tmp_path)] if ranks == 1 else run_job(record_all, ranks, tmp_path / "job")
     for rank, found in enumerate(results):
         for name, timeline in expected_of_all(is_first=rank == 0).items():
             assert found[name] == timeline, f"{name} on rank {rank}"
 
 
-def test_the_hooks_of_a_module_with_its_own_loaders(tmp_path: Path) -> None:
-    """Six batches in windows of two, and a validation after each third one: the first of them waits for its window's end."""
+def test_windows_and_validations_call_their_hooks_in_order(tmp_path: Path) -> None:
+    """Six batches in windows of two, and a validation after every third batch. The first validation waits for its
+    window."""
     calls: list[str] = []
     callback = recording(tw.Callback, OF_CALLBACKS, "C", calls)()
     settings = {"max_epochs": 1, "accumulate_grad_batches": 2, "val_check_interval": 3, "num_sanity_val_steps": 0}
@@ -303,7 +304,7 @@ class Misspelt(Classifier):
         """The right one."""
 
     def save_checkpoint(self) -> None:
-        """A method of the user's own."""
+        """A method of the user."""
 
 
 class MisspeltCallback(tw.Callback):

@@ -22,7 +22,7 @@ from trainwright.callbacks.model_checkpoint import ModelCheckpoint
 from trainwright.callbacks.model_summary import count_parameters
 from trainwright.callbacks.work_tree import describe_work_tree
 from trainwright.data.combined_loader import leaves
-from trainwright.devices.inventory import MISSING, describe_devices, package_versions, peak_memory
+from trainwright.devices.hardware import MISSING, describe_devices, package_versions, peak_memory
 from trainwright.distributed.environment import Environment
 from trainwright.distributed.failures import is_secondary_failure
 from trainwright.distributed.masking import Masked, masked, shown

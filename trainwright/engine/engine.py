@@ -22,8 +22,8 @@ from trainwright.data.dispatched import DispatchedLoader
 from trainwright.data.index_stream import Mode
 from trainwright.data.loaders import ShardedLoader
 from trainwright.data.seeding import rng_state
-from trainwright.devices.accelerator import resolve_device_type, use, using
 from trainwright.devices.generators import is_generator_state, owned
+from trainwright.devices.hardware import resolve_device_type, use, using
 from trainwright.distributed import collectives
 from trainwright.distributed.connection import open_process_group, pick_backend
 from trainwright.distributed.environment import Environment
