@@ -1,4 +1,4 @@
-"""Names of Lightning and Accelerate that do not exist here, and what to use instead; docs/migrating.md lists all of them."""
+"""Names of Lightning and Accelerate that do not exist here, and their replacements; docs/missing_names.md lists them."""
 
 from __future__ import annotations
 

@@ -16,6 +16,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from trainwright.devices.abilities import collective_backend
 from trainwright.distributed.collectives import group_backends
@@ -38,6 +39,17 @@ def pick_backend(device_type: str, *, on_host_too: bool = False) -> str:
             "that need a process group can compute on it; pass devices=1 with strategy='auto', or accelerator='cpu'."
         )
     return f"cpu:gloo,{device_type}:{backend}" if on_host_too and device_type != "cpu" else backend
+
+
+def make_mesh(device_type: str, world_size: int) -> DeviceMesh:
+    """Return the DTensor mesh of all ranks; ValueError over gloo on an accelerator, where DTensor crashes when it gathers."""
+    backend = collective_backend(device_type)
+    if group_backends().get(device_type) == "gloo" != backend:
+        raise ValueError(
+            f"fsdp does not run over gloo on {device_type!r}: torch's DTensor crashes there when it gathers. Open the process "
+            f"group with {backend!r}, or choose strategy='ddp'."
+        )
+    return init_device_mesh(device_type, (world_size,))
 
 
 @dataclass

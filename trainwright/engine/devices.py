@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from trainwright.devices.abilities import num_together
-from trainwright.devices.accelerator import count, names
+from trainwright.devices.hardware import count, names
 from trainwright.distributed.connection import pick_backend
 from trainwright.distributed.environment import Environment
 from trainwright.errors import a_type_of

@@ -22,15 +22,14 @@ from trainwright.data.dispatched import DispatchedLoader
 from trainwright.data.index_stream import Mode
 from trainwright.data.loaders import ShardedLoader
 from trainwright.data.seeding import rng_state
-from trainwright.devices.accelerator import resolve_device_type, use, using
 from trainwright.devices.generators import is_generator_state, owned
+from trainwright.devices.hardware import resolve_device_type, use, using
 from trainwright.distributed import collectives
 from trainwright.distributed.connection import open_process_group, pick_backend
 from trainwright.distributed.environment import Environment
 from trainwright.distributed.ranks import Ranks
 from trainwright.engine.devices import check_nodes, device_index, resolve_num_processes, warn_of_missing_srun
 from trainwright.engine.finiteness import Finiteness
-from trainwright.engine.gathering import broadcast, join
 from trainwright.engine.lazy_tensors import (
     LazyTensor,
     check_lazy_shapes,
@@ -40,6 +39,7 @@ from trainwright.engine.lazy_tensors import (
 )
 from trainwright.engine.module_state import ModuleLoads
 from trainwright.engine.named_state import computed_keys, model_pieces, named_optimizers, optimizer_pieces, stray_pieces
+from trainwright.engine.nests import broadcast, gather_tensor
 from trainwright.engine.optimizer_state import check_optimizers, describe_optimizers, load_optimizers
 from trainwright.engine.replaced import ReplacedParameters
 from trainwright.engine.replicas import refuse_groups, refuse_unlike_models, refuse_unlike_optimizers
@@ -277,7 +277,7 @@ class Engine:
 
         `keep` is whether to keep each rank's; None keeps all. Collective: call on every rank.
         """
-        return join(tensor, keep)
+        return gather_tensor(tensor, keep)
 
     def reduce(self, tensor: Tensor, op: str = "mean") -> Tensor:
         """Return the elementwise mean, sum, min or max over the ranks. Collective: call on every rank."""

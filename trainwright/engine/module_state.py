@@ -10,6 +10,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from trainwright.checkpoint.contents import (
@@ -110,7 +111,9 @@ class ModuleLoads:
             in_use = module.state_dict(keep_vars=True)
             # Its tensors are loaded already; they are passed again for what else its methods do with them.
             given = {clean_name(name): value for name, value in in_use.items() if isinstance(value, Tensor)}
-            _load(module, {**given, **states}, False, self._path)
+            # Copying a tensor to itself is no write, which a strategy would have to keep or refuse.
+            with torch.autograd._unsafe_preserve_version_counter(tuple(given.values())):  # type: ignore[attr-defined]
+                _load(module, {**given, **states}, False, self._path)
 
 
 def _load(module: nn.Module, state: Mapping[str, Any], strict: bool, path: str) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 from trainwright.checkpoint.codec import decode, encode_stored
 from trainwright.checkpoint.contents import check_optimizer, restore_optimizer, with_dtypes_of
 from trainwright.checkpoint.reader import StoredCheckpoint
-from trainwright.distributed.nests import broadcast_tensors, table_of
+from trainwright.distributed.collectives import broadcast_tensors, table_of
 from trainwright.distributed.ranks import Ranks
 from trainwright.engine.named_state import Named, optimizer_pieces
 from trainwright.engine.script_settings import fresh_group

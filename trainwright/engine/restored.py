@@ -8,10 +8,9 @@ import torch
 
 from trainwright.callers import warn
 from trainwright.checkpoint.reader import StoredCheckpoint
-from trainwright.data.generator_states import check_generator_states
-from trainwright.data.seeding import derive_seed, derived_rng_state
-from trainwright.devices.accelerator import count
+from trainwright.data.seeding import check_generator_states, derive_seed, derived_rng_state
 from trainwright.devices.generators import is_generator_state, lost_devices, taken_over
+from trainwright.devices.hardware import count
 from trainwright.errors import CheckpointError
 from trainwright.rank_zero import rank_zero_info
 

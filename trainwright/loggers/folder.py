@@ -19,12 +19,18 @@ from trainwright.errors import a_type_of
 from trainwright.history import CURVES_NAME, History
 from trainwright.loggers.background import BackgroundWriter, flush_at_exit
 from trainwright.loggers.base import KeptCheckpoints, Logger, Params, RunResult, to_dict, to_json, to_numbers
-from trainwright.loggers.files import explained_for, is_local, write_file
+from trainwright.loggers.files import (
+    HPARAMS_NAME,
+    HPARAMS_YAML,
+    claim_folder,
+    is_local,
+    next_number,
+    run_numbers,
+    write_file,
+)
 from trainwright.loggers.run_record import LOOP, RunRecorder
 from trainwright.paths import absolute
 
-HPARAMS_NAME, HPARAMS_YAML = "hparams.json", "hparams.yaml"
-"""The hyper-parameters, in both forms."""
 LONGEST_WAIT_SECONDS = 10.0
 """The longest time for which a row is buffered."""
 Row = dict[str, Any]
@@ -106,7 +112,7 @@ class FolderLogger(Logger):
         """Return the version of this run, or of the next one unless another run comes first."""
         if self._version is not None or self._has_started:
             return self._version
-        return _next_number(*fsspec.core.url_to_fs(self.root_dir))
+        return next_number(*fsspec.core.url_to_fs(self.root_dir))
 
     @property
     def log_dir(self) -> str | None:  # type: ignore[override]
@@ -133,7 +139,7 @@ class FolderLogger(Logger):
         if current is not None and self._is_given:
             return [current]
         filesystem, inside = fsspec.core.url_to_fs(self.root_dir)
-        others = [self.folder_of(number) for number in sorted(_numbers(filesystem, inside), reverse=True)]
+        others = [self.folder_of(number) for number in sorted(run_numbers(filesystem, inside), reverse=True)]
         return others if current is None else list(dict.fromkeys([current, *others]))
 
     def log_dir_in(self, folder: str) -> str:
@@ -415,41 +421,3 @@ def _remove_unused(folder: str, has_name: bool) -> bool:
         with contextlib.suppress(OSError):  # it contains other runs
             os.rmdir(os.path.dirname(inside))
     return True
-
-
-def claim_folder(root: str, version: int | str | None) -> str:
-    """Create the folder of a run and return its path. The default version is the next free number."""
-    filesystem, inside = fsspec.core.url_to_fs(root)
-    with explained_for(root):
-        filesystem.makedirs(inside, exist_ok=True)
-        if version is not None:
-            folder = f"version_{version}" if isinstance(version, int) else version
-            filesystem.makedirs(f"{inside}/{folder}", exist_ok=True)
-            return f"{root}/{folder}"
-        number = _next_number(filesystem, inside)
-        while True:
-            path = f"{inside}/version_{number}"
-            try:
-                filesystem.mkdir(path, create_parents=False)  # only one of several processes succeeds
-            except FileExistsError:
-                number += 1
-                continue
-            except FileNotFoundError:  # a rejected run has removed the root
-                filesystem.makedirs(inside, exist_ok=True)
-                continue
-            if not filesystem.exists(path):  # an object store has no empty folders
-                filesystem.pipe_file(f"{path}/{HPARAMS_NAME}", b"{}\n")
-            return f"{root}/version_{number}"
-
-
-def _numbers(filesystem: Any, inside: str) -> list[int]:
-    filesystem.invalidate_cache()
-    try:
-        names = [name.rstrip("/").rpartition("/")[2] for name in filesystem.ls(inside, detail=False)]
-    except (FileNotFoundError, NotADirectoryError):
-        return []
-    return [int(match[1]) for name in names if (match := re.fullmatch(r"version_(\d+)", name))]
-
-
-def _next_number(filesystem: Any, inside: str) -> int:
-    return 1 + max(_numbers(filesystem, inside), default=-1)

@@ -9,7 +9,7 @@ from typing import Any
 
 from trainwright.history import CURVES_NAME, History
 from trainwright.launch.cli import Parser
-from trainwright.launch.variables import printable
+from trainwright.launch.config import printable
 from trainwright.loggers.files import write_file
 from trainwright.loggers.run_files import read_history
 from trainwright.paths import absolute

@@ -21,12 +21,11 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from trainwright import Accelerator, gather_module
-from trainwright.devices import accelerator
-from trainwright.devices.inventory import describe_devices
+from trainwright.devices import hardware
+from trainwright.devices.hardware import describe_devices
 from trainwright.distributed.environment import Environment
 from trainwright.launch.cli import Parser
-from trainwright.launch.config import find_config
-from trainwright.launch.variables import set_variables_of
+from trainwright.launch.config import find_config, set_variables_of
 from trainwright.strategies import SPAWNING, STRATEGIES, VARIANTS
 from trainwright.strategies.memory_plan import ALONE
 from trainwright.tools.choices import LISTED_STRATEGIES, choose, why_missing
@@ -94,7 +93,7 @@ class Trials:
         self.folder = Path(folder)
         self.variables = variables
         self.on_cpu = on_cpu
-        self.has_gpu = accelerator.accelerator_type() is not None and not on_cpu
+        self.has_gpu = hardware.accelerator_type() is not None and not on_cpu
         self.timeout_seconds = timeout_seconds
         self.expected: dict[str, Tensor] = {}
         """The weights of one process without a strategy."""
@@ -127,7 +126,7 @@ class Trials:
         """Train under a strategy, or return why this number of processes is skipped."""
         if name == ALONE:
             return TrialResult(True, "-")
-        if count == 2 and self.has_gpu and accelerator.count() < 2:
+        if count == 2 and self.has_gpu and hardware.count() < 2:
             return TrialResult(True, "needs 2 GPUs")
         return self._trial(name, count)
 

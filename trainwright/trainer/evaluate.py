@@ -17,7 +17,7 @@ from trainwright.data.seeding import isolate_rng, set_rng_state
 from trainwright.distributed import collectives
 from trainwright.distributed.sync_points import SyncPoint
 from trainwright.module import Module, hook_of, is_overridden
-from trainwright.profilers.instrumentation import is_measuring
+from trainwright.profilers.base import is_measuring
 from trainwright.rank_zero import rank_zero_info, rank_zero_warn
 from trainwright.trainer.inputs import iterators_of
 from trainwright.trainer.metrics import MetricCollector

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from trainwright.devices import abilities, accelerator
+from trainwright.devices import abilities, hardware
 from trainwright.precision import NAMES
 from trainwright.strategies import SPAWNING, STRATEGIES, VARIANTS, resolve_strategy
 from trainwright.strategies.memory_plan import ALONE, MEMORY_PLANS
@@ -38,7 +38,7 @@ def choose_devices(text: str, device_type: str) -> int:
     Raises:
         ValueError: the text is not a possible number, -1 for all, or "auto".
     """
-    present = accelerator.count(device_type) if device_type != "cpu" else None
+    present = hardware.count(device_type) if device_type != "cpu" else None
     if text == "auto":
         return 2 if present is None else max(1, abilities.num_together(device_type))
     if text == "-1":
