@@ -23,7 +23,7 @@ from small import QUIET, Classifier, make_loader
 
 import trainwright as tw
 from trainwright.loggers.csv import MetricsFile
-from trainwright.loggers.folder import claim_folder
+from trainwright.loggers.files import claim_folder
 
 
 def rows(logger: tw.CSVLogger) -> list[dict[str, str]]:

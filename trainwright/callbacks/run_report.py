@@ -29,8 +29,8 @@ from trainwright.distributed.masking import Masked, masked, shown
 from trainwright.distributed.sync_points import SyncPoint
 from trainwright.loggers.base import RunResult
 from trainwright.loggers.csv import CSVLogger
-from trainwright.loggers.files import is_local, write_file
-from trainwright.loggers.folder import HPARAMS_NAME, FolderLogger
+from trainwright.loggers.files import HPARAMS_NAME, is_local, write_file
+from trainwright.loggers.folder import FolderLogger
 from trainwright.loggers.run_record import RESULTS, find_record
 from trainwright.plots import names_of_runs, panels_of
 from trainwright.plots.curves import NOT_DRAWN, Panel
