@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from trainwright.compiled_names import clean_name
 from trainwright.engine.named_state import prefix_of
 from trainwright.errors import CheckpointError
+from trainwright.tensor_names import clean_name
 
 
 class LazyTensor(NamedTuple):

@@ -6,13 +6,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from trainwright.callers import warn
 from trainwright.checkpoint.reader import StoredCheckpoint
 from trainwright.data.seeding import check_generator_states, derive_seed, derived_rng_state
 from trainwright.devices.accelerator import count
 from trainwright.devices.generators import is_generator_state, lost_devices, taken_over
 from trainwright.errors import CheckpointError
-from trainwright.rank_zero import rank_zero_info
+from trainwright.rank_zero import rank_zero_info, warn
 
 
 class Restored(NamedTuple):
