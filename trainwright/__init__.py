@@ -18,6 +18,86 @@ try:
 except ImportError as error:
     raise ImportError("trainwright needs Linux or macOS; Windows is not supported. Use WSL there.") from error
 
+<<<<<<< HEAD
+=======
+if TYPE_CHECKING:
+    from trainwright.callbacks import (
+        BackboneFinetuning,
+        BaseFinetuning,
+        BasePredictionWriter,
+        BatchSizeFinder,
+        Callback,
+        ClassificationReport,
+        DeviceStatsMonitor,
+        EarlyStopping,
+        EMAWeightAveraging,
+        GradientAccumulationScheduler,
+        LambdaCallback,
+        LearningRateFinder,
+        LearningRateMonitor,
+        ModelCheckpoint,
+        ModelPruning,
+        ModelSummary,
+        OnExceptionCheckpoint,
+        ProgressBar,
+        RichModelSummary,
+        RichProgressBar,
+        RunReport,
+        SpikeDetection,
+        StochasticWeightAveraging,
+        TensorPredictionWriter,
+        ThroughputMonitor,
+        Timer,
+        TQDMProgressBar,
+        WeightAveraging,
+        load_predictions,
+    )
+    from trainwright.data.combined_loader import CombinedLoader
+    from trainwright.data.datamodule import DataModule
+    from trainwright.data.datamodule import DataModule as LightningDataModule
+    from trainwright.data.seeding import isolate_rng, seed_everything
+    from trainwright.engine.engine import Engine
+    from trainwright.engine.memory_estimate import estimate_memory
+    from trainwright.errors import CheckpointError, LaunchError, RunStopped, TrainwrightError, WorkerFailed
+    from trainwright.loggers import CometLogger, CSVLogger, Logger, MLFlowLogger, TensorBoardLogger, WandbLogger
+    from trainwright.module import Module
+    from trainwright.module import Module as LightningModule
+    from trainwright.precision import Precision
+    from trainwright.profilers import AdvancedProfiler, Profiler, PyTorchProfiler, SimpleProfiler
+    from trainwright.rank_zero import rank_zero_info, rank_zero_only, rank_zero_warn
+    from trainwright.raw_loop.accelerator import Accelerator
+    from trainwright.raw_loop.bare_models import extract_model_from_parallel, init_empty_weights, init_on_device
+    from trainwright.raw_loop.batch_size import find_executable_batch_size, release_memory
+    from trainwright.raw_loop.dataloaders import DataLoaderConfiguration, set_seed, skip_first_batches
+    from trainwright.raw_loop.gathering import (
+        broadcast,
+        gather,
+        pad_across_processes,
+        reduce,
+        synchronize_rng_states,
+    )
+    from trainwright.raw_loop.job_states import AcceleratorState, DistributedType, GradientState, PartialState
+    from trainwright.raw_loop.launchers import debug_launcher, notebook_launcher
+    from trainwright.raw_loop.local_sgd import LocalSGD
+    from trainwright.raw_loop.options import (
+        AutocastKwargs,
+        DDPCommunicationHookType,
+        DistributedDataParallelKwargs,
+        GradScalerKwargs,
+        InitProcessGroupKwargs,
+        ProfileKwargs,
+    )
+    from trainwright.raw_loop.plugins import DeepSpeedPlugin, FullyShardedDataParallelPlugin, GradientAccumulationPlugin
+    from trainwright.raw_loop.project import ProjectConfiguration
+    from trainwright.strategies import Strategy
+    from trainwright.strategies.ddp.strategy import DDPStrategy
+    from trainwright.strategies.fsdp2.strategy import FSDPStrategy
+    from trainwright.strategies.oss.strategy import ShardedDDPStrategy
+    from trainwright.strategies.whole_module import gather_module
+    from trainwright.strategies.zero.strategy import DeepSpeedStrategy
+    from trainwright.trainer.trainer import Trainer
+    from trainwright.trainer.tuner import Tuner
+>>>>>>> house
 
 __version__ = "0.1.0"
 
@@ -32,7 +112,7 @@ _HOMES = {
     "trainwright.data.datamodule": "DataModule",
     "trainwright.data.seeding": "isolate_rng seed_everything",
     "trainwright.engine.engine": "Engine",
-    "trainwright.engine.memory": "estimate_memory",
+    "trainwright.engine.memory_estimate": "estimate_memory",
     "trainwright.errors": "CheckpointError LaunchError RunStopped TrainwrightError WorkerFailed",
     "trainwright.loggers": "CSVLogger CometLogger Logger MLFlowLogger TensorBoardLogger WandbLogger",
     "trainwright.module": "Module",
