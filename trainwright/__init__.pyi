@@ -34,7 +34,7 @@ from trainwright.data.datamodule import DataModule as DataModule
 from trainwright.data.seeding import isolate_rng as isolate_rng
 from trainwright.data.seeding import seed_everything as seed_everything
 from trainwright.engine.engine import Engine as Engine
-from trainwright.engine.memory import estimate_memory as estimate_memory
+from trainwright.engine.memory_estimate import estimate_memory as estimate_memory
 from trainwright.errors import CheckpointError as CheckpointError
 from trainwright.errors import LaunchError as LaunchError
 from trainwright.errors import RunStopped as RunStopped
