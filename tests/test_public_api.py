@@ -64,7 +64,7 @@ CALLBACKS_MAY_USE = """accumulate_grad_batches batch_indices callback_metrics ca
     log_every_n_steps loggers lr_scheduler_configs max_epochs max_steps metrics num_predict_batches
     num_sanity_val_batches num_test_batches num_training_batches num_val_batches optimizers print profiler
     progress_bar_metrics resume_source sanity_checking save_checkpoint should_stop state stop_soon strategy
-    train_dataloader world_size"""
+    train_dataloader trial world_size"""
 COUNTERS = "batch batches_that_stepped epoch_ended is_where logged_step progress total_batches validations"
 SAVING = "connection finish_save finiteness ranks reduce seed writer"
 METRICS = "is_outdated monitored record"

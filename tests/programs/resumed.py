@@ -15,7 +15,7 @@ import trainwright as tw
 class Saves(tw.Callback):
     """Saves at one step, after the hook of the module."""
 
-    runs_last = True
+    priority = -10
 
     def __init__(self, path: Path, step: int) -> None:
         self.path, self.step = path, step

@@ -45,7 +45,7 @@ for name in MOMENTS:
 class KilledLate(Killed):
     """The same after the checkpoint of that moment is saved."""
 
-    runs_last = True
+    priority = -10
 
 
 def script(after: int = 0, late: bool = False) -> None:

@@ -156,11 +156,13 @@ class Ends(tw.ModelCheckpoint):
         super().__init__(folder, save_top_k=0)
         self.calls_left = call
         setattr(self, hook, self.count)
+        if hook == "on_train_epoch_end":
+            self.on_train_epoch_stop = self.count  # type: ignore[method-assign]
 
     def count(self, *_: Any) -> None:
         self.calls_left -= 1
 
-    def save_due(self, trainer: Any) -> None:
+    def on_save_point(self, trainer: Any, module: Any) -> None:
         if self.calls_left == 0:
             raise Killed
 

@@ -93,7 +93,7 @@ def test_a_torchmetrics_object_is_computed_and_reset_each_epoch() -> None:
         module.log("metric", module.metric, on_step=False, on_epoch=True)
 
     class Watch(tw.Callback):
-        runs_last = True
+        priority = -10
 
         def on_train_epoch_end(self, trainer: Any, *args: Any) -> None:
             epochs.append(trainer.callback_metrics["metric"].item())

@@ -71,7 +71,7 @@ class Measured(Classifier):
 class Watch(tw.Callback):
     """Records the metrics of the epochs, of the start, and before the end of a batch."""
 
-    runs_last = True
+    priority = -10
 
     def __init__(self) -> None:
         self.epochs: dict[int, dict[str, float]] = {}

@@ -109,8 +109,8 @@ class BatchSizeFinder(Callback):
         owners = [module] if datamodule is None else [module, datamodule]
         return TunedSetting((self.batch_arg_name,), owners, "The search for a batch size")
 
-    def _tune(self, make_trial: MakeTrial, module: Module, data: Mapping[str, Any]) -> None:
-        self.search(make_trial, module, data)
+    def on_tune(self, trainer: Trainer, module: Module, data: Mapping[str, Any]) -> None:
+        self.search(trainer.trial, module, data)
 
     def search(self, make_trial: MakeTrial, module: Module, data: Mapping[str, Any]) -> int:
         """Search, set the attribute, and return the size."""

@@ -102,7 +102,7 @@ class RunReport(Callback):
     def teardown(self, trainer: Trainer, module: Module, stage: str) -> None:
         self._times.end_training()
 
-    def _report_run(self, trainer: Trainer, module: Module, result: RunResult, error: BaseException | None) -> None:
+    def on_run_end(self, trainer: Trainer, module: Module, result: RunResult, error: BaseException | None) -> None:
         point, self._point = self._point, None
         loggers = [each for each in trainer.loggers if isinstance(each, FolderLogger) and each.log_dir]
         is_own = trainer.is_global_zero or (error is not None and not is_secondary_failure(error))
