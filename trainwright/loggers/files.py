@@ -12,7 +12,7 @@ from typing import Any
 import fsspec
 from fsspec.implementations.local import LocalFileSystem
 
-from trainwright.process_identity import is_process_alive, machine, process_start_time
+from trainwright.paths import is_process_alive, machine, process_start_time
 
 __all__ = ["write_file"]
 

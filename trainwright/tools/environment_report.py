@@ -13,7 +13,7 @@ import trainwright as tw
 from trainwright.devices import abilities, hardware
 from trainwright.devices.hardware import describe_devices, package_versions
 from trainwright.distributed.masking import HIDDEN
-from trainwright.engine.memory import available_memory, size_text
+from trainwright.engine.memory_estimate import available_memory, size_text
 from trainwright.launch.cli import Parser, check_config
 from trainwright.launch.config import Config, config_path, find_config, of_jobs
 from trainwright.launch.setting_sources import NameCheck

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from trainwright.engine.memory import size_text
+from trainwright.engine.memory_estimate import size_text
 from trainwright.launch.columns import lay_out
 from trainwright.loggers.files import write_file
 from trainwright.plots import Bar, Section, bars_image, bars_of, document, sections_of

@@ -10,8 +10,7 @@ import torch
 
 from trainwright import Callback
 from trainwright.data.batch_stream import sample_counts
-from trainwright.observer import LoopObserver, Observer
-from trainwright.overrides import OverrideFile, active_file
+from trainwright.overrides import LoopObserver, Observer, OverrideFile, active_file
 from trainwright.tools.ladder.recording import Recording
 
 if TYPE_CHECKING:
