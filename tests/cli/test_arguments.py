@@ -445,7 +445,7 @@ def test_wrong_arguments_of_a_subcommand(tmp_path: Path, capsys: pytest.CaptureF
 
 def test_wrong_uses_in_the_program() -> None:
     parser = TrainwrightArgumentParser()
-    with pytest.raises(TypeError, match=r"optimizer was given .*Linear.*; expected Optimizer"):
+    with pytest.raises(TypeError, match=r"optimizer got .*Linear.*; expected Optimizer"):
         parser.add_optimizer_args(torch.nn.Linear)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="neither a class nor a function"):
         parser.add_lightning_class_args(3, "model")

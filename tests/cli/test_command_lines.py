@@ -74,7 +74,7 @@ def test_two_ranks_and_a_resume_that_needs_nothing_else(
     begun = run(jobs, tmp_path / "resumed", "fit", *SETTINGS, *pair)
     assert begun.stderr.count("TRAINWRIGHT_TRAINER_DETECT_ANOMALY=false sets") == 1
     again = run(jobs, tmp_path / "resumed", "fit", "--ckpt_path", "last", "--trainer.max_epochs", "2")
-    assert again.stderr.count("what the command leaves out is taken from the config in") == 1
+    assert again.stderr.count("arguments that are not in the command come from the config in") == 1
     run(jobs, tmp_path / "whole", "fit", *SETTINGS, *pair, "--trainer.max_epochs=2")
     assert weights(tmp_path / "resumed") == weights(tmp_path / "whole")
     first, second = find_checkpoints(str(tmp_path / "resumed" / CHECKPOINTS))

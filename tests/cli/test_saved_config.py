@@ -185,7 +185,7 @@ def test_what_a_command_leaves_out_is_taken_from_the_checkpoint(capsys: pytest.C
     assert capsys.readouterr().err == ""
     path = first.trainer.checkpoint_callback.best_model_path  # type: ignore[union-attr]
     resumed = fitted("--ckpt_path=last", "--trainer.default_root_dir", "runs", "--trainer.max_epochs=2")
-    assert f"what the command leaves out is taken from the config in {os.path.abspath(path)}" in capsys.readouterr().err
+    assert f"arguments that are not in the command come from the config in {os.path.abspath(path)}" in capsys.readouterr().err
     assert (resumed.trainer.current_epoch, resumed.trainer.global_step) == (2, 4)
     assert resumed.config.fit.model == first.config.fit.model
     assert resumed.config.fit.seed_everything == first.config.fit.seed_everything
@@ -238,7 +238,7 @@ def test_a_checkpoint_of_another_program(capsys: pytest.CaptureFixture[str]) -> 
             TrainwrightCLI(Other, Data, args=args, trainer_defaults=QUICK)
     said = capsys.readouterr().err
     assert "the config in " in said
-    assert "pass --config with another one to leave it out), line " in said
+    assert "pass --config to use another one), line " in said
     assert "'fit.model' has no argument 'width'. Did you mean 'depth'?" in said
     assert "fit.model.depth" in said
 
