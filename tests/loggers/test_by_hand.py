@@ -18,7 +18,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 import trainwright as tw
 from trainwright.loggers import rank_zero_experiment
-from trainwright.loggers.run_files import is_run, read_history
+from trainwright.loggers.run_files import read_history
+from trainwright.tools.run_folders import is_run
 
 Kinds = pytest.mark.parametrize("kind", [tw.CSVLogger, tw.TensorBoardLogger])
 

@@ -300,7 +300,7 @@ def test_a_forked_child_and_a_copy_do_not_write_the_file(tmp_path: Path) -> None
 
 
 def test_the_thread_ends_when_nothing_is_to_be_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trainwright.loggers.background.IDLE_SECONDS", 0.02)
+    monkeypatch.setattr("trainwright.loggers.files.IDLE_SECONDS", 0.02)
     logger = started(tmp_path)
     for step in range(5):
         logger.log_metrics({"a": 1.0}, step)

@@ -13,7 +13,8 @@ from small import QUIET, Classifier, loss_of, make_loader
 
 import trainwright as tw
 from trainwright.loggers import SilentLogger, run_files
-from trainwright.loggers.run_files import find_runs, is_run, read_history
+from trainwright.loggers.run_files import read_history
+from trainwright.tools.run_folders import check_run, find_runs, is_run
 
 
 class Scored(Classifier):
@@ -61,7 +62,7 @@ def test_both_kinds_of_files_say_the_same(tmp_path: Path) -> None:
     image = loggers[0].plot(tmp_path / "new" / "curves.png")
     assert Path(image).read_bytes().startswith(b"\x89PNG")
     assert os.listdir(tmp_path / "new") == ["curves.png"]
-    with pytest.raises(ValueError, match=r"curves\.svg' has no known format; pass a name that ends in \.html or"):
+    with pytest.raises(ValueError, match=r"curves\.svg' has no known format\. Pass a name that ends in \.html or"):
         loggers[0].plot("curves.svg")
     with pytest.raises(ValueError, match="the metric 'nothing' was not logged"):
         loggers[0].plot(metrics=["nothing"])
@@ -210,7 +211,7 @@ def test_other_folders_are_rejected_with_a_hint(tmp_path: Path) -> None:
         ("logs/version_2/metrics.csv", r"it is a file\. .* Did you mean .*/logs/version_2\?"),
     ):
         with pytest.raises(ValueError, match=text):
-            read_history(f"{tmp_path}/{path}")
+            check_run(f"{tmp_path}/{path}")
 
 
 def test_files_of_others_do_not_hide_runs(tmp_path: Path) -> None:

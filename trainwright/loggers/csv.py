@@ -20,6 +20,8 @@ from trainwright.loggers.files import is_local, write_file
 from trainwright.loggers.folder import FolderLogger, Row
 from trainwright.paths import open_no_link
 
+__all__ = ["TABLE_NAME", "CSVLogger"]
+
 TABLE_NAME = "metrics.csv"
 
 
