@@ -45,7 +45,6 @@ def no_search_for_garbage() -> Iterator[None]:
 
 MOST_FOREIGN_WRITES = 10
 FOREIGN_WRITES: dict[str, int] = {
-    "trainer/optimization.py": 2,
     "trainer/remote_call.py": 2,
     "trainer/trainer.py": 1,
     "trainer/training_run.py": 5,
@@ -170,21 +169,20 @@ def public_names() -> list[str]:
 # -- the floors of trainer/ ----------------------------------------------------------------------------------------------
 
 FLOORS = [
-    "states",
-    "checkpoint_choice clock inputs locks log_rules missing_names phase settings stage steps",
-    "logged_value oversights parts plain_backwards state",
+    "checkpoint_choice clock inputs locks log_rules missing_names position settings stage steps",
+    "logged_value oversights parts plain_backwards",
     "loops metric_objects stop",
     "metrics",
     "reduction uneven_round",
     "logbook",
     "hooks sources",
     "training_data",
-    "run",
+    "epoch_batches run",
     "evaluate remote_call request status",
     "predict training_run",
     "passing saving",
     "optimization resume",
-    "preparation validation",
+    "epoch_end preparation",
     "fit",
     "trainer",
     "tuner",
@@ -266,7 +264,7 @@ HOLD_STATE = {
     "tensor_names.py",
     "trainer/logbook.py",
     "trainer/logged_value.py",
-    "trainer/state.py",
+    "trainer/position.py",
     "trainer/training_data.py",
 }
 """Files whose part of a run a save stores: each returns its own state, so that nothing else needs to know it."""

@@ -22,6 +22,7 @@ from trainwright.engine.compilation import Compiled
 from trainwright.engine.engine import Engine
 from trainwright.engine.optimizers import SchedulerConfig
 from trainwright.engine.prepared import PreparedOptimizer
+from trainwright.engine.window import AccumulationWindow
 from trainwright.hyperparameters import logged_hyper_parameters
 from trainwright.loggers import Logger, match_states, refuse_branch, resume_loggers, start_loggers, withdraw_loggers
 from trainwright.loggers.base import RunResult
@@ -34,9 +35,9 @@ from trainwright.trainer.checkpoint_choice import Choice
 from trainwright.trainer.hooks import HookTable, check_hooks
 from trainwright.trainer.locks import FolderLocks
 from trainwright.trainer.logbook import Logbook
+from trainwright.trainer.position import Position
 from trainwright.trainer.settings import Settings
 from trainwright.trainer.stage import Stages
-from trainwright.trainer.state import TrainerState
 from trainwright.trainer.stop import Stop
 from trainwright.trainer.training_data import TrainData
 
@@ -125,7 +126,7 @@ class Run:
         datamodule: DataModule | None,
         choice: Choice,
         previous: Run | None,
-        state: TrainerState | None = None,
+        state: Position | None = None,
     ) -> None:
         self.trainer, self.settings, self.engine = parts[:3]
         self.loggers, self.profiler, self.in_order, self.root = parts[3:]
@@ -134,7 +135,7 @@ class Run:
         """The call while it runs, else None."""
         self.stages: Stages = Stages() if previous is None else previous.stages
         if previous is None or call == "fit":
-            self.state = state or TrainerState()
+            self.state = state or Position()
             self.stop = self._make_stop()
             self.trained = Trained(self.settings.accumulate_grad_batches)
         else:
@@ -143,6 +144,8 @@ class Run:
         profiler = self.profiler if is_measuring(self.profiler) else None
         self.hooks = HookTable(self.trainer, module, self.callbacks, self.logbook, profiler)
         self.compiled: Compiled | None = None
+        self.window: AccumulationWindow | None = None
+        """The batches of the next optimizer step, in a fit."""
         self.is_prepared = False
         """Whether the loop may run, or has begun."""
         self._closing: list[Callable[[], None]] = []
@@ -250,7 +253,7 @@ class Run:
 
     def load_changes(self, changed: dict[str, Any]) -> None:
         """Load what `changes` has returned in another process."""
-        self.state, self.choice = TrainerState.of_plain(changed["state"]), Choice(changed["ckpt_path"])
+        self.state, self.choice = Position.of_plain(changed["state"]), Choice(changed["ckpt_path"])
         self.stop, self.stages = self._make_stop(), Stages.of_counts(changed["batches"])
         self.stop.request(changed["should_stop"])
         self.trained = Trained(changed["accumulate_grad_batches"], changed["resume_source"])
@@ -271,7 +274,7 @@ class Run:
         for callback in self.callbacks:
             check_hooks(callback)
         self.stop.note_end(None)
-        self.state.progress.begin(self.call)
+        self.state.progress.begin(self.call, self.window)
         outer = trainer_of(module)
         # What is registered is called from the last to the first: teardowns, loggers, locks, then the rest, and the report.
         with ExitStack() as stack:
@@ -395,7 +398,6 @@ class Run:
         self.running_call, self.is_prepared = None, False
         self.logbook.stop_collecting()
         self.state.progress.end(outcome.error is not None)
-        self.state.progress.follow(None)
         detach(self.callbacks)
         for child in self.module.modules() if self.module is not None else ():
             if isinstance(child, Module):

@@ -42,6 +42,7 @@ from trainwright.trainer.parts import (
     trial_arguments,
     with_the_modules,
 )
+from trainwright.trainer.position import Position
 from trainwright.trainer.predict import predict
 from trainwright.trainer.preparation import prepare_fit
 from trainwright.trainer.remote_call import OWN_ARGUMENTS, call_remotely, changes
@@ -51,7 +52,6 @@ from trainwright.trainer.run import Parts, Run
 from trainwright.trainer.saving import save_checkpoint
 from trainwright.trainer.settings import REPLACED, Settings
 from trainwright.trainer.sources import find_source
-from trainwright.trainer.state import TrainerState
 from trainwright.trainer.status import Status
 from trainwright.trainer.training_run import TrainingRun
 
@@ -541,7 +541,7 @@ class Trainer(Status):
         self.callbacks, self._loggers, self.profiler = parts
         module, self._callbacks_of_module, state = others
         parts_of_run = self._parts(self.run.root)
-        self.run = Run(parts_of_run, "fit", module, None, Choice(), None, TrainerState.of_plain(state))
+        self.run = Run(parts_of_run, "fit", module, None, Choice(), None, Position.of_plain(state))
 
 
 def call_in_worker(
