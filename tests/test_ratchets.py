@@ -47,7 +47,7 @@ MOST_FOREIGN_WRITES = 10
 FOREIGN_WRITES: dict[str, int] = {
     "trainer/remote_call.py": 2,
     "trainer/trainer.py": 1,
-    "trainer/training_run.py": 5,
+    "trainer/training_run.py": 1,
 }
 """Attributes assigned outside their class's file, by the file that assigns them."""
 LIBRARIES_ATTRIBUTES = {
@@ -169,7 +169,7 @@ def public_names() -> list[str]:
 # -- the floors of trainer/ ----------------------------------------------------------------------------------------------
 
 FLOORS = [
-    "checkpoint_choice clock inputs locks log_rules missing_names position settings stage steps",
+    "checkpoint_choice clock inputs locks log_rules missing_names run_position settings stage steps",
     "logged_value oversights parts plain_backwards",
     "loops metric_objects stop",
     "metrics",
@@ -264,7 +264,7 @@ HOLD_STATE = {
     "tensor_names.py",
     "trainer/logbook.py",
     "trainer/logged_value.py",
-    "trainer/position.py",
+    "trainer/run_position.py",
     "trainer/training_data.py",
 }
 """Files whose part of a run a save stores: each returns its own state, so that nothing else needs to know it."""

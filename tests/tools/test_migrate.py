@@ -42,7 +42,7 @@ def rewritten(text: str) -> str:
         ("from lightning_fabric.loggers import CSVLogger", "from trainwright.loggers import CSVLogger"),
         (
             "from lightning.pytorch.trainer.states import TrainerFn",
-            "from trainwright.trainer.position import TrainerFn",
+            "from trainwright.trainer.run_position import TrainerFn",
         ),
         (
             "from lightning.pytorch.core.optimizer import LightningOptimizer",

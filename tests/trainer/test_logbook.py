@@ -20,7 +20,7 @@ from trainwright.distributed.connection import open_process_group
 from trainwright.distributed.environment import Environment
 from trainwright.trainer.logbook import Logbook, format_table
 from trainwright.trainer.metrics import MetricCollector
-from trainwright.trainer.position import Position
+from trainwright.trainer.run_position import Position
 
 READS = ("item", "tolist", "numpy", "cpu", "__float__", "__int__", "__bool__")
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from trainwright.checkpoint.codec import decode, encode
-from trainwright.trainer.position import OpenEpoch, Position
+from trainwright.trainer.run_position import OpenEpoch, Position
 
 
 def test_plain_data_give_the_same_state_back() -> None:

@@ -38,7 +38,7 @@ _HOMES = {
     "trainwright.rank_zero": "rank_zero_debug rank_zero_deprecation",
     "trainwright.step_types": "EVAL_DATALOADERS LRSchedulerPLType LRSchedulerTypeUnion OptimizerLRScheduler "
     "OptimizerLRSchedulerConfig STEP_OUTPUT TRAIN_DATALOADERS",
-    "trainwright.trainer.position": "RunningStage TrainerFn TrainerStatus",
+    "trainwright.trainer.run_position": "RunningStage TrainerFn TrainerStatus",
 }
 """The modules of names that the package itself does not offer."""
 HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}

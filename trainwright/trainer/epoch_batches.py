@@ -24,7 +24,7 @@ Pairs = Iterator[tuple[Any, bool]]
 
 @dataclass(slots=True)
 class Batch:
-    """One batch: the arguments of its step, the value that hooks get, and its place in the epoch."""
+    """One batch: the arguments of its step, the value that hooks get, and its position in the epoch."""
 
     arguments: tuple[Any, ...]
     """The positional arguments of the step. Empty for a batch that is None, which is skipped."""
@@ -42,10 +42,6 @@ class Batch:
     """Whether this rank has no sample, and only keeps collectives in step with other ranks."""
     is_taken: bool = True
     """False until a step that pulls its batches has taken one."""
-    outputs: Any = None
-    """The value that the step returned."""
-    has_stepped: bool = False
-    """Whether an optimizer has stepped."""
 
     def set_weight(self, weight: float) -> None:
         """Make it a batch of an uneven round, in which this rank has this weight."""
@@ -91,11 +87,11 @@ class PulledBatches(Iterator[tuple[Any, int, int]]):
         self.batch = Batch((self,), None, start)
         """The batch of the running step."""
 
-    def begin_step(self) -> Batch:
+    def begin_step(self, is_uneven: bool = False) -> Batch:
         """Return the batch of another step, which the step moves on as it takes batches."""
         is_last = self._ahead is not None and self._ahead[1]
         weight, is_dummy = self._weight_of(self.count), self._is_dummy(self.count)
-        self.batch = Batch((self,), None, self.count, is_last, weight=weight, is_dummy=is_dummy, is_taken=False)
+        self.batch = Batch((self,), None, self.count, is_last, None, is_uneven, weight, is_dummy, is_taken=False)
         return self.batch
 
     def __next__(self) -> tuple[Any, int, int]:

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from trainwright.trainer.epoch_batches import Batch
 from trainwright.trainer.evaluate import evaluate
 from trainwright.trainer.optimization import step_schedulers
-from trainwright.trainer.position import CHECKPOINT, VALIDATION, Phase
+from trainwright.trainer.run_position import CHECKPOINT, VALIDATION, Phase
 from trainwright.trainer.stop import EvaluationAbandoned
 from trainwright.trainer.training_run import TrainingRun
 

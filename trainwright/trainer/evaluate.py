@@ -22,8 +22,8 @@ from trainwright.trainer.epoch_batches import Batch, PulledBatches
 from trainwright.trainer.inputs import iterators_of
 from trainwright.trainer.metrics import MetricCollector
 from trainwright.trainer.oversights import warn_of_monitors, warn_of_shuffling
-from trainwright.trainer.position import VALIDATION_LOADERS, Phase
 from trainwright.trainer.run import Run
+from trainwright.trainer.run_position import VALIDATION_LOADERS, Phase
 from trainwright.trainer.sources import BatchTransfer, LoaderSource, find_transfer
 from trainwright.trainer.stage import Shard, Stage, limited
 from trainwright.trainer.steps import StepArguments, read_step
@@ -314,10 +314,9 @@ def pulled_batches(
     )
     evaluation.refuse_none(loader_index, source, not pulled.is_at_end)
     while not pulled.is_at_end:
-        batch = pulled.begin_step()
+        batch = pulled.begin_step(is_uneven=length is None or pulled.count >= length - 1)
         if is_left(batch.index):
             break
-        batch.is_uneven = length is None or batch.index >= length - 1
         yield batch
         if batch.is_dummy and not batch.is_taken:
             break

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from contextlib import suppress
 from functools import partial
+from typing import Any
 
 from trainwright.callbacks.base import after_training
 from trainwright.engine.gradients import clear_gradients
@@ -45,8 +46,8 @@ from trainwright.trainer.optimization import (
 )
 from trainwright.trainer.oversights import warn_of_open_end
 from trainwright.trainer.passing import pass_over
-from trainwright.trainer.position import AFTER_EPOCH_START, VALIDATION_LOADERS
 from trainwright.trainer.resume import Resumption
+from trainwright.trainer.run_position import AFTER_EPOCH_START, VALIDATION_LOADERS
 from trainwright.trainer.saving import check_state, open_epoch, save_waiting
 from trainwright.trainer.stop import EvaluationAbandoned
 from trainwright.trainer.training_run import TrainingRun
@@ -104,11 +105,10 @@ def fit_epoch(run: TrainingRun) -> None:
     for batch in batches:
         if not run.begin_batch(batch):
             break
-        train(run, batch)
-        end_batch(run, batch)
+        end_batch(run, batch, train(run, batch))
         for work in between_batches:
             work(run, batch)
-        if run.stop.is_due_after(batch.has_stepped or run.plan.is_manual, run.window.is_open):
+        if run.stop.is_due_after(run.state.progress.has_stepped or run.plan.is_manual, run.window.is_open):
             break
     end_epoch(run, batches.is_complete)
 
@@ -135,36 +135,37 @@ def begin_epoch(run: TrainingRun) -> EpochBatches:
     return batches
 
 
-def train_batch(run: TrainingRun, batch: Batch) -> None:
-    """Run one batch through training_step, backward and, at its window's end, the optimizer."""
+def train_batch(run: TrainingRun, batch: Batch) -> Any:
+    """Run one batch through training_step, backward and, at its window's end, the optimizer; return the outputs."""
     window, cleared = run.window, run.plan.cleared_first
     if run.accumulate > 1:
         window.begin_batch(run.accumulate, batch.batches_left, batch.is_last)
     if window.is_at_start and cleared is not None:
         clear_gradients(cleared)
-    loss = run_training_step(run, batch)
+    outputs = run_training_step(run, batch)
     if window.is_at_start and cleared is None:
         clear_with_hooks(run, batch)
-    send_backward(run, batch, loss)
+    loss = send_backward(run, batch, outputs)
     if window.is_at_end:
         step(run, batch, loss)
     if run.accumulate > 1:
         window.end_batch()
+    return outputs
 
 
-def end_batch(run: TrainingRun, batch: Batch) -> None:
+def end_batch(run: TrainingRun, batch: Batch, outputs: Any) -> None:
     """Count a batch, call the hooks of its end, and write the row and the checkpoints that are due. Collective."""
     state, plan, logbook = run.state, run.plan, run.logbook
-    batch.has_stepped = state.end_batch(batch.index)
+    state.end_batch(batch.index)
     if run.has_plateau_steps and state.has_made_step:
         step_plateau_schedulers(run, batch.is_last)
-    if batch.has_stepped and plan.log_every and state.batches_that_stepped % plan.log_every == 0:
+    if state.progress.has_stepped and plan.log_every and state.batches_that_stepped % plan.log_every == 0:
         logbook.mark_row_due()
     if run.uneven_round is not None:
         run.uneven_round.renew()
     if plan.batch_end:
-        outputs = read_outputs(batch.outputs) if run.hooks.outputs_are_read else {}
-        run.hooks.call("on_train_batch_end", outputs, batch.value, batch.index)
+        shown = read_outputs(outputs) if run.hooks.outputs_are_read else {}
+        run.hooks.call("on_train_batch_end", shown, batch.value, batch.index)
     state.progress.end_batches()
     if run.uneven_round is not None:
         run.end_uneven_round()

@@ -18,8 +18,8 @@ from trainwright.module import Module
 from trainwright.trainer.logged_value import Key, Loader, expanded, to_numbers
 from trainwright.trainer.metric_objects import metrics_in_use, refuse_shared
 from trainwright.trainer.metrics import MetricCollector
-from trainwright.trainer.position import Position
 from trainwright.trainer.reduction import end_loader, reduce_epoch
+from trainwright.trainer.run_position import Position
 
 
 class Logbook:
@@ -102,13 +102,8 @@ class Logbook:
         return self.collector is not None and self.collector.silent
 
     def mark_row_due(self) -> None:
-        """Let `write_due_row` write the row of the latest step, at the batch's end or before a save."""
+        """Let the row of the latest step be written, at the batch's end or before a save."""
         self.is_row_due = True
-
-    def write_due_row(self) -> None:
-        """Write the row of the latest step, if it is due."""
-        if self.is_row_due:
-            self.log_step()
 
     def log_step(self) -> None:
         """Write a row with the latest step values of this rank."""

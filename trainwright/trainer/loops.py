@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from trainwright.trainer.position import Position, RunningStage
+from trainwright.trainer.run_position import Position, RunningStage
 from trainwright.trainer.settings import Settings
 
 

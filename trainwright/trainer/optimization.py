@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any, NoReturn
 
 import torch
@@ -22,18 +21,14 @@ from trainwright.trainer.training_run import TrainingRun
 from trainwright.trainer.uneven_round import discarded
 
 
-def run_training_step(run: TrainingRun, batch: Batch) -> Tensor | None:
-    """Run training_step on a batch, unless it is None, and return the loss. None to skip it, or under manual optimization."""
-    engine = run.engine
-    outputs = (
-        engine.run(run.module, "training_step", *batch.arguments) if batch.arguments else skip_none(engine.world_size)
-    )
-    batch.outputs = outputs
+def run_training_step(run: TrainingRun, batch: Batch) -> Any:
+    """Return the outputs of training_step on a batch; None for a batch that is None, which is skipped."""
+    if not batch.arguments:
+        return skip_none(run.engine.world_size)
+    outputs = run.engine.run(run.module, "training_step", *batch.arguments)
     if not batch.is_taken:
         batch.refuse("training_step")
-    if type(outputs) is Tensor or run.plan.is_manual:
-        return None if run.plan.is_manual else outputs
-    return read_loss(outputs, engine.world_size)
+    return outputs
 
 
 def read_loss(outputs: Any, world_size: int) -> Tensor | None:
@@ -92,22 +87,26 @@ def clear_with_hooks(run: TrainingRun, batch: Batch) -> None:
         clear_gradients(optimizer)
 
 
-def send_backward(run: TrainingRun, batch: Batch, loss: Tensor | None) -> None:
-    """Send a loss backward, as its window and its round scale it, and undo the effects of a dummy batch."""
-    plan = run.plan
+def send_backward(run: TrainingRun, batch: Batch, outputs: Any) -> Tensor | None:
+    """Send the loss in training_step's outputs backward, scaled for its window and its round, and return it.
+
+    After a dummy batch, restore the state that it has changed.
+    """
+    plan, loss = run.plan, outputs if type(outputs) is Tensor else read_loss(outputs, run.engine.world_size)
     if loss is None:
         run.count_empty()
     elif run.optimizer is not None:
         if loss.numel() != 1 or not loss.requires_grad:
             refuse_loss(loss)
+        scaled = loss
         if batch.is_uneven or run.accumulate > 1:
-            loss = run.window.scale(loss, batch.weight)
+            scaled = run.window.scale(loss, batch.weight)
         if run.accumulate > 1:
             run.window.hold_gradients()
         if plan.before_backward:
-            run.hooks.call("on_before_backward", loss)
+            run.hooks.call("on_before_backward", scaled)
         try:
-            run.engine.backward(loss, plan.overrides.get("backward"))
+            run.engine.backward(scaled, plan.overrides.get("backward"))
         except RuntimeError as error:
             explain_second_backward(error)
             raise
@@ -115,6 +114,7 @@ def send_backward(run: TrainingRun, batch: Batch, loss: Tensor | None) -> None:
             run.hooks.call("on_after_backward")
     if run.uneven_round is not None:
         run.uneven_round.put_back()  # before the step, whose changes stay on a rank without a sample too
+    return loss
 
 
 def refuse_loss(loss: Tensor) -> NoReturn:
@@ -237,7 +237,7 @@ class StepClosure:
         self._optimizer.zero_grad()
         # Optimizers step under no_grad.
         with torch.enable_grad(), discarded(run.module, run.logbook.collector):
-            loss = run_training_step(run, replace(self._batch))
+            loss = read_loss(run_training_step(run, self._batch), run.engine.world_size)
             if loss is None:
                 raise RuntimeError("training_step returned None when the optimizer called for the loss again.")
             loss = loss * self._batch.weight

@@ -16,8 +16,8 @@ from trainwright.engine.engine import OpenCheckpoint
 from trainwright.engine.named_state import hold_gradients
 from trainwright.rank_zero import rank_zero_warn
 from trainwright.trainer.metrics import merged
-from trainwright.trainer.position import AFTER_EPOCH_START, CHECKPOINT, EPOCH_START
 from trainwright.trainer.run import Run
+from trainwright.trainer.run_position import AFTER_EPOCH_START, CHECKPOINT, EPOCH_START
 from trainwright.trainer.saving import edit_with_hooks
 from trainwright.trainer.training_run import TrainingRun
 
@@ -89,7 +89,7 @@ class Resumption:
         run.logbook.load_state_dict(state.get("metrics", {}))
         if run.state.batch:
             run.logbook.keep_unfinished(self._unfinished_metrics(restored.rank_state))
-        run.trained.resumed_from(path)
+        run.update_trained(resume_source=path)
         last, epoch = run.settings.last_epoch, run.state.epoch
         if last is not None and epoch >= last and run.state.batch == 0:
             run.trainer.print(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -35,7 +35,7 @@ from trainwright.trainer.checkpoint_choice import Choice
 from trainwright.trainer.hooks import HookTable, check_hooks
 from trainwright.trainer.locks import FolderLocks
 from trainwright.trainer.logbook import Logbook
-from trainwright.trainer.position import Position
+from trainwright.trainer.run_position import Position
 from trainwright.trainer.settings import Settings
 from trainwright.trainer.stage import Stages
 from trainwright.trainer.stop import Stop
@@ -59,9 +59,9 @@ class Parts(NamedTuple):
     """Where logs and checkpoints go unless a logger or a callback has its folder."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class Trained:
-    """What a fit has made of a module. A save after the fit, and after evaluations of the same module, reads it."""
+    """Objects that a fit has made for a module. A save after the fit, and after evaluations of the same module, reads them."""
 
     accumulate_grad_batches: int
     """Batches of one optimizer step; a callback may change it at an epoch's start."""
@@ -71,18 +71,6 @@ class Trained:
     optimizers: list[Optimizer] = field(default_factory=list)
     prepared_optimizers: list[PreparedOptimizer] = field(default_factory=list)
     schedulers: list[SchedulerConfig] = field(default_factory=list)
-
-    def accumulate(self, batches: int) -> None:
-        """Accumulate this many batches from the next epoch on."""
-        self.accumulate_grad_batches = batches
-
-    def resumed_from(self, path: str) -> None:
-        """Note the checkpoint that the fit was resumed from."""
-        self.resume_source = path
-
-    def drop_optimizers(self) -> None:
-        """Drop the optimizers, because the module has other weights now."""
-        self.optimizers, self.prepared_optimizers, self.schedulers = [], [], []
 
 
 class Outcome:
@@ -196,6 +184,10 @@ class Run:
     def uses_inference_mode(self) -> bool:
         """Return whether evaluations run under torch.inference_mode: on request, and outside fit only."""
         return self.settings.inference_mode and self.call != "fit"
+
+    def update_trained(self, **changes: Any) -> None:
+        """Replace some of the objects that the fit has made."""
+        self.trained = replace(self.trained, **changes)
 
     def load_training_data(self) -> None:
         """Load the training data of a fit, if that was not done yet. Collective."""

@@ -27,8 +27,8 @@ from trainwright.rank_zero import rank_zero_warn
 from trainwright.strategies.base import UNSAVED_KEYS, parameters_of
 from trainwright.strategies.optimizer_proxy import unwrap_optimizer
 from trainwright.strategies.sparse_gradients import sparse_weights
-from trainwright.trainer.position import CHECKPOINT, EPOCH_LEFT, EPOCH_START, OpenEpoch
 from trainwright.trainer.run import Run
+from trainwright.trainer.run_position import CHECKPOINT, EPOCH_LEFT, EPOCH_START, OpenEpoch
 from trainwright.trainer.training_run import TrainingRun
 
 SAVE_HOOK = "on_save_checkpoint"
@@ -163,7 +163,8 @@ def save_checkpoint(run: Run, path: str, weights_only: bool, blocking: bool, ove
     if isinstance(run, TrainingRun) and not run.may_save(weights_only):
         run.waiting_saves.append((path, weights_only, blocking, overwrite))
         return False
-    run.logbook.write_due_row()  # no resumed run would write it
+    if run.logbook.is_row_due:
+        run.logbook.log_step()  # no resumed run would write it
     number = run.state.count_save()  # before the state is read, because the checkpoint contains its number
     data = None if weights_only else position_in_data(run)
     callbacks = run.trainer.callbacks

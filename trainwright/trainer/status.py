@@ -29,8 +29,8 @@ from trainwright.strategies import Strategy
 from trainwright.trainer.logbook import Logbook
 from trainwright.trainer.loops import FitLoop
 from trainwright.trainer.parts import arranged_loggers, settings_of
-from trainwright.trainer.position import Position
 from trainwright.trainer.run import Run
+from trainwright.trainer.run_position import Position
 from trainwright.trainer.settings import Settings
 from trainwright.trainer.stage import Batches
 
@@ -240,7 +240,7 @@ class Status:
             )
         if self.run.running_call is None:
             self._change_setting("accumulate_grad_batches", int(value))
-        self.run.trained.accumulate(int(value))
+        self.run.update_trained(accumulate_grad_batches=int(value))
 
     @property
     def estimated_stepping_batches(self) -> int | float:

@@ -23,7 +23,7 @@ from trainwright.distributed.signals import SignalWatch, exit_code, is_interacti
 from trainwright.distributed.sync_points import SyncPoint
 from trainwright.engine.engine import Engine
 from trainwright.errors import RunStopped
-from trainwright.trainer.position import Position
+from trainwright.trainer.run_position import Position
 from trainwright.trainer.settings import Settings
 
 

@@ -42,13 +42,13 @@ from trainwright.trainer.parts import (
     trial_arguments,
     with_the_modules,
 )
-from trainwright.trainer.position import Position
 from trainwright.trainer.predict import predict
 from trainwright.trainer.preparation import prepare_fit
 from trainwright.trainer.remote_call import OWN_ARGUMENTS, call_remotely, changes
 from trainwright.trainer.request import Request, choose_checkpoint, read_evaluation, read_fit
 from trainwright.trainer.resume import Resumption, open_with_hooks, restore_weights
 from trainwright.trainer.run import Parts, Run
+from trainwright.trainer.run_position import Position
 from trainwright.trainer.saving import save_checkpoint
 from trainwright.trainer.settings import REPLACED, Settings
 from trainwright.trainer.sources import find_source
@@ -521,7 +521,7 @@ class Trainer(Status):
         # The optimizers of the fit can still be saved, unless the module has other weights now.
         engine.optimizers = trained
         if not trained:
-            run.trained.drop_optimizers()
+            run.update_trained(optimizers=[], prepared_optimizers=[], schedulers=[])
         return result
 
     def _call_workers(self, run: Run, options: dict[str, Any]) -> Any:

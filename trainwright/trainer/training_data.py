@@ -16,7 +16,7 @@ from trainwright.errors import a_type_of
 from trainwright.rank_zero import rank_zero_warn
 from trainwright.trainer.inputs import iterators_of
 from trainwright.trainer.oversights import warn_of_dropped_samples
-from trainwright.trainer.position import Position
+from trainwright.trainer.run_position import Position
 from trainwright.trainer.settings import Settings
 from trainwright.trainer.sources import LoaderSource
 from trainwright.trainer.stage import limited

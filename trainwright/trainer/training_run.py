@@ -28,8 +28,8 @@ from trainwright.trainer.epoch_batches import Batch, EpochBatches, Pairs
 from trainwright.trainer.evaluate import Evaluation
 from trainwright.trainer.oversights import LONG_EPOCH, warn_of_evaluation_mode, watching
 from trainwright.trainer.plain_backwards import PlainBackwards
-from trainwright.trainer.position import ENDING, Phase
 from trainwright.trainer.run import Parts, Run
+from trainwright.trainer.run_position import ENDING, Phase
 from trainwright.trainer.sources import BatchTransfer, LoaderSource, find_transfer
 from trainwright.trainer.steps import StepArguments, read_step
 from trainwright.trainer.training_data import TrainData
@@ -79,7 +79,7 @@ class TrainingRun(Run):
     plan: LoopPlan
     window: AccumulationWindow
     optimizer: Optimizer | None = None
-    """The optimizer to step. None under manual optimization, or if there is none."""
+    """The optimizer to step. None under manual optimization, or without optimizers."""
     accumulate = 1
     """Batches of a window in this epoch."""
     has_plateau_steps = False
@@ -126,7 +126,7 @@ class TrainingRun(Run):
         )
         self.accumulate = accumulate
         if accumulate != settings.accumulate_grad_batches:  # otherwise setup() may have set another number
-            self.trained.accumulate_grad_batches = accumulate
+            self.update_trained(accumulate_grad_batches=accumulate)
         if validation is not None:
             self.validation = Evaluation(self, self.module, "validation", validation)
         data = self._train_data()
@@ -159,7 +159,7 @@ class TrainingRun(Run):
     def _train_data(self) -> TrainData:
         """Return the training data, not loaded if this makes it."""
         if self.trained.data is None:
-            self.trained.data = self.data = TrainData(
+            self.data = TrainData(
                 self.source,
                 self.engine,
                 self.settings,
@@ -168,6 +168,7 @@ class TrainingRun(Run):
                 pulls=read_step(self.module, "training_step").pulls,
                 note=self.stages.note_training,
             )
+            self.update_trained(data=self.data)
             self.close_at_end(self.data.close)
         return self.data
 
@@ -176,13 +177,13 @@ class TrainingRun(Run):
 
     def take_schedulers(self, schedulers: list[SchedulerConfig]) -> None:
         """Take the schedulers of configure_optimizers, once the engine has the optimizers."""
-        self.trained.schedulers = schedulers
+        self.update_trained(schedulers=schedulers)
         self.engine.script.note_schedulers([config.scheduler for config in schedulers])
         self.has_plateau_steps = any(config.interval == "step" and config.is_plateau for config in schedulers)
 
     def take_optimizers(self, optimizers: list[Optimizer], prepared: list[PreparedOptimizer]) -> None:
         """Take the optimizers as the strategy has made them."""
-        self.trained.optimizers, self.trained.prepared_optimizers = optimizers, prepared
+        self.update_trained(optimizers=optimizers, prepared_optimizers=prepared)
         if optimizers and self.module.automatic_optimization:
             self.optimizer = optimizers[0]
 

@@ -112,6 +112,8 @@ class Progress:
         """Training batches begun, the same on every rank unless one is further on."""
         self.batches_before = self.steps_before = self.skipped_before = 0
         """The run's batches, optimizer steps and skipped steps before the current training batch."""
+        self.has_stepped = False
+        """Whether an optimizer has stepped in the latest training batch."""
         self.unchecked_before = 0
         """The open window's batches before the current one, since no validation was due within the window."""
 
@@ -350,7 +352,7 @@ class Position:
         self.rng[name] = rng_state()
 
     def restore_rng(self, name: str) -> None:
-        """Restore the RNG state of this name, if there is one, and forget it."""
+        """Restore the RNG state of this name, if it was marked, and drop the mark."""
         if (marked := self.rng.pop(name, None)) is not None:
             set_rng_state(marked)
 
@@ -361,14 +363,14 @@ class Position:
             self.rng.pop(name, None)
         self.open_epoch = self.loaded_end = None
 
-    def end_batch(self, index: int) -> bool:
-        """Count the batches of the epoch up to `index`; return whether an optimizer has stepped in them."""
-        taken, has_stepped = index + 1 - self.batch, self.step != self.progress.steps_before
+    def end_batch(self, index: int) -> None:
+        """Count the batches of the epoch up to `index`."""
+        progress, taken = self.progress, index + 1 - self.batch
         self.batch = index + 1
         self.total_batches += taken
-        self.unchecked_batches = self.progress.unchecked_before + taken
-        self.batches_that_stepped += has_stepped
-        return has_stepped
+        self.unchecked_batches = progress.unchecked_before + taken
+        progress.has_stepped = self.step != progress.steps_before
+        self.batches_that_stepped += progress.has_stepped
 
     @property
     def has_made_step(self) -> bool:
