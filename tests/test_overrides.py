@@ -16,7 +16,7 @@ from trainwright.distributed.environment import JOB_VARIABLE, RUNG_VARIABLE
 from trainwright.overrides import Override, OverrideFile, overridden
 from trainwright.precision import is_spelling_of, resolve_precision
 from trainwright.strategies import is_variant_of
-from trainwright.strategies.ddp import DDPStrategy
+from trainwright.strategies.ddp.strategy import DDPStrategy
 
 
 @pytest.fixture
@@ -100,7 +100,7 @@ def test_accumulation_reaches_trainer_and_accelerator(launched: Callable[..., No
 
 
 def write_file(monkeypatch: pytest.MonkeyPatch, path: Path, *overrides: Override) -> None:
-    OverrideFile.write(path, overrides, "trainwright.observer:Observer")
+    OverrideFile.write(path, overrides, "trainwright.overrides:Observer")
     monkeypatch.setenv(RUNG_VARIABLE, str(path))
 
 

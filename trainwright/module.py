@@ -13,18 +13,17 @@ from torch import Tensor, nn
 from torch.compiler import is_compiling
 from torch.optim import Optimizer
 
-from trainwright.callers import warn
 from trainwright.checkpoint.conversion import export_tensors
 from trainwright.checkpoint.editing import load_state
 from trainwright.checkpoint.foreign_formats import read_weights
 from trainwright.checkpoint.reader import Verify
-from trainwright.compiled_names import register_clean_names
 from trainwright.data.transfer import map_leaves, to_device
 from trainwright.distributed import collectives
 from trainwright.errors import a_type_of
 from trainwright.hyperparameters import HyperParameters, build, classonly, read_hyper_parameters
 from trainwright.module_hooks import ModuleHooks
-from trainwright.rank_zero import rank_zero_only
+from trainwright.rank_zero import rank_zero_only, warn
+from trainwright.tensor_names import register_clean_names
 from trainwright.value_kinds import is_collection, is_dtensor, is_metric
 
 if TYPE_CHECKING:
@@ -287,23 +286,14 @@ class Module(HyperParameters, ModuleHooks, nn.Module):
         """
         if group is not None:
             raise ValueError("all_gather was given a group; expected None: all ranks of the job take part.")
-        gather = collectives.all_gather_with_gradients if sync_grads else collectives.all_gather
-        is_alone = self.trainer.world_size == 1
         collector = self.trainer.run.logbook.collector
         is_uneven = collector is not None and collector.batch is not None and collector.is_uneven
+        on_uneven = collector.warn_of_rows if collector is not None and is_uneven else None
 
         def joined(leaf: Any) -> Any:
             if isinstance(leaf, (int, float)):
                 leaf = torch.tensor(leaf, device=self.device)
-            if is_alone or not isinstance(leaf, Tensor):
-                return leaf
-            if is_uneven:
-                leaf, rows = collectives.filled_up(leaf)
-                if collector is not None and len(set(rows)) > 1:
-                    collector.warn_of_rows(rows)
-            else:
-                collectives.refuse_unequal(leaf)
-            return torch.stack(gather(leaf))
+            return collectives.gather_stacked(leaf, sync_grads, on_uneven) if isinstance(leaf, Tensor) else leaf
 
         return map_leaves(joined, data)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from trainwright.checkpoint.host_copy import HostMemory
+from trainwright.checkpoint.contents import HostMemory
 from trainwright.checkpoint.tensors import Piece, tied_groups
 from trainwright.errors import CheckpointError
 

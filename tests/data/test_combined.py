@@ -13,9 +13,8 @@ import torch
 from starts import Starts, some_or_every
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, Sampler, TensorDataset
 
-from trainwright.data.combined import CombinedLoader, ShardedCombination, evaluation_loaders, shard
+from trainwright.data.combined import CombinedLoader, ShardedCombination, evaluation_loaders, in_proportion, shard
 from trainwright.data.loaders import ShardedLoader, with_last
-from trainwright.data.proportions import in_proportion
 
 MODES: list[Any] = ["min_size", "max_size", "max_size_cycle", "sequential"]
 Pair = namedtuple("Pair", "left right")

@@ -12,8 +12,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler, S
 from torch.utils.data.datapipes.map import SequenceWrapper
 
 import trainwright as tw
-from trainwright.data.fetching import REGION, fetched, is_fetched_here
-from trainwright.data.loaders import ShardedLoader
+from trainwright.data.loaders import REGION, ShardedLoader, fetched, is_fetched_here
 
 
 class Items(Dataset[Any]):

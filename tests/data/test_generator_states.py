@@ -11,8 +11,7 @@ from small import QUIET, Classifier, make_loader
 
 import trainwright as tw
 from trainwright.checkpoint import reader
-from trainwright.data.generator_states import check_generator_states
-from trainwright.data.seeding import rng_state
+from trainwright.data.seeding import check_generator_states, rng_state
 
 SEEDED = torch.zeros(16, dtype=torch.uint8)
 

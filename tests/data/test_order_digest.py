@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, RandomSampler, Sampler, SubsetRandomSam
 
 from trainwright.checkpoint.codec import decode, encode
 from trainwright.data.combined import CombinedLoader, shard
-from trainwright.data.order_digest import OrderDigest
+from trainwright.data.fingerprint import OrderDigest
 
 COUNT = 24
 

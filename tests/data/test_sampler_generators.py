@@ -14,8 +14,7 @@ import torch
 from torch.utils.data import DataLoader, RandomSampler, Sampler, SubsetRandomSampler, TensorDataset
 
 from trainwright.data.loaders import ShardedLoader
-from trainwright.data.sampler_generators import SamplerGenerators
-from trainwright.data.seeding import derive_seed
+from trainwright.data.seeding import SamplerGenerators, derive_seed
 
 COUNT = 40
 DATA = TensorDataset(torch.arange(COUNT))

@@ -16,7 +16,7 @@ from small import QUIET, Classifier, assert_equal, make_loader, weights
 from torch import Tensor
 
 import trainwright as tw
-from trainwright.checkpoint import host_copy
+from trainwright.checkpoint import contents
 from trainwright.data import seeding, transfer
 from trainwright.engine.engine import Engine
 from trainwright.trainer import logged_value, sources
@@ -89,7 +89,7 @@ def forget_whose_memory_it_is(patch: pytest.MonkeyPatch) -> None:
 
 
 def forget_to_wait_before_a_save_is_written(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(host_copy.torch.accelerator, "synchronize", lambda *_: None)
+    patch.setattr(contents.torch.accelerator, "synchronize", lambda *_: None)
 
 
 def use_pinned_memory_again(patch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.optim import LBFGS, SGD, Adagrad, Adam, AdamW, NAdam, Optimizer
 
 import trainwright as tw
-from trainwright.checkpoint.host_copy import HostMemory
+from trainwright.checkpoint.contents import HostMemory
 from trainwright.checkpoint.tensors import Piece
 from trainwright.devices.abilities import collective_backend, has_pinned_memory
 from trainwright.engine.engine import Engine

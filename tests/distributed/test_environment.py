@@ -35,8 +35,7 @@ PLAIN_SCRIPT = """
 import sys, time
 from unittest import mock
 import pytest, torch, torch.distributed as dist
-from trainwright.distributed.connection import open_process_group
-from trainwright.distributed.mesh import make_mesh
+from trainwright.distributed.connection import make_mesh, open_process_group
 from trainwright.distributed.environment import Environment
 from trainwright.distributed.collectives import all_reduce
 

@@ -1,10 +1,8 @@
-"""self.log: names, reductions, defaults and what it refuses."""
+"""self.log: names, reductions, defaults and dtypes."""
 
 from __future__ import annotations
 
-import csv
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -33,22 +31,6 @@ def fit(log: Callable[[Any, Any, int, Tensor], None], **settings: Any) -> tw.Tra
     return trainer
 
 
-def test_names_of_step_and_epoch_values() -> None:
-    trainer = fit(lambda m, b, i, loss: m.log("both", loss, prog_bar=True, on_step=True, on_epoch=True))
-    assert set(trainer.callback_metrics) == {"both", "both_step", "both_epoch"}
-    assert set(trainer.logged_metrics) == {"both_step", "both_epoch"}
-    assert set(trainer.progress_bar_metrics) == {"both_step", "both_epoch"}
-    seen: dict[str, set[str]] = {}
-
-    class Watch(tw.Callback):
-        def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
-            seen["callback"], seen["logged"] = set(trainer.callback_metrics), set(trainer.logged_metrics)
-            seen["bar"] = set(trainer.progress_bar_metrics)
-
-    fit(lambda m, b, i, loss: m.log("both", loss, prog_bar=True, on_step=True, on_epoch=True), callbacks=Watch())
-    assert seen == {"callback": {"both", "both_step"}, "logged": {"both_step"}, "bar": {"both_step"}}
-
-
 def test_the_epoch_mean_is_weighted_by_the_batch_size() -> None:
     values: list[tuple[float, int]] = []
 
@@ -69,41 +51,8 @@ def test_the_epoch_mean_is_weighted_by_the_batch_size() -> None:
     assert metrics["unweighted"] == pytest.approx(5.0)
 
 
-def test_a_logged_tensor_is_copied_at_once() -> None:
-    def log(module: Any, batch: Any, index: int, loss: Tensor) -> None:
-        value = torch.ones(())
-        module.log("value", value)
-        value += 41
-
-    steps: list[float] = []
-
-    class Watch(tw.Callback):
-        def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
-            steps.append(trainer.callback_metrics["value"].item())
-
-    fit(log, callbacks=Watch())
-    assert set(steps) == {1.0}
-
-
-def test_a_torchmetrics_object_is_computed_and_reset_each_epoch() -> None:
-    epochs: list[float] = []
-
-    def log(module: Any, batch: Any, index: int, loss: Tensor) -> None:
-        module.metric(float(module.current_epoch + 1))
-        module.log("metric", module.metric, on_step=False, on_epoch=True)
-
-    class Watch(tw.Callback):
-        runs_last = True
-
-        def on_train_epoch_end(self, trainer: Any, *args: Any) -> None:
-            epochs.append(trainer.callback_metrics["metric"].item())
-
-    fit(log, callbacks=Watch(), max_epochs=3)
-    assert epochs == [1.0, 2.0, 3.0]
-
-
 def test_metrics_have_the_precision_that_was_logged() -> None:
-    """A user compares them with tensors of his own; what is compared and written is not rounded."""
+    """Users compare them with their tensors, so values for comparisons and files are not rounded."""
 
     def log(module: Any, batch: Any, index: int, loss: Tensor) -> None:
         for name, value in (("single", loss), ("half", loss.bfloat16()), ("double", loss.double()), ("number", 0.1)):
@@ -119,51 +68,6 @@ def test_metrics_have_the_precision_that_was_logged() -> None:
     assert torch.allclose(trainer.callback_metrics["single"], trainer.callback_metrics["double"].float())
 
 
-def test_rows_of_the_csv_logger(tmp_path: Path) -> None:
-    logger = tw.CSVLogger(str(tmp_path))
-    trainer = fit(
-        lambda m, b, i, loss: m.log("both", loss, on_step=True, on_epoch=True), logger=logger, log_every_n_steps=5
-    )
-    assert trainer.log_dir == f"{tmp_path}/trainwright_logs/version_0"
-    rows = list(csv.DictReader(Path(logger.metrics_path).read_text().splitlines()))
-    assert [(row["step"], row["epoch"]) for row in rows] == [("4", "0"), ("9", "0"), ("10", "0")]
-    assert [bool(row["both_step"]) for row in rows] == [True, True, False]
-    assert torch.tensor(float(rows[2]["both_epoch"])) == trainer.callback_metrics["both"]
-
-
-@pytest.mark.parametrize(
-    ("log", "error", "match"),
-    [
-        (lambda m, b, i, loss: m.log("x", torch.zeros(2)), ValueError, r"shape \(2,\).*mean"),
-        (lambda m, b, i, loss: m.log("x", "text"), TypeError, "got a str"),
-        (lambda m, b, i, loss: m.log("x", 1, reduce_fx="median"), ValueError, "choose from mean, sum, min, max"),
-        (lambda m, b, i, loss: m.log("x", 1, on_step=False, on_epoch=False), ValueError, "at least one"),
-        (
-            lambda m, b, i, loss: (m.log("x", 1), m.log("x", 1, prog_bar=True)),
-            ValueError,
-            "prog_bar=False and then True",
-        ),
-        (lambda m, b, i, loss: m.log("x", MeanMetric()), ValueError, "not an attribute of the module"),
-        (lambda m, b, i, loss: m.log(3, 1), TypeError, "name is a str"),
-    ],
-)
-def test_log_refuses(log: Callable[..., Any], error: type[Exception], match: str) -> None:
-    with pytest.raises(error, match=match):
-        fit(log)
-
-
-def test_log_outside_of_a_run_is_refused() -> None:
-    with pytest.warns(UserWarning, match=r"attached to no trainer.*trainer\.fit"):
-        Classifier().log("x", 1.0)
-
-    class Early(Classifier):
-        def on_fit_start(self) -> None:
-            self.log("x", 1.0)
-
-    with pytest.raises(RuntimeError, match="where nothing is collected"):
-        tw.Trainer(**QUIET).fit(Early(), make_loader())
-
-
 def test_unequal_leading_sizes_warn_and_name_the_remedy() -> None:
     class Odd(Classifier):
         def validation_step(self, batch: Any, batch_idx: int) -> None:
@@ -173,27 +77,7 @@ def test_unequal_leading_sizes_warn_and_name_the_remedy() -> None:
         tw.Trainer(**QUIET).validate(Odd(), [(torch.zeros(3, 8), torch.zeros(5))])
 
 
-def test_the_sanity_check_leaves_no_metrics() -> None:
-    seen: list[Any] = []
-
-    class Watch(tw.Callback):
-        def on_train_start(self, trainer: Any, module: Any) -> None:
-            seen.append(dict(trainer.callback_metrics))
-
-    tw.Trainer(max_epochs=1, callbacks=Watch(), **QUIET).fit(Classifier(), make_loader(), make_loader())
-    assert seen == [{}]
-
-
-def test_logging_where_nothing_is_collected_any_more_is_refused() -> None:
-    class Late(Classifier):
-        def on_validation_end(self) -> None:
-            self.log("late", 1.0)
-
-    with pytest.raises(RuntimeError, match="where nothing is collected"):
-        tw.Trainer(max_epochs=1, **QUIET).fit(Late(), make_loader(), make_loader())
-
-
-def test_numbers_of_other_kinds_and_batches_without_tensors() -> None:
+def test_numbers_of_other_kinds_are_logged() -> None:
     def log(module: Any, batch: Any, index: int, loss: Tensor) -> None:
         module.log("numpy", np.float32(2.0))
         module.log("flag", True)

@@ -6,7 +6,7 @@ from trainwright.checkpoint.codec import decode, encode
 from trainwright.trainer.run_position import OpenEpoch, Position
 
 
-def test_plain_data_give_the_same_state_back() -> None:
+def test_the_state_is_restored_from_plain_data() -> None:
     epoch = OpenEpoch({"loss": 1.0}, {"values": []}, [{"rows": 3}], {"Timer": {"time": 2.0}})
     for state in (
         Position(),

@@ -22,16 +22,16 @@ from trainwright.callbacks.model_checkpoint import ModelCheckpoint
 from trainwright.callbacks.model_summary import count_parameters
 from trainwright.callbacks.work_tree import describe_work_tree
 from trainwright.data.combined_loader import leaves
-from trainwright.devices.inventory import MISSING, describe_devices, package_versions, peak_memory
+from trainwright.devices.hardware import MISSING, describe_devices, package_versions, peak_memory
 from trainwright.distributed.environment import Environment
 from trainwright.distributed.failures import is_secondary_failure
 from trainwright.distributed.masking import Masked, masked, shown
 from trainwright.distributed.sync_points import SyncPoint
 from trainwright.loggers.base import RunResult
 from trainwright.loggers.csv import CSVLogger
-from trainwright.loggers.files import is_local, write_file
-from trainwright.loggers.folder import HPARAMS_NAME, FolderLogger
-from trainwright.loggers.run_record import RESULTS, read_record
+from trainwright.loggers.files import HPARAMS_NAME, is_local, write_file
+from trainwright.loggers.folder import FolderLogger
+from trainwright.loggers.run_record import RESULTS, find_record
 from trainwright.plots import names_of_runs, panels_of
 from trainwright.plots.curves import NOT_DRAWN, Panel
 from trainwright.plots.page import GENERATOR
@@ -102,7 +102,7 @@ class RunReport(Callback):
     def teardown(self, trainer: Trainer, module: Module, stage: str) -> None:
         self._times.end_training()
 
-    def _report_run(self, trainer: Trainer, module: Module, result: RunResult, error: BaseException | None) -> None:
+    def on_run_end(self, trainer: Trainer, module: Module, result: RunResult, error: BaseException | None) -> None:
         point, self._point = self._point, None
         loggers = [each for each in trainer.loggers if isinstance(each, FolderLogger) and each.log_dir]
         is_own = trainer.is_global_zero or (error is not None and not is_secondary_failure(error))
@@ -318,7 +318,7 @@ class Facts:
 
     def _time(self) -> dict[str, Any]:
         trainer, times = self.trainer, self.times
-        record = read_record(self.folder)
+        record = find_record(self.folder).record
         rows = [("began", _moment(times.began))]
         if record is not None:
             rows = [("began", _of_record(record.began)), ("resumed", _of_record(record.resumed))]

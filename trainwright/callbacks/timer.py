@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from trainwright.arguments import refuses_unknown
 from trainwright.callbacks.base import Callback
-from trainwright.callers import say
 from trainwright.duration import to_seconds
+from trainwright.rank_zero import say
 
 if TYPE_CHECKING:
     from trainwright.callbacks.trainer_protocol import TrainerProtocol
@@ -90,11 +90,10 @@ class Timer(Callback):
             self._offset, self._is_over = 0.0, False
             self._start["train"] = self._end["train"] = None
 
-    @property
-    def _has_asked_to_stop(self) -> bool:
+    def has_requested_stop(self, trainer: TrainerProtocol, module: Module) -> bool:
         return self._is_over
 
-    def _on_restored(self, trainer: TrainerProtocol) -> None:
+    def on_resume_start(self, trainer: TrainerProtocol, module: Module) -> None:
         self._decide(trainer)  # the run may have used up its time before
 
     def on_train_start(self, trainer: Trainer, module: Module) -> None:

@@ -23,6 +23,7 @@ RRRRR is the number of the rank that wrote the file.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -36,10 +37,12 @@ from torch.utils._pytree import MappingKey, tree_map, tree_map_with_path
 from trainwright.checkpoint.codec import encode_stored
 from trainwright.checkpoint.manifest import rank_section
 from trainwright.checkpoint.shards import check_storable
-from trainwright.checkpoint.tensors import Piece, TensorEntry, assign_writers
-from trainwright.compiled_names import clean_name, own_name
+from trainwright.checkpoint.tensors import Piece, TensorEntry, assign_writers, tied_groups
+from trainwright.devices.abilities import has_pinned_memory
+from trainwright.devices.hardware import HOST
+from trainwright.devices.locked_memory import LockedMemory
 from trainwright.errors import CheckpointError, a_type_of
-from trainwright.tensor_names import EXTRA_STATE, is_extra_state
+from trainwright.tensor_names import EXTRA_STATE, clean_name, is_extra_state, own_name
 
 MODEL, TRAINING, AVERAGE = "model", "training", "average"
 """The sections that hold tensors of the model's names and shapes."""
@@ -245,3 +248,57 @@ def with_dtypes_of(
         return replace(entry, dtype=dtype)
 
     return {name: converted(name, entry) for name, entry in entries.items()}
+
+
+ALIGNMENT = 64
+
+
+class HostMemory:
+    """Host memory for the pieces of one checkpoint, kept for the next save because fresh pages cost more than the copy."""
+
+    def __init__(self) -> None:
+        self._memory = torch.empty(0, dtype=torch.uint8)
+        self._locked: LockedMemory | None = None
+
+    def release(self) -> None:
+        self._memory = torch.empty(0, dtype=torch.uint8)
+        if self._locked is not None:
+            self._locked.release()
+            self._locked = None
+
+    def copy(self, parts: Sequence[Sequence[Piece]]) -> list[list[Piece]]:
+        """Return the pieces with copies of their tensors; tied ones stay tied. The next call overwrites these copies."""
+        groups = [group for pieces in parts for group in tied_groups(pieces)]
+        for group in groups:
+            check_storable(group[0].name, group[0].tensor)
+        copied: dict[int, Piece] = {}
+        devices = {group[0].tensor.device for group in groups}
+        with torch.inference_mode(False), torch.no_grad():  # a save may happen during a validation
+            self._reserve(sum(_room(group[0].tensor) for group in groups), {device.type for device in devices})
+            offset = 0
+            for group in groups:
+                tensor = group[0].tensor
+                room = self._memory[offset : offset + tensor.nbytes]
+                copy = room.view(tensor.dtype).view(tensor.shape) if tensor.numel() else tensor.new_empty(tensor.shape)
+                copy.copy_(tensor, non_blocking=self._locked is not None)  # MPS does not wait for other memory either
+                offset += _room(tensor)
+                copied.update((id(piece), replace(piece, tensor=copy)) for piece in group)
+        if self._locked is not None:
+            for device in devices - {HOST}:
+                torch.accelerator.synchronize(device)
+        return [[copied[id(piece)] for piece in pieces] for pieces in parts]
+
+    def _reserve(self, size: int, device_types: Collection[str]) -> None:
+        locking = next((each for each in sorted(device_types) if has_pinned_memory(each)), None)
+        if size > self._memory.numel() or (locking is None) != (self._locked is None):
+            self.release()  # first, so that both are never allocated at once
+            more = size // 16 + (1 << 20)  # metrics grow a little from save to save
+            if locking is None:
+                self._memory = torch.empty(size + more, dtype=torch.uint8)
+            else:
+                self._locked = LockedMemory(size + more, locking)
+                self._memory = self._locked.tensor
+
+
+def _room(tensor: Tensor) -> int:
+    return math.ceil(tensor.nbytes / ALIGNMENT) * ALIGNMENT

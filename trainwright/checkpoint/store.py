@@ -21,10 +21,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from trainwright.checkpoint.contents import Contents, collect
+from trainwright.checkpoint.contents import Contents, HostMemory, collect
 from trainwright.checkpoint.discovery import refuse_irreplaceable, replace_checkpoint
 from trainwright.checkpoint.filesystem import Files, describe, note_new, resolve, temporary_path
-from trainwright.checkpoint.host_copy import HostMemory
 from trainwright.checkpoint.manifest import (
     MANIFEST_NAME,
     Manifest,

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import count, islice
+from math import gcd
 from typing import Any
 
 from trainwright.data.combined_loader import CombinedLoader, combined_length, is_collection, is_read_once
 from trainwright.data.index_stream import IndexStream
 from trainwright.data.loader_state import StatefulLoader
 from trainwright.data.loaders import ShardedLoader
-from trainwright.data.proportions import are_proportional, in_proportion
 from trainwright.data.seeding import derive_seed
 from trainwright.data.source_state import SourceState
-from trainwright.data.stateful_reader import END
-from trainwright.data.stream_shard import Mode, StreamPosition
+from trainwright.data.stateful_iterable import END
+from trainwright.data.stream_shard import Mode, StreamPosition, even_sizes
 from trainwright.errors import a_type_of
 from trainwright.rank_zero import rank_zero_warn
 
@@ -24,8 +24,7 @@ class ShardedCombination(StatefulLoader):
 
     The first loader has the order that it would have alone; each other loader, and each further pass of a shorter one, has
     another. In an evaluation batch number i of every loader goes to the same rank, so the ranks together have the combined
-    batches of one process. In training a round in which a loader ends is re-split in the same proportions for all loaders
-    (proportions.py).
+    batches of one process. In training a round in which a loader ends is re-split in the same proportions for all loaders.
 
     Raises:
         TypeError: a loader that cannot be sharded, or several to be evaluated as one that come one after the other.
@@ -315,3 +314,26 @@ def _real_length(part: ShardedLoader) -> int | None:
 
 def _is_before(number: int, end: int | None) -> bool:
     return end is None or number < end
+
+
+def in_proportion(samples: list[int], ranks: int, batch_sizes: list[int]) -> list[list[int]]:
+    """Return, for each loader, the samples of a round per rank, in the same proportion for all loaders.
+
+    No rank gets more samples in all than a full batch of each loader has. If the sizes allow no such split, each loader is
+    split by itself, over as many ranks as possible.
+    """
+    # A unit is the smallest part of the round that has all loaders in the round's proportion.
+    units = gcd(*samples)
+    in_unit = [each // units for each in samples]
+    most = sum(batch_sizes) // sum(in_unit)
+    if most and most * ranks >= units:
+        counts = even_sizes(units, ranks, most, least=1 if min(in_unit) > 1 else 2)
+        return [[count * size for count in counts] for size in in_unit]
+    return [even_sizes(each, ranks, size, least=1) for each, size in zip(samples, batch_sizes, strict=True)]
+
+
+def are_proportional(parts: Sequence[list[int] | None]) -> bool:
+    """Return whether each rank has the same proportion of every loader's samples; None means equal parts."""
+    ranks = max(len(each) for each in parts if each is not None)
+    first, *others = (each or [1] * ranks for each in parts)
+    return all([one * sum(other) for one in first] == [one * sum(first) for one in other] for other in others)

@@ -9,7 +9,7 @@ from typing import Any, Literal, NoReturn
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from trainwright.data.stateful_reader import END
+from trainwright.data.stateful_iterable import END
 from trainwright.data.transfer import with_values
 from trainwright.errors import a_type_of
 

@@ -19,7 +19,7 @@ from trainwright.data.loader_state import StatefulLoader
 from trainwright.data.loaders import ShardedLoader
 from trainwright.data.source_state import SourceState
 from trainwright.data.stream_shard import StreamPosition
-from trainwright.distributed.nests import scatter_nests
+from trainwright.distributed.collectives import scatter_nests
 from trainwright.distributed.ranks import Ranks
 
 Nest = tuple[Any, Mapping[str, Tensor]]

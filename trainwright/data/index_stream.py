@@ -19,9 +19,8 @@ from numpy import ndarray
 from torch import Tensor
 from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler, SubsetRandomSampler
 
-from trainwright.data.order_digest import OrderDigest
-from trainwright.data.sampler_generators import SamplerGenerators
-from trainwright.data.seeding import IsolatedGenerators, derive_seed
+from trainwright.data.fingerprint import OrderDigest
+from trainwright.data.seeding import IsolatedGenerators, SamplerGenerators, derive_seed
 from trainwright.data.stream_shard import Mode as Mode
 from trainwright.data.stream_shard import StreamPosition, StreamShard, even_sizes
 from trainwright.data.workers import SeededBatch, SeededIndex

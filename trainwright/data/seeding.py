@@ -5,18 +5,27 @@ from __future__ import annotations
 import hashlib
 import itertools
 import logging
+import math
 import random
 import sys
-from collections.abc import Iterable, Iterator
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from trainwright.devices import cuda
-from trainwright.devices.generators import device_state, set_device_state, state_in
+from trainwright.devices.generators import (
+    check_device_state,
+    device_state,
+    is_generator_state,
+    set_device_state,
+    state_in,
+)
 from trainwright.distributed.environment import Environment
-from trainwright.errors import a_type_of
+from trainwright.errors import CheckpointError, a_type_of
 from trainwright.overrides import overridden
 
 _chosen = itertools.count()
@@ -169,3 +178,136 @@ def set_host_state(state: dict[str, Any]) -> None:
     if state["numpy"] is not None:
         sys.modules["numpy"].random.set_state(state["numpy"])
     torch.set_rng_state(state["torch"])
+
+
+class SamplerGenerators:
+    """Substitutes for a sampler's generators in one pass, and for those of the sampler within a batch sampler.
+
+    Args:
+        parts: what the pass's seed is derived from. Each substitute adds the initial seed of a torch.Generator, or the
+            attribute's name for the other kinds, which may have no seed.
+        same_on_ranks: whether all ranks draw the same; if not, a generator's state replaces its name.
+    """
+
+    def __init__(self, source: Any, *parts: int, same_on_ranks: bool = True) -> None:
+        self._found: list[tuple[dict[str, Any], str, Any, Any]] = []
+        """The attributes of a sampler, the name of one, the user's generator there and its substitute."""
+        made: dict[int, Any] = {}  # by the generator's id: two samplers may have the same one
+        sampler, path = source, ""
+        while sampler is not None:
+            attributes = getattr(sampler, "__dict__", {})
+            for name, found in {**_of_class(type(sampler)), **attributes}.items():
+                if (kind := _kind_of(found)) is None:
+                    continue
+                seeded, state = kind
+                if id(found) not in made:
+                    name_or_state = path + name if same_on_ranks else repr(state())
+                    made[id(found)] = seeded(derive_seed(*parts, _number(found, name_or_state)))
+                self._found.append((attributes, name, found, made[id(found)]))
+            sampler, path = getattr(sampler, "sampler", None), f"{path}sampler."
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """Substitute the generators within the block. Attributes that the sampler has since replaced are left alone."""
+        here = [(*each, each[1] in each[0]) for each in self._found if each[0].get(each[1], each[2]) is each[2]]
+        for attributes, name, _, substitute, _ in here:
+            attributes[name] = substitute
+        try:
+            yield
+        finally:
+            for attributes, name, found, substitute, is_own in here:
+                if attributes.get(name) is not substitute:
+                    continue
+                if is_own:
+                    attributes[name] = found
+                else:  # the class has it
+                    del attributes[name]
+
+
+def _kind_of(found: Any) -> tuple[Callable[[int], Any], Callable[[], Any]] | None:
+    """Return what makes a seeded generator of the same kind, and what returns its state; None for subclasses and all else."""
+    if isinstance(found, torch.Generator):
+        return lambda seed: torch.Generator().manual_seed(seed), found.initial_seed
+    if type(found) is random.Random:
+        return random.Random, found.getstate
+    if "numpy" not in sys.modules:
+        return None
+    numpy = sys.modules["numpy"].random
+    if type(found) is numpy.RandomState:
+        return lambda seed: numpy.RandomState(seed % 2**32), found.get_state
+    if type(found) is numpy.Generator:
+        bits = type(found.bit_generator)
+        # The constructor of another library's BitGenerator may take no seed.
+        known = bits if getattr(numpy, bits.__name__, None) is bits else numpy.PCG64
+        return lambda seed: numpy.Generator(known(seed)), lambda: found.bit_generator.state
+    return None
+
+
+def _number(found: Any, name_or_state: str) -> int:
+    """Return a generator's part in the seed: the same in each epoch, and in a resumed run."""
+    # torch's global generator reports the seed that this process began with, which says nothing of the run.
+    if isinstance(found, torch.Generator) and found is not torch.default_generator:
+        return found.initial_seed()
+    return zlib.crc32(name_or_state.encode())
+
+
+def _of_class(kind: type) -> dict[str, Any]:
+    return {name: value for each in reversed(kind.__mro__) for name, value in vars(each).items()}
+
+
+DEVICE = "device"
+KEY_LENGTH = 624
+"""The words of a Mersenne Twister."""
+
+
+def check_generator_states(value: Any, path: str) -> None:
+    """Refuse a checkpoint's plain data if a generator state in it is not valid (CheckpointError)."""
+    for state in _states_in([value]):
+        for name, check in _CHECKS.items():
+            try:
+                check(state_in(state) if name == DEVICE else state.get(name))
+            except Exception as error:
+                raise CheckpointError(
+                    f"{path}: the state of the {name} generator is not valid ({error}). Use another checkpoint, or a good "
+                    "copy of this one."
+                ) from error
+
+
+def _states_in(value: Any) -> Iterator[Mapping[str, Any]]:
+    if is_generator_state(value):
+        yield value
+    else:
+        for each in value.values() if isinstance(value, Mapping) else value:
+            if isinstance(each, (Mapping, list, tuple)):
+                yield from _states_in(each)
+
+
+def _check_python(state: Any) -> None:
+    version, words, gauss = state
+    random.Random().setstate((version, tuple(words), gauss))
+
+
+def _check_numpy(state: Any) -> None:
+    if state is None:
+        return
+    if isinstance(state, Mapping):
+        raise TypeError("a dict, where a tuple was stored")
+    kind, key, position, has_gauss, gauss = state
+    # Checked by hand: numpy's set_state takes any position, and reads beyond the key at the next draw.
+    if kind != "MT19937":
+        raise ValueError(f"of the kind {kind!r}")
+    if getattr(key, "shape", None) != (KEY_LENGTH,) or str(key.dtype) != "uint32":
+        raise ValueError(f"its key is not an array of {KEY_LENGTH} uint32")
+    if type(position) is not int or not 0 <= position <= KEY_LENGTH:
+        raise ValueError(f"its position is {position!r}")
+    if has_gauss not in (0, 1) or not math.isfinite(gauss):
+        raise ValueError(f"its next normal number is {gauss!r}")
+
+
+def _check_torch(state: Any) -> None:
+    if not isinstance(state, Tensor) or state.dtype != torch.uint8 or state.dim() != 1:
+        raise TypeError("not a row of bytes")
+    torch.Generator().set_state(state)
+
+
+_CHECKS = {"python": _check_python, "numpy": _check_numpy, "torch": _check_torch, DEVICE: check_device_state}

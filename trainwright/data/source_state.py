@@ -19,8 +19,14 @@ from typing import Any, TypedDict, cast
 
 from trainwright.data.fingerprint import fingerprint, matches
 from trainwright.data.seeding import IsolatedGenerators, set_host_state
-from trainwright.data.stateful_iterable import Opening, StatefulBatch, StatefulIterable
-from trainwright.data.stateful_reader import END, ReaderState, StatefulReader
+from trainwright.data.stateful_iterable import (
+    END,
+    Opening,
+    ReaderState,
+    StatefulBatch,
+    StatefulIterable,
+    StatefulReader,
+)
 from trainwright.data.stream_shard import StreamPosition
 
 SPACING = 100

@@ -42,7 +42,7 @@ class StreamPosition(TypedDict):
     order: str
     """What drew the order, in words; empty if unknown. Older checkpoints lack it."""
     digest: int
-    """Digest of the consumed items of the pass (order_digest.py); 0 if unknown. Older checkpoints lack it."""
+    """Digest of the consumed items of the pass (fingerprint.py); 0 if unknown. Older checkpoints lack it."""
 
 
 class StreamShard:

@@ -12,19 +12,27 @@ import atexit
 import ctypes
 import multiprocessing.util
 import os
+import re
 import signal
 import sys
 import tempfile
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils.data import Dataset, IterableDataset, get_worker_info
+from torch.utils.data import (
+    ChainDataset,
+    ConcatDataset,
+    Dataset,
+    IterableDataset,
+    StackDataset,
+    Subset,
+    get_worker_info,
+)
 
-from trainwright.data.epoch_listeners import set_epoch_of
 from trainwright.data.seeding import derive_seed, seed_generators
 from trainwright.distributed.signals import STOP_SIGNALS
 
@@ -202,3 +210,37 @@ def _end_workers() -> None:
     for iterator, process in list(_begun.items()):
         if process == os.getpid():  # a forked child must not end its parent's workers
             iterator._shutdown_workers()
+
+
+def set_epoch_of_parts(loader: Any, epoch: int) -> None:
+    """Call `set_epoch` of the loader, its dataset, its samplers and what they contain; for copies in workers see workers.py."""
+    parts = [loader, getattr(loader, "dataset", None)]
+    for sampler in (getattr(loader, "batch_sampler", None), getattr(loader, "sampler", None)):
+        while sampler is not None:
+            parts.append(sampler)
+            sampler = getattr(sampler, "sampler", None)
+    for each in {id(part): part for part in parts}.values():
+        set_epoch_of(each, epoch)
+
+
+def set_epoch_of(listener: Any, epoch: int) -> None:
+    """Call `set_epoch` of an object, if it has it, and of the datasets that one of torch's own contains."""
+    if callable(set_epoch := getattr(listener, "set_epoch", None)) and not is_split_after_shuffle(listener):
+        set_epoch(epoch)
+    within: Any = ()
+    if isinstance(listener, Subset):  # random_split's, too
+        within = (listener.dataset,)
+    elif isinstance(listener, (ConcatDataset, ChainDataset, StackDataset)):
+        within = listener.datasets
+    within = within.values() if isinstance(within, Mapping) else within
+    if isinstance(within, Collection):  # not a ChainDataset's generator of datasets, which only reading may consume
+        for each in within:
+            set_epoch_of(each, epoch)
+
+
+def is_split_after_shuffle(stream: Any) -> bool:
+    """Return whether a stream of the package datasets takes or skips items of a shuffled one, which an epoch would change."""
+    names, part = "", getattr(stream, "_ex_iterable", None)
+    while part is not None:
+        names, part = names + type(part).__name__, getattr(part, "ex_iterable", None)
+    return re.search("(Take|Skip)Examples.*BufferShuffled", names) is not None

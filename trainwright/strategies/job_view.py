@@ -97,11 +97,7 @@ class JobView:
             ValueError: a group, or shapes that differ across the ranks.
         """
         _refuse_group(group, "all_gather")
-        if self.world_size == 1:
-            return tensor
-        collectives.refuse_unequal(tensor)
-        gather = collectives.all_gather_with_gradients if sync_grads else collectives.all_gather
-        return torch.stack(gather(tensor))
+        return collectives.gather_stacked(tensor, sync_grads)
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         """Return whether the decision of all ranks, or with all=False of any rank, is True. Collective."""

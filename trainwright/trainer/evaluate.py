@@ -16,7 +16,7 @@ from trainwright.data.loaders import ShardedLoader, refuse_length, with_last
 from trainwright.data.seeding import isolate_rng
 from trainwright.distributed.sync_points import SyncPoint
 from trainwright.module import Module, hook_of, is_overridden
-from trainwright.profilers.instrumentation import is_measuring
+from trainwright.profilers.base import is_measuring
 from trainwright.rank_zero import rank_zero_info, rank_zero_warn
 from trainwright.trainer.epoch_batches import Batch, PulledBatches
 from trainwright.trainer.inputs import iterators_of

@@ -24,8 +24,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
-from trainwright.callbacks.base import after_training
-from trainwright.engine.gradients import clear_gradients
+from trainwright.engine.optimizers import clear_gradients
 from trainwright.trainer.epoch_batches import Batch, EpochBatches
 from trainwright.trainer.epoch_end import (
     close_epoch,
@@ -35,7 +34,6 @@ from trainwright.trainer.epoch_end import (
     validation_is_due,
 )
 from trainwright.trainer.evaluate import sanity_check
-from trainwright.trainer.hooks import RUN_LAST, SAVE
 from trainwright.trainer.optimization import (
     clear_with_hooks,
     read_outputs,
@@ -92,7 +90,7 @@ def fit(run: TrainingRun, resumption: Resumption | None) -> None:
     state.restore_rng(AFTER_EPOCH_START)  # nothing was left to train
     stop.finish()
     if not stop.number:
-        after_training(run.callbacks, run.trainer, run.module, partial(pass_over, run))
+        hooks.call("on_before_train_end", partial(pass_over, run))
     logbook.stop_collecting()
     hooks.call("on_train_end")
 
@@ -188,9 +186,9 @@ def end_epoch(run: TrainingRun, is_complete: bool) -> None:
         leave_epoch(run)
     with state.ending_epoch(is_complete):
         close_epoch(run, is_complete)
-    hooks.call(RUN_LAST)
+    hooks.call_late()
     if is_complete:
-        hooks.call(SAVE)
+        hooks.call("on_save_point")
     save_waiting(run)  # after EarlyStopping, whose state belongs into the checkpoint
     run.stop.agree()
     run.logbook.flush()
@@ -204,6 +202,7 @@ def leave_epoch(run: TrainingRun) -> None:
     """
     run.state.stop_within_epoch(open_epoch(run))
     run.logbook.reduce(run.module)  # the score of a checkpoint may be a metric of this epoch
-    run.hooks.call(SAVE)
+    run.hooks.call("on_train_epoch_stop")
+    run.hooks.call("on_save_point")
     if run.choice.is_rerunnable:
         run.stop.save_end()

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from trainwright.checkpoint.codec import decode, encode
 from trainwright.data.transfer import to_device
-from trainwright.distributed.nests import gather_nests
+from trainwright.distributed.collectives import gather_nests
 from trainwright.trainer.evaluate import Evaluation, evaluate
 
 if TYPE_CHECKING:

@@ -11,9 +11,8 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from trainwright.callbacks.base import Callback, attach, detach, report
+from trainwright.callbacks.base import Callback, attach, detach
 from trainwright.callbacks.model_checkpoint import ModelCheckpoint
-from trainwright.callers import say
 from trainwright.checkpoint.foreign_formats import is_plain
 from trainwright.data.datamodule import DataModule
 from trainwright.devices.abilities import has_pinned_memory
@@ -28,8 +27,8 @@ from trainwright.loggers import Logger, match_states, refuse_branch, resume_logg
 from trainwright.loggers.base import RunResult
 from trainwright.module import Module, hook_of, is_overridden, trainer_of
 from trainwright.profilers import Profiler
-from trainwright.profilers.instrumentation import instrument, is_measuring
-from trainwright.rank_zero import rank_zero_warn
+from trainwright.profilers.base import instrument, is_measuring
+from trainwright.rank_zero import rank_zero_warn, say
 from trainwright.strategies.base import Clipping
 from trainwright.trainer.checkpoint_choice import Choice
 from trainwright.trainer.hooks import HookTable, check_hooks
@@ -158,7 +157,8 @@ class Run:
     @property
     def checkpoint_callbacks(self) -> list[ModelCheckpoint]:
         """Return each ModelCheckpoint among the callbacks."""
-        return [each for each in self.callbacks if isinstance(each, ModelCheckpoint)]
+        checkpoints: list[ModelCheckpoint] = self.trainer.checkpoint_callbacks
+        return checkpoints
 
     @property
     def ckpt_path(self) -> str | None:
@@ -379,7 +379,7 @@ class Run:
     def log_hyper_parameters(self) -> None:
         """Write the hyper-parameters to the loggers, on rank 0."""
         if self.settings.enable_autolog_hparams and self.loggers and self.engine.rank == 0:
-            plain, _ = logged_hyper_parameters((self.module, self.datamodule), is_plain)
+            plain = logged_hyper_parameters((self.module, self.datamodule), is_plain)
             for logger in self.loggers if plain else ():
                 logger.log_hyperparams(plain)
 
@@ -409,7 +409,8 @@ class Run:
         """Let callbacks report on a fit or an evaluation that has begun, once its loggers and its profiler are closed."""
         if self.call != "predict" and self.logbook.has_begun:
             result, error = self._result(outcome), outcome.error
-            outcome.after(report, self.callbacks, self.trainer, self.module, result, error)
+            for hook in self.hooks["on_run_end"]:
+                outcome.after(hook, result, error)
 
     def _result(self, outcome: Outcome) -> RunResult:
         if self.stop.interrupted or self.stop.number:

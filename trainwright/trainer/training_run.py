@@ -10,7 +10,6 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from trainwright.callbacks.base import make_scheduler
 from trainwright.data.datamodule import DataModule
 from trainwright.distributed.failures import is_secondary_failure
 from trainwright.engine.fused import use_fused
@@ -18,7 +17,7 @@ from trainwright.engine.optimizers import SchedulerConfig
 from trainwright.engine.prepared import PreparedOptimizer
 from trainwright.engine.window import AccumulationWindow
 from trainwright.module import Module
-from trainwright.profilers.instrumentation import is_measuring
+from trainwright.profilers.base import is_measuring
 from trainwright.rank_zero import rank_zero_warn
 from trainwright.strategies.base import Clipping, StepResult
 from trainwright.strategies.optimizer_proxy import unwrap_optimizer
@@ -189,8 +188,10 @@ class TrainingRun(Run):
 
     def replace_schedulers(self) -> None:
         """Replace the schedulers by a callback's scheduler, if a callback has one."""
-        optimizer = self.optimizer
-        scheduler = None if optimizer is None else make_scheduler(self.callbacks, unwrap_optimizer(optimizer))
+        if self.optimizer is None:
+            return
+        returned = self.hooks.call("configure_lr_scheduler", unwrap_optimizer(self.optimizer))
+        scheduler = next((each for each in returned if each is not None), None)
         # It is returned at each epoch's start, and replaces the others once.
         if scheduler is not None and all(config.scheduler is not scheduler for config in self.trained.schedulers):
             self.take_schedulers([SchedulerConfig(scheduler)])
