@@ -21,7 +21,7 @@ from trainwright.distributed.connection import open_process_group
 from trainwright.distributed.environment import Environment
 from trainwright.trainer.logbook import Logbook, format_table
 from trainwright.trainer.metrics import MetricCollector
-from trainwright.trainer.state import OpenEpoch, TrainerState
+from trainwright.trainer.run_position import OpenEpoch, Position
 
 READS = ("item", "tolist", "numpy", "cpu", "__float__", "__int__", "__bool__")
 
@@ -41,9 +41,9 @@ class Measured(nn.Module):
         self.several = MetricCollection([MulticlassAccuracy(3, average="micro"), MulticlassPrecision(3)])
 
 
-def make_logbook(*loggers: tw.Logger, rank: int = 0, world_size: int = 1) -> tuple[Logbook, TrainerState]:
+def make_logbook(*loggers: tw.Logger, rank: int = 0, world_size: int = 1) -> tuple[Logbook, Position]:
     engine: Any = SimpleNamespace(rank=rank, world_size=world_size, device=torch.device("cpu"))
-    state = TrainerState()
+    state = Position()
     return Logbook(loggers, engine, state), state
 
 
@@ -387,9 +387,12 @@ def test_a_table_has_a_column_per_loader() -> None:
 
 
 def test_the_state_is_restored_from_plain_data() -> None:
-    epoch = OpenEpoch({"loss": 1.0}, {"values": []}, [{"rows": 3}], {"Timer": {"time": 2.0}}, {"python": [1, 2]})
-    for state in (TrainerState(), TrainerState(epoch=2, batch=3, step=9, open_epoch=epoch)):
+    epoch = OpenEpoch({"loss": 1.0}, {"values": []}, [{"rows": 3}], {"Timer": {"time": 2.0}})
+    for state in (
+        Position(),
+        Position(epoch=2, batch=3, step=9, open_epoch=epoch, rng={"epoch left": {"python": [1, 2]}}),
+    ):
         plain = decode(*encode(state.plain(), "state"))
-        again = TrainerState.of_plain(plain)
+        again = Position.of_plain(plain)
         assert again.plain() == state.plain()
         assert again.open_epoch == state.open_epoch
