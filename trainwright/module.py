@@ -25,11 +25,11 @@ from trainwright.errors import a_type_of
 from trainwright.hyperparameters import HyperParameters, build, classonly, read_hyper_parameters
 from trainwright.module_hooks import ModuleHooks
 from trainwright.rank_zero import rank_zero_only
+from trainwright.step_types import AnyTrainer
 from trainwright.value_kinds import is_collection, is_dtensor, is_metric
 
 if TYPE_CHECKING:
     from trainwright.loggers.base import Logger
-    from trainwright.trainer.trainer import Trainer
 
 Self = TypeVar("Self", bound="Module")
 
@@ -64,7 +64,7 @@ class Module(HyperParameters, ModuleHooks, nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self._trainer: Trainer | None = None
+        self._trainer: AnyTrainer = None
         self._toggled: dict[Tensor, bool] = {}
         register_clean_names(self)
 
@@ -409,7 +409,7 @@ class Module(HyperParameters, ModuleHooks, nn.Module):
                 child.training = training
 
     @property
-    def trainer(self) -> Trainer:
+    def trainer(self) -> AnyTrainer:
         """Return the trainer that runs this module; RuntimeError outside of a run."""
         if self._trainer is None:
             raise RuntimeError(
@@ -419,7 +419,7 @@ class Module(HyperParameters, ModuleHooks, nn.Module):
         return self._trainer
 
     @trainer.setter
-    def trainer(self, trainer: Trainer | None) -> None:
+    def trainer(self, trainer: AnyTrainer) -> None:
         for child in self.modules():
             if isinstance(child, Module):
                 child._trainer = trainer
@@ -502,7 +502,7 @@ def _calling_hook() -> str:
     return ""
 
 
-def trainer_of(module: Module) -> Trainer | None:
+def trainer_of(module: Module) -> AnyTrainer:
     """Return the Trainer that runs a module or has run it last; None if none has."""
     return module._trainer
 

@@ -1,4 +1,4 @@
-"""Types of what a Module's methods take and return, under the names that Lightning's users annotate with."""
+"""Types of the arguments and results of hooks and steps, most of them under the names that Lightning's users annotate with."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+AnyTrainer: TypeAlias = Any
+"""The Trainer of a hook or a module. Users may annotate it with `tw.Trainer` or with `tw.callbacks.TrainerProtocol`."""
 STEP_OUTPUT: TypeAlias = Tensor | Mapping[str, Any] | None
 """What a step returns: a loss, a dict with one under "loss", or None to skip the batch."""
 TRAIN_DATALOADERS: TypeAlias = Any

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 from torch.optim import Optimizer
 
+from trainwright.step_types import AnyTrainer
+
 if TYPE_CHECKING:
-    from trainwright.callbacks.trainer_protocol import AnyTrainer
     from trainwright.checkpoint.reader import StoredCheckpoint
     from trainwright.loggers.base import RunResult
     from trainwright.module import Module

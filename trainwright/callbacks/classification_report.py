@@ -15,8 +15,8 @@ from trainwright.callbacks.classification_scores import ROWS, ClassificationScor
 from trainwright.loggers.base import Logger
 
 if TYPE_CHECKING:
+    from trainwright.callbacks.trainer_protocol import TrainerProtocol
     from trainwright.module import Module
-    from trainwright.trainer.trainer import Trainer
 
 STAGES = ("validation", "test")
 
@@ -95,38 +95,50 @@ class ClassificationReport(Callback):
         self.scores: dict[str, ClassificationScores] = {}
         self._confusion: Tensor | None = None
 
-    def setup(self, trainer: Trainer, module: Module, stage: str) -> None:
+    def setup(self, trainer: TrainerProtocol, module: Module, stage: str) -> None:
         if stage != "predict":
             self.scores.pop("test" if stage == "test" else "validation", None)
 
-    def on_validation_epoch_start(self, trainer: Trainer, module: Module) -> None:
+    def on_validation_epoch_start(self, trainer: TrainerProtocol, module: Module) -> None:
         self._confusion = None
 
-    def on_test_epoch_start(self, trainer: Trainer, module: Module) -> None:
+    def on_test_epoch_start(self, trainer: TrainerProtocol, module: Module) -> None:
         self._confusion = None
 
     def on_validation_batch_end(
-        self, trainer: Trainer, module: Module, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+        self,
+        trainer: TrainerProtocol,
+        module: Module,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
     ) -> None:
         if "validation" in self.stages and not trainer.is_dummy_batch:
             self._count("validation_step", outputs)
 
     def on_test_batch_end(
-        self, trainer: Trainer, module: Module, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+        self,
+        trainer: TrainerProtocol,
+        module: Module,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
     ) -> None:
         if "test" in self.stages and not trainer.is_dummy_batch:
             self._count("test_step", outputs)
 
-    def on_validation_epoch_end(self, trainer: Trainer, module: Module) -> None:
+    def on_validation_epoch_end(self, trainer: TrainerProtocol, module: Module) -> None:
         if "validation" in self.stages and not trainer.sanity_checking:
             self._report(trainer, "validation", "val_report")
 
-    def on_test_epoch_end(self, trainer: Trainer, module: Module) -> None:
+    def on_test_epoch_end(self, trainer: TrainerProtocol, module: Module) -> None:
         if "test" in self.stages:
             self._report(trainer, "test", "test_report")
             self._show(trainer, "test")
 
-    def on_train_end(self, trainer: Trainer, module: Module) -> None:
+    def on_train_end(self, trainer: TrainerProtocol, module: Module) -> None:
         if "validation" in self.scores:
             self._show(trainer, "validation")
 
@@ -181,7 +193,7 @@ class ClassificationReport(Callback):
             "scores of further dimensions into scores.argmax(1)."
         )
 
-    def _report(self, trainer: Trainer, stage: str, prefix: str) -> None:
+    def _report(self, trainer: TrainerProtocol, stage: str, prefix: str) -> None:
         """Sum over the ranks, and log. Collective."""
         own = torch.zeros(0, 0, dtype=torch.long) if self._confusion is None else self._confusion.cpu()
         # Only cells with samples are sent: with many classes most are empty.
@@ -210,7 +222,7 @@ class ClassificationReport(Callback):
             for logger in takers:
                 logger.log_images({f"{prefix}/confusion": pixels}, trainer.state.logged_step)
 
-    def _show(self, trainer: Trainer, stage: str) -> None:
+    def _show(self, trainer: TrainerProtocol, stage: str) -> None:
         if self.verbose:
             scores = self.scores.get(stage)
             trainer.print(f"{stage}: no samples" if scores is None else f"{stage}:\n{scores.text(self.digits)}")

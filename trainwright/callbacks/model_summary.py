@@ -18,8 +18,8 @@ from trainwright.data.seeding import isolate_rng
 from trainwright.data.transfer import to_device
 
 if TYPE_CHECKING:
+    from trainwright.callbacks.trainer_protocol import TrainerProtocol
     from trainwright.module import Module
-    from trainwright.trainer.trainer import Trainer
 
 Sizes = dict[str, tuple[str, str]]
 """Input and output sizes by the child's name."""
@@ -54,14 +54,14 @@ class ModelSummary(Callback):
             )
         self.max_depth = max_depth
 
-    def on_fit_start(self, trainer: Trainer, module: Module) -> None:
+    def on_fit_start(self, trainer: TrainerProtocol, module: Module) -> None:
         # On every rank: the forward of a sharded module is collective.
         def run(*args: Any, **kwargs: Any) -> Any:
             return trainer.strategy.run(module, "forward", args, kwargs)
 
         self._print(trainer, summary_of(module, self.max_depth, run))
 
-    def _print(self, trainer: Trainer, summary: Summary) -> None:
+    def _print(self, trainer: TrainerProtocol, summary: Summary) -> None:
         """Print on rank 0."""
         trainer.print(summary)
 

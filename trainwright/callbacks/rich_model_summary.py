@@ -9,7 +9,7 @@ from trainwright.callbacks.model_summary import ALIGNED, ModelSummary, Summary
 from trainwright.callbacks.rich_progress_bar import require_rich
 
 if TYPE_CHECKING:
-    from trainwright.trainer.trainer import Trainer
+    from trainwright.callbacks.trainer_protocol import TrainerProtocol
 
 UNLIMITED = 10_000
 """The columns of a file, so that a table has the width that it needs."""
@@ -32,7 +32,7 @@ class RichModelSummary(ModelSummary):
         require_rich("RichModelSummary")
         super().__init__(max_depth)
 
-    def _print(self, trainer: Trainer, summary: Summary) -> None:
+    def _print(self, trainer: TrainerProtocol, summary: Summary) -> None:
         if not trainer.is_global_zero:
             return
         from rich.console import Console

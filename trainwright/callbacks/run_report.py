@@ -39,8 +39,8 @@ from trainwright.plots.report import Report, Section, with_section
 from trainwright.rank_zero import rank_zero_warn
 
 if TYPE_CHECKING:
+    from trainwright.callbacks.trainer_protocol import TrainerProtocol
     from trainwright.module import Module
-    from trainwright.trainer.trainer import Trainer
 
 REPORT_NAME = "report.html"
 EVALUATIONS = {"test": "Test", "validate": "Validation after the fit"}
@@ -84,25 +84,27 @@ class RunReport(Callback):
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_point": None}  # it belongs to this process's run
 
-    def setup(self, trainer: Trainer, module: Module, stage: str) -> None:
+    def setup(self, trainer: TrainerProtocol, module: Module, stage: str) -> None:
         self._call = stage
         if stage == "fit":
             self._times = Times()
             self._point = trainer.engine.connection.sync_point("report")
 
-    def on_train_start(self, trainer: Trainer, module: Module) -> None:
+    def on_train_start(self, trainer: TrainerProtocol, module: Module) -> None:
         self._times.begin_training(trainer.global_step, trainer.state.total_batches)
 
-    def on_validation_start(self, trainer: Trainer, module: Module) -> None:
+    def on_validation_start(self, trainer: TrainerProtocol, module: Module) -> None:
         self._times.begin_validation()
 
-    def on_validation_end(self, trainer: Trainer, module: Module) -> None:
+    def on_validation_end(self, trainer: TrainerProtocol, module: Module) -> None:
         self._times.end_validation()
 
-    def teardown(self, trainer: Trainer, module: Module, stage: str) -> None:
+    def teardown(self, trainer: TrainerProtocol, module: Module, stage: str) -> None:
         self._times.end_training()
 
-    def on_run_end(self, trainer: Trainer, module: Module, result: RunResult, error: BaseException | None) -> None:
+    def on_run_end(
+        self, trainer: TrainerProtocol, module: Module, result: RunResult, error: BaseException | None
+    ) -> None:
         point, self._point = self._point, None
         loggers = [each for each in trainer.loggers if isinstance(each, FolderLogger) and each.log_dir]
         is_own = trainer.is_global_zero or (error is not None and not is_secondary_failure(error))
@@ -135,7 +137,7 @@ class RunReport(Callback):
                 stacklevel=2,
             )
 
-    def _add_scores(self, trainer: Trainer, path: str) -> None:
+    def _add_scores(self, trainer: TrainerProtocol, path: str) -> None:
         """Add the metrics of an evaluation to the page of the fit before it."""
         source = (trainer.ckpt_path or "none: the latest weights").removeprefix(f"{path.removesuffix(REPORT_NAME)}")
         rows = [("checkpoint", source), *((name, f"{each:.6g}") for name, each in trainer.callback_metrics.items())]
@@ -195,7 +197,7 @@ class Facts:
     """What is known of a run at its end, as a report. A part that cannot be read becomes a sentence among the problems."""
 
     def __init__(
-        self, trainer: Trainer, module: Module, logger: FolderLogger, times: Times, problems: list[str]
+        self, trainer: TrainerProtocol, module: Module, logger: FolderLogger, times: Times, problems: list[str]
     ) -> None:
         self.trainer, self.module, self.logger, self.times, self.problems = trainer, module, logger, times, problems
         self.folder = str(logger.log_dir)

@@ -15,6 +15,10 @@ from trainwright.process_identity import is_process_alive, machine, process_star
 
 __all__ = ["write_file"]
 
+CHECKPOINTS = "checkpoints"
+"""The default checkpoint folder within a run's log folder."""
+TABLE_NAME = "metrics.csv"
+
 
 def is_local(path: str) -> bool:
     return isinstance(fsspec.core.url_to_fs(path)[0], LocalFileSystem)
