@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from trainwright.arguments import refuses_unknown
 from trainwright.callbacks.base import Callback
-from trainwright.callbacks.learning_rate_search import MakeTrial, trial_copy
-from trainwright.callbacks.tuned_setting import TunedSetting, refuse_within_run
+from trainwright.callbacks.learning_rate_search import MakeTrial, TunedSetting, refuse_within_run, trial_copy
 from trainwright.data.datamodule import DataModule
 from trainwright.data.seeding import isolate_rng
 from trainwright.devices.hardware import free_unused_memory, is_out_of_memory

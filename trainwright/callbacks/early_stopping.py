@@ -11,7 +11,7 @@ from torch import Tensor
 
 from trainwright.arguments import refuses_unknown
 from trainwright.callbacks.base import Callback
-from trainwright.callbacks.chosen_mode import chosen_mode
+from trainwright.callbacks.checkpoint_policy import chosen_mode
 from trainwright.callers import say, warn
 from trainwright.errors import a_type_of
 

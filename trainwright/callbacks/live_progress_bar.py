@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 NEVER = math.inf
 
 
-class Bar(Protocol):
+class ScreenBar(Protocol):
     """A bar on the screen."""
 
     def restart(self, title: str, total: int | None, count: int) -> None:
@@ -70,7 +70,7 @@ class LiveProgressBar(ProgressBar):
         """Return the stream of the plain lines that are written where bars cannot be shown."""
         return sys.stderr
 
-    def _make_bar(self, title: str, total: int | None, count: int, *, leave: bool, below: int) -> Bar:
+    def _make_bar(self, title: str, total: int | None, count: int, *, leave: bool, below: int) -> ScreenBar:
         """Show a new bar, `below` another if there is one; `leave` keeps it on the screen once it is closed."""
         raise NotImplementedError
 
@@ -220,7 +220,7 @@ class LoopDisplay:
     """What is shown of one loop: a bar in a terminal, plain lines elsewhere."""
 
     def __init__(self) -> None:
-        self.bar: Bar | None = None
+        self.bar: ScreenBar | None = None
         self._title = ""
         self._total: int | None = None
         self._shown = self._every_batches = 0

@@ -33,19 +33,21 @@ from trainwright.callbacks.checkpoint_files import (
     remove_replaced,
     tell_loggers,
 )
-from trainwright.callbacks.checkpoint_names import Naming, check_template, name_values
 from trainwright.callbacks.checkpoint_policy import (
     KEY_SETTINGS,
     Kept,
     LatestSave,
     MonitoredScore,
+    Naming,
     Ranking,
     Save,
     check_choices,
+    check_template,
     checked_intervals,
+    chosen_mode,
+    name_values,
     scalar,
 )
-from trainwright.callbacks.chosen_mode import chosen_mode
 from trainwright.callers import say
 from trainwright.checkpoint.filesystem import sweep_temporaries
 from trainwright.errors import CheckpointError
@@ -296,13 +298,9 @@ class ModelCheckpoint(Checkpoint):
         if not self._is_fitting or trainer.sanity_checking:
             return
         self._has_validated = True
-        self._follow_validation(trainer, is_within=trainer.state.progress.is_mid_epoch_validation)
-
-    def _follow_validation(self, trainer: TrainerProtocol, is_within: bool) -> None:
-        """Save after a validation within an epoch; after one at its end, the epoch's end saves."""
-        self._is_validated = not is_within
+        self._is_validated = not trainer.state.progress.is_mid_epoch_validation
         is_scored, self._awaits_score = self._awaits_score and not self._score.is_pending(trainer), False
-        if not is_within:
+        if self._is_validated:  # the epoch's end saves
             self._is_deferred = self._is_deferred or is_scored
         else:
             self._is_due = is_scored or (not self.save_on_train_epoch_end and self._is_chosen(trainer))

@@ -254,7 +254,7 @@ def counterpart(module: str, name: str) -> tuple[str, str] | None:
     path = _path(module)
     folder = path.partition(".")[0]
     if path.startswith("utilities.model_summary") and name in ("ModelSummary", "summarize"):
-        return "trainwright.callbacks.layer_summary", "LayerSummary"
+        return "trainwright.callbacks.model_summary", "LayerSummary"
     own = RENAMED.get(name, name)
     if own in HOME_OF:
         return HOME_OF[own], own
