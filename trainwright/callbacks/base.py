@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from trainwright.errors import a_type_of
-from trainwright.step_types import AnyTrainer
+from trainwright.module_hooks import AnyTrainer
 
 if TYPE_CHECKING:
     from trainwright.checkpoint.reader import StoredCheckpoint

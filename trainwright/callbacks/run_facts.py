@@ -25,8 +25,9 @@ from trainwright.devices.hardware import MISSING, describe_devices, package_vers
 from trainwright.distributed.environment import Environment
 from trainwright.distributed.masking import Masked, masked, shown
 from trainwright.loggers.base import RunResult
-from trainwright.loggers.folder import HPARAMS_NAME, FolderLogger
-from trainwright.loggers.run_record import RESULTS, read_record
+from trainwright.loggers.files import HPARAMS_NAME
+from trainwright.loggers.folder import FolderLogger
+from trainwright.loggers.run_record import RESULTS, find_record
 from trainwright.plots import names_of_runs, panels_of
 from trainwright.plots.curves import NOT_DRAWN, Panel
 from trainwright.plots.report import Report, Section
@@ -198,7 +199,7 @@ class Facts:
 
     def _time(self) -> dict[str, Any]:
         trainer, times = self.trainer, self.times
-        record = read_record(self.folder)
+        record = find_record(self.folder).record
         rows = [("began", _moment(times.began))]
         if record is not None:
             rows = [("began", _of_record(record.began)), ("resumed", _of_record(record.resumed))]

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from trainwright.data.seeding import rng_state
 from trainwright.engine.fused import use_fused
-from trainwright.engine.gradients import clear_gradients
+from trainwright.engine.optimizers import clear_gradients
 from trainwright.trainer.evaluate import sanity_check, skip_none
 from trainwright.trainer.optimization import (
     backward,
