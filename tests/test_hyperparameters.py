@@ -165,7 +165,7 @@ def test_hparams_change_and_the_initial_ones_do_not() -> None:
     net.hparams_initial["lr"] = 5
     assert net.hparams_initial.lr == 0.1
     del net.hparams.new
-    with pytest.raises(AttributeError, match="hyper-parameter 'new' does not exist; choose from: width, lr"):
+    with pytest.raises(AttributeError, match=r"hyper-parameter 'new' does not exist. Choose from: width, lr"):
         net.hparams.new
     net.hparams = {"only": 1}
     assert net.hparams.only == 1
@@ -199,7 +199,7 @@ def test_building_takes_what_the_constructor_takes() -> None:
 
     assert build(Positional, Positional(4).hparams, {}).hparams.width == 4
     with pytest.warns(
-        UserWarning, match=r"takes no argument depht, so load_from_checkpoint drops it; it takes width, lr\."
+        UserWarning, match=r"takes no argument depht, so load_from_checkpoint drops it. It takes width, lr\."
     ):
         build(SavesFirst, stored, {"depht": 2})
 
@@ -217,9 +217,9 @@ def test_logged_ones_of_module_and_datamodule() -> None:
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        (("widht",), ValueError, r"got 'widht', which Wrong\.__init__ does not take; its arguments are size"),
+        (("widht",), ValueError, r"got 'widht', which Wrong\.__init__ does not take. Its arguments are size"),
         ((3, 0.1), TypeError, "2 values that are not all names"),
-        ((3,), TypeError, "given as 3, an int; expected names"),
+        ((3,), TypeError, "given as 3, an int. Expected names"),
         (({1: 2},), TypeError, "named by str; 1 is an int"),
     ],
 )
@@ -231,7 +231,7 @@ def test_wrong_uses(arguments: tuple[Any, ...], error: type[Exception], message:
 
     with pytest.raises(error, match=message):
         Wrong()
-    with pytest.raises(RuntimeError, match=r"outside of Net\.__init__; call it there, or give it a dict"):
+    with pytest.raises(RuntimeError, match=r"outside of Net\.__init__. Call it there, or give it a dict"):
         Net(1).save_hyperparameters()
 
 
@@ -243,9 +243,9 @@ def test_a_file_of_hyper_parameters(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert read_hyper_parameters(str(tmp_path / "a.json")) == {"lr": 0.1, "layers": [1]}
     (tmp_path / "a.csv").write_text("key,value\nlr,0.1\nname,deep\n")
     assert read_hyper_parameters(str(tmp_path / "a.csv")) == {"lr": 0.1, "name": "deep"}
-    with pytest.raises(ValueError, match=r"expected a \.json, \.yaml"):
+    with pytest.raises(ValueError, match=r"Expected a \.json, \.yaml"):
         read_hyper_parameters("a.toml")
-    with pytest.raises(ValueError, match="holds a list; it must hold names and values"):
+    with pytest.raises(ValueError, match=r"holds a list. It must hold names and values"):
         read_hyper_parameters(str(tmp_path / "list.json"))
     with pytest.raises(ValueError, match="cannot be read as json"):
         read_hyper_parameters(str(tmp_path / "bad.json"))

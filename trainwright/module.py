@@ -1,4 +1,4 @@
-"""Module: the class that users subclass. It defines what a step computes; the Trainer decides when and where."""
+"""Module: the class that users subclass. It defines what a step computes. The Trainer decides when and where."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Module(HyperParameters, ModuleHooks, nn.Module):
     """A torch module with the steps and the optimizers of its training.
 
     Override `training_step` and `configure_optimizers`, and any other method as needed. A step is called with the batch on its
-    device, the batch's index within the epoch, and with several loaders the loader's index; it may take only the first, or the
+    device, the batch's index within the epoch, and with several loaders the loader's index. It may take only the first, or the
     first two. A step with an argument named `dataloader_iter` gets an iterator of (batch, batch_idx, dataloader_idx) instead.
 
     >>> class Classifier(tw.Module):
@@ -69,26 +69,26 @@ class Module(HyperParameters, ModuleHooks, nn.Module):
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor | dict[str, Any] | None:
         """Return the loss of one batch: a tensor of one element, or a dict that holds it under "loss"."""
-        raise RuntimeError(f"{type(self).__name__} has no training_step; define it to call trainer.fit.")
+        raise RuntimeError(f"{type(self).__name__} has no training_step. Define it to call trainer.fit.")
 
     def validation_step(self, batch: Any, batch_idx: int) -> Any:
-        """Evaluate one batch during fit and `trainer.validate`; log its metrics."""
-        raise RuntimeError(f"{type(self).__name__} has no validation_step; define it to call trainer.validate.")
+        """Evaluate one batch during fit and `trainer.validate`. Log its metrics."""
+        raise RuntimeError(f"{type(self).__name__} has no validation_step. Define it to call trainer.validate.")
 
     def test_step(self, batch: Any, batch_idx: int) -> Any:
         """Evaluate one batch in `trainer.test`."""
-        raise RuntimeError(f"{type(self).__name__} has no test_step; define it to call trainer.test.")
+        raise RuntimeError(f"{type(self).__name__} has no test_step. Define it to call trainer.test.")
 
     def predict_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
-        """Return the predictions of one batch, for `trainer.predict`; by default what `forward` returns."""
+        """Return the predictions of one batch, for `trainer.predict`, by default what `forward` returns."""
         return self(batch)
 
     def configure_optimizers(self) -> Any:
         """Return the optimizer, or (optimizers, schedulers), or a dict with "optimizer" and "lr_scheduler"."""
-        raise RuntimeError(f"{type(self).__name__} has no configure_optimizers; define it to call trainer.fit.")
+        raise RuntimeError(f"{type(self).__name__} has no configure_optimizers. Define it to call trainer.fit.")
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        """Run backward on a loss, already multiplied by the precision's loss scale; override it to change how."""
+        """Run backward on a loss, already multiplied by the precision's loss scale. Override it to change how."""
         loss.backward(*args, **kwargs)  # type: ignore[no-untyped-call]
 
     def optimizer_step(
@@ -98,9 +98,9 @@ class Module(HyperParameters, ModuleHooks, nn.Module):
         optimizer: Optimizer,
         optimizer_closure: Callable[[], Any] | None = None,
     ) -> None:
-        """Step the optimizer at the end of a window; override it to step differently, or not at all.
+        """Step the optimizer at the end of a window. Override it to step differently, or not at all.
 
-        The gradients are computed and clipped by then. The closure's first call returns their loss; each later call recomputes
+        The gradients are computed and clipped by then. The closure's first call returns their loss. Each later call recomputes
         the window, for optimizers such as LBFGS.
         """
         optimizer.step(closure=optimizer_closure)
@@ -115,11 +115,11 @@ class Module(HyperParameters, ModuleHooks, nn.Module):
         gradient_clip_val: float | None = None,
         gradient_clip_algorithm: str | None = None,
     ) -> None:
-        """Clip the gradients before a step; override it to clip differently. The values are the Trainer's."""
+        """Clip the gradients before a step. Override it to clip differently. The values are the Trainer's."""
         self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
 
     def lr_scheduler_step(self, scheduler: Any, metric: Any) -> None:
-        """Step a scheduler; `metric` is the value of its monitor, or None."""
+        """Step a scheduler. `metric` is the value of its monitor, or None."""
         if metric is None:
             scheduler.step()
         else:
@@ -157,9 +157,9 @@ class Module(HyperParameters, ModuleHooks, nn.Module):
             sync_dist: has no effect: epoch values are exact over all ranks, step values are this rank's own.
             sync_dist_group: only None is accepted, since values are reduced over all ranks.
             add_dataloader_idx: with several loaders, add the loader to the name.
-            batch_size: samples behind this value; by default found in the batch.
+            batch_size: samples behind this value, by default found in the batch.
             metric_attribute: the name of the attribute that holds the Metric, if it cannot be found.
-            rank_zero_only: log rank 0's value alone; such a value cannot be monitored.
+            rank_zero_only: log rank 0's value alone. Such a value cannot be monitored.
 
         Raises:
             RuntimeError: called in a hook that cannot log.
@@ -183,16 +183,16 @@ class Module(HyperParameters, ModuleHooks, nn.Module):
         collector = trainer.run.logbook.collector
         if collector is None:
             raise RuntimeError(
-                f"self.log({name!r}, ...) was called {_calling_hook()}where nothing is collected; log in a step, or in a hook "
+                f"self.log({name!r}, ...) was called {_calling_hook()}where nothing is collected. Log in a step, or in a hook "
                 "from the start of an epoch to its end."
             )
         collector.log(name, value, settings, batch_size)
 
     def log_dict(self, dictionary: Mapping[str, Any], *args: Any, **kwargs: Any) -> None:
-        """Log each value of a flat dict, or each metric of a MetricCollection; the other arguments are those of `log`."""
+        """Log each value of a flat dict, or each metric of a MetricCollection. The other arguments are those of `log`."""
         if is_metric(dictionary):
             raise TypeError(
-                f"log_dict was given {a_type_of(dictionary)}, which is one Metric; log it with self.log(name, metric): "
+                f"log_dict was given {a_type_of(dictionary)}, which is one Metric. Log it with self.log(name, metric): "
                 "the items that it computes are then logged as name_key."
             )
         items: Callable[..., Any] = dictionary.items
@@ -221,10 +221,10 @@ class Module(HyperParameters, ModuleHooks, nn.Module):
         if self.automatic_optimization:
             raise RuntimeError(
                 f"manual_backward was called, but {type(self).__name__}.automatic_optimization is True, so the Trainer runs "
-                "backward on the loss that training_step returns; return it, or set automatic_optimization = False."
+                "backward on the loss that training_step returns. Return it, or set automatic_optimization = False."
             )
         if not isinstance(loss, Tensor):
-            raise TypeError(f"manual_backward was given {a_type_of(loss)}; expected a loss tensor.")
+            raise TypeError(f"manual_backward was given {a_type_of(loss)}. Expected a loss tensor.")
         names = ("gradient", "retain_graph", "create_graph", "inputs")  # of Tensor.backward, in its order
         options = {**dict(zip(names, args, strict=False)), **kwargs}
         send = self.backward if is_overridden("backward", self, Module) else None
@@ -242,7 +242,7 @@ class Module(HyperParameters, ModuleHooks, nn.Module):
     def toggle_optimizer(self, optimizer: Optimizer) -> None:
         """Freeze the parameters of all other optimizers until `untoggle_optimizer`."""
         if not isinstance(optimizer, Optimizer):
-            raise TypeError(f"toggle_optimizer was given {a_type_of(optimizer)}; expected one of self.optimizers().")
+            raise TypeError(f"toggle_optimizer was given {a_type_of(optimizer)}. Expected one of self.optimizers().")
         self.untoggle_optimizer(optimizer)  # of an optimizer that was toggled before
         own = {parameter for group in optimizer.param_groups for parameter in group["params"]}
         groups = [group for each in self.trainer.optimizers for group in each.param_groups]
@@ -285,7 +285,7 @@ class Module(HyperParameters, ModuleHooks, nn.Module):
             ValueError, TypeError: the shapes or dtypes differ across ranks before the last round, or a group was given.
         """
         if group is not None:
-            raise ValueError("all_gather was given a group; expected None: all ranks of the job take part.")
+            raise ValueError("all_gather was given a group. Expected None: all ranks of the job take part.")
         collector = self.trainer.run.logbook.collector
         is_uneven = collector is not None and collector.batch is not None and collector.is_uneven
         on_uneven = collector.warn_of_rows if collector is not None and is_uneven else None
@@ -326,12 +326,12 @@ class Module(HyperParameters, ModuleHooks, nn.Module):
             checkpoint_path: a checkpoint of a Trainer, of any strategy and number of processes; also a Lightning `.ckpt` file,
                 a file with a state_dict, or a safetensors file.
             map_location: the device to put the module on, or as in torch.load a dict of devices or a function of a storage and
-                its location; the stored tensors are on the CPU, which is the default.
+                its location. The stored tensors are on the CPU, which is the default.
             hparams_file: a JSON, YAML or CSV file with hyper-parameters, to use instead of those in the checkpoint.
-            strict: refuse a checkpoint that lacks tensors, or has others; by default the module's strict_loading.
+            strict: refuse a checkpoint that lacks tensors, or has others, by default the module's strict_loading.
             weights_only: has no effect: only plain data and tensors are ever read.
             verify: how a checkpoint of a Trainer is verified first: "full" (every digest), "size", or "off".
-            kwargs: arguments of the constructor, which win over what was saved; others are dropped with a warning.
+            kwargs: arguments of the constructor, which win over what was saved. Others are dropped with a warning.
 
         Raises:
             CheckpointError: no checkpoint, a damaged one, one of another model, or one with more than plain data and tensors.
@@ -360,7 +360,7 @@ class Module(HyperParameters, ModuleHooks, nn.Module):
         """Write the weights as one safetensors file that other libraries read, on rank 0, as `checkpoint export` does.
 
         Args:
-            file_path: a local path that ends in .safetensors and does not exist yet; a model of transformers reads
+            file_path: a local path that ends in .safetensors and does not exist yet. A model of transformers reads
                 "folder/model.safetensors" by from_pretrained, with its config in the folder.
             strip_prefix: write only the tensors whose names begin with this, without it.
             prefix: added before each name.
@@ -372,7 +372,7 @@ class Module(HyperParameters, ModuleHooks, nn.Module):
         """
         if any(is_dtensor(each) or hasattr(each, "ds_id") for each in self.parameters()):
             raise ValueError(
-                f"the weights of {type(self).__name__} are divided over the ranks; call tw.gather_module(module) on all of "
+                f"the weights of {type(self).__name__} are divided over the ranks. Call tw.gather_module(module) on all of "
                 "them, and export what it returns, or use `trainwright checkpoint export`."
             )
         if rank_zero_only.rank == 0:
@@ -381,7 +381,7 @@ class Module(HyperParameters, ModuleHooks, nn.Module):
             )
 
     def to_onnx(self, file_path: Any = None, input_sample: Any = None, **kwargs: Any) -> Any:
-        """Export `forward` in evaluation mode as an ONNX file; the keyword arguments are those of torch.onnx.export.
+        """Export `forward` in evaluation mode as an ONNX file. The keyword arguments are those of torch.onnx.export.
 
         Raises:
             ValueError: input_sample was not given, and the module has no example_input_array.
@@ -441,22 +441,22 @@ class Module(HyperParameters, ModuleHooks, nn.Module):
 
     @property
     def current_epoch(self) -> int:
-        """Return the current epoch, counted from 0; 0 outside of a run."""
+        """Return the current epoch, counted from 0, or 0 outside of a run."""
         return self._trainer.current_epoch if self._trainer is not None else 0
 
     @property
     def global_step(self) -> int:
-        """Return the number of optimizer steps made; 0 outside of a run."""
+        """Return the number of optimizer steps made, or 0 outside of a run."""
         return self._trainer.global_step if self._trainer is not None else 0
 
     @property
     def global_rank(self) -> int:
-        """Return this process's rank in the job; 0 outside of a run."""
+        """Return this process's rank in the job, or 0 outside of a run."""
         return self._trainer.global_rank if self._trainer is not None else 0
 
     @property
     def local_rank(self) -> int:
-        """Return this process's rank on its node; 0 outside of a run."""
+        """Return this process's rank on its node, or 0 outside of a run."""
         return self._trainer.local_rank if self._trainer is not None else 0
 
     @property
@@ -480,7 +480,7 @@ def _device_of(location: Any) -> torch.device:
         targets = {str(each) for each in location.values()}
         if "cpu" not in location and len(targets) > 1:
             raise ValueError(
-                f"map_location={location!r} names several devices, and a checkpoint's tensors are all on the CPU; pass one "
+                f"map_location={location!r} names several devices, and a checkpoint's tensors are all on the CPU. Pass one "
                 "device, or a dict with 'cpu'."
             )
         location = location.get("cpu", next(iter(targets), "cpu"))
@@ -502,12 +502,12 @@ def _calling_hook() -> str:
 
 
 def trainer_of(module: Module) -> Trainer | None:
-    """Return the Trainer that runs a module or has run it last; None if none has."""
+    """Return the Trainer that runs a module or has run it last, or None if none has."""
     return module._trainer
 
 
 def is_overridden(method: str, owner: object, base: type) -> bool:
-    """Return whether the owner's class, or the owner itself, overrides a method of the base class; None switches it off."""
+    """Return whether the owner's class, or the owner itself, overrides a method of the base class. None switches it off."""
     own = vars(owner)[method] if method in vars(owner) else getattr(type(owner), method, None)
     return own is not None and own is not getattr(base, method)
 

@@ -1,7 +1,7 @@
 """Overrides: arguments that something outside a script sets. No other file replaces an argument that a script passes.
 
 There are three sources: the flags of `trainwright launch` and its config, variables TRAINWRIGHT_<OWNER>_<ARGUMENT>, and the
-file that TRAINWRIGHT_RUNG names. A tool such as `trainwright ladder` writes that file; it also names the tool's observer.
+file that TRAINWRIGHT_RUNG names. A tool such as `trainwright ladder` writes that file. It also names the tool's observer.
 """
 
 from __future__ import annotations
@@ -260,7 +260,7 @@ def _variables(owner: str, parameters: Mapping[str, inspect.Parameter]) -> Itera
         if name not in known:
             close = difflib.get_close_matches(name, known, n=1)
             hint = f" Did you mean TRAINWRIGHT_{owner.upper()}_{close[0].upper()}?" if close else ""
-            raise ValueError(f"the environment has {variable}, but {owner} has no argument {name}; unset it.{hint}")
+            raise ValueError(f"the environment has {variable}, but {owner} has no argument {name}. Unset it.{hint}")
         value = text if "PathLike" in str(parameters[name].annotation) else _literal(text)
         yield Override(owner, name, value, f"{variable}={text}", wins=False)
 

@@ -18,7 +18,7 @@ def absolute(path: str | os.PathLike[str]) -> str:
     text = text if "://" in text else os.path.abspath(text)
     if "::" in text and "://" not in text:
         raise ValueError(
-            f"the path {text!r} has '::', which fsspec reads as a chain of file systems; choose a name without it."
+            f"the path {text!r} has '::', which fsspec reads as a chain of file systems. Choose a name without it."
         )
     return text
 
@@ -34,13 +34,13 @@ def open_no_link(path: str, flags: int, mode: int = 0o666) -> int:
     except OSError as error:
         if error.errno != errno.ELOOP:
             raise
-        text = "it is a symbolic link, which is never written through; remove it, or give another folder"
+        text = "it is a symbolic link, which is never written through. Remove it, or give another folder"
         raise OSError(errno.ELOOP, text, path) from error
 
 
 def machine() -> str:
     """Return an identifier of this machine and its namespace of process ids, for file names and records."""
-    # Containers may share a host name; the namespace of process ids then differs.
+    # Containers may share a host name. The namespace of process ids then differs.
     namespace = ""
     with contextlib.suppress(OSError):
         namespace = os.readlink("/proc/self/ns/pid")
@@ -48,7 +48,7 @@ def machine() -> str:
 
 
 def process_start_time(pid: int) -> str:
-    """Return when a process of this machine started; empty if it has ended."""
+    """Return when a process of this machine started, or empty if it has ended."""
     # Process ids are reused, so the start time (ticks since boot) is stored with them; "0" if unknown.
     with contextlib.suppress(OSError, IndexError):
         fields = Path(f"/proc/{pid}/stat").read_text("utf-8", errors="replace").rpartition(")")[2].split()

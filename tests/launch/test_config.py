@@ -167,7 +167,7 @@ def test_where_the_config_is(started: list[Any], monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("# one\ndevcies: 2", "mine.yaml:2: 'devcies' is not a key of a config; expected one of devices, cpu,"),
+        ("# one\ndevcies: 2", "mine.yaml:2: 'devcies' is not a key of a config. Expected one of devices, cpu,"),
         ("devcies: 2", "Did you mean 'devices'?"),
         (
             "compute_environment: LOCAL_MACHINE",
@@ -175,8 +175,8 @@ def test_where_the_config_is(started: list[Any], monkeypatch: pytest.MonkeyPatch
         ),
         ("mixed_precision: fp16", "Did you mean 'precision'?"),
         ("devices: two", "mine.yaml:1: devices: two: expected an integer of at least 1, -1 for all, or auto."),
-        ("devices: [1, 2]", "mine.yaml:1: devices is a list; expected a single value."),
-        ("devices: 1\ndevices: 2", "mine.yaml:2: 'devices' is there twice, first at mine.yaml:1; remove one."),
+        ("devices: [1, 2]", "mine.yaml:1: devices is a list. Expected a single value."),
+        ("devices: 1\ndevices: 2", "mine.yaml:2: 'devices' is there twice, first at mine.yaml:1. Remove one."),
         ("cpu: yes", "mine.yaml:1: cpu: yes: expected true or false."),
         ("strategy: dpd", "mine.yaml:1: strategy='dpd' is unknown; choose from auto"),
         ("\nprecision: half", "mine.yaml:2: precision='half' is unknown; choose from"),
@@ -191,9 +191,9 @@ def test_where_the_config_is(started: list[Any], monkeypatch: pytest.MonkeyPatch
         ("- devices", "mine.yaml:1: a config holds lines of `name: value`, not a list."),
         ("env: [A]", "mine.yaml:1: env holds lines of `name: value`, not a list."),
         ("env:\n  A-B: 1", "mine.yaml:2: 'A-B' is not the name of a variable"),
-        ("env:\n  MASTER_PORT: 1", "mine.yaml:2: env has MASTER_PORT; set the key 'main_port' instead."),
-        ("env:\n  RANK: 1", "mine.yaml:2: env has RANK, which trainwright launch sets itself; remove it."),
-        ("env:\n  A: {B: 1}", "mine.yaml:2: A is a mapping; expected a single value."),
+        ("env:\n  MASTER_PORT: 1", "mine.yaml:2: env has MASTER_PORT. Set the key 'main_port' instead."),
+        ("env:\n  RANK: 1", "mine.yaml:2: env has RANK, which trainwright launch sets itself. Remove it."),
+        ("env:\n  A: {B: 1}", "mine.yaml:2: A is a mapping. Expected a single value."),
     ],
 )
 def test_what_is_wrong_in_a_config_has_its_line(
@@ -211,7 +211,7 @@ def test_a_config_that_cannot_be_read(
 ) -> None:
     Path("bytes.yaml").write_bytes(b"devices: \xff")
     for name, said in (
-        ("none.yaml", "TRAINWRIGHT_CONFIG names 'none.yaml', which does not exist; pass the path of a config"),
+        ("none.yaml", "TRAINWRIGHT_CONFIG names 'none.yaml', which does not exist. Pass the path of a config"),
         (".", ".: the config cannot be read"),
         ("bytes.yaml", "bytes.yaml: the config cannot be read"),
     ):

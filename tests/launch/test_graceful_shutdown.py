@@ -58,7 +58,7 @@ class Job(Started):
         super().__init__(arguments, folder, TMPDIR=str(self.temporary), **more)
 
     def reach(self, count: int) -> bool:
-        """Wait for the n-th event of this run; return whether it got that far."""
+        """Wait for the n-th event of this run. Return whether it got that far."""
         assert self.process.stdout is not None
         for line in self.process.stdout:
             self.stdout += line
@@ -203,7 +203,7 @@ def test_a_rank_that_cannot_answer_is_killed_after_the_grace_seconds(tmp_path: P
 def test_a_wrong_number_of_grace_seconds_is_refused(given: str, tmp_path: Path, start: StartJob) -> None:
     job = start(tmp_path, 0.0, TRAINWRIGHT_GRACE_SECONDS=given)
     assert job.wait() == 1
-    assert f"TRAINWRIGHT_GRACE_SECONDS='{given}'; expected an integer of at least 0, in seconds." in job.stderr
+    assert f"TRAINWRIGHT_GRACE_SECONDS='{given}'. Expected an integer of at least 0, in seconds." in job.stderr
 
 
 @pytest.mark.slow

@@ -136,7 +136,7 @@ def cut_off(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Network,
 
 
 def check_used_once(folder: Path) -> set[int]:
-    """Check that the history that led to the end used every sample of each epoch once; return the starts it took."""
+    """Check that the history that led to the end used every sample of each epoch once. Return the starts it took."""
     entries = [json.loads(line) for path in folder.glob("used-*") for line in path.read_text().splitlines()]
     begins = {
         each: min(entry["step"] for entry in entries if entry["start"] == each)

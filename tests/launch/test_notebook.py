@@ -235,9 +235,9 @@ def test_a_hand_written_loop_needs_the_function() -> None:
         tw.LaunchError, match=r"devices=2 needs .*test runner \(pytest\).*trainwright\.notebook_launcher\("
     ):
         tw.Accelerator(devices=2, cpu=True)
-    with pytest.raises(TypeError, match=r"was given an int; expected a function"):
+    with pytest.raises(TypeError, match=r"was given an int. Expected a function"):
         tw.notebook_launcher(3)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"num_processes=0 is not accepted; pass an integer of at least 1"):
+    with pytest.raises(ValueError, match=r"num_processes=0 is not accepted. Pass an integer of at least 1"):
         tw.notebook_launcher(print, num_processes=0)
     assert tw.notebook_launcher(pow, (2, 5), num_processes=1) == 32
 

@@ -80,7 +80,7 @@ def collect(folder: Path) -> dict[str, Any]:
 
 
 def read_for_all(folder: Path) -> dict[str, Any]:
-    """Read data that only rank 0 has, and data that fails; save within an epoch and resume."""
+    """Read data that only rank 0 has, and data that fails. Save within an epoch and resume."""
     accelerator = dispatching(data_seed=3)
     rank = accelerator.process_index
     mine = Numbers(*range(5)) if rank == 0 else Numbers(fails=True)
@@ -157,7 +157,7 @@ def test_on_two_ranks(tmp_path: Path) -> None:
         assert "rank 0: (2,), rank 1: (2, 2))" in found["reduced"][1]
         assert "other tensors on rank(s) [1] than on rank 0" in found["reduced"][2]
         assert "a different dtype on rank(s) [1]" in found["reduced"][3]
-        assert found["object"].startswith("gather of objects, rank 1: the list[0] is a builtins.object; expected")
+        assert found["object"].startswith("gather of objects, rank 1: the list[0] is a builtins.object. Expected")
         assert found["padded"] == [[1.0, 1.0, -1.0, -1.0, -1.0], [1.0] * 5, [1.0] * 5]
         assert found["first"] == ([[0.0, 0.0], [1.0, 1.0]] if rank == 0 else [[1.0] * 5] * 2)
         assert (found["unchanged"], found["triggers"], found["joined"]) == (7, [False, True, False], True)
@@ -201,25 +201,25 @@ def test_what_is_refused() -> None:
     accelerator = tw.Accelerator(cpu=True)
     with pytest.raises(TypeError, match="pad_across_processes was given a str"):
         accelerator.pad_across_processes("text")
-    with pytest.raises(ValueError, match="rng_types has 'numpy'; expected torch, generator"):
+    with pytest.raises(ValueError, match=r"rng_types has 'numpy'. Expected torch, generator"):
         tw.Accelerator(cpu=True, rng_types=["numpy"])
     with pytest.raises(TypeError, match="rng_types='torch' is not a list"):
         tw.synchronize_rng_states("torch")
-    with pytest.raises(ValueError, match="no generator was given; pass generator="):
+    with pytest.raises(ValueError, match=r"no generator was given. Pass generator="):
         tw.synchronize_rng_states(["generator"])
-    with pytest.raises(TypeError, match="dataloader_config is a dict; expected a DataLoaderConfiguration"):
+    with pytest.raises(TypeError, match=r"dataloader_config is a dict. Expected a DataLoaderConfiguration"):
         tw.Accelerator(cpu=True, dataloader_config={})  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="even_batches=1 is not accepted; pass True or False"):
+    with pytest.raises(TypeError, match=r"even_batches=1 is not accepted. Pass True or False"):
         tw.DataLoaderConfiguration(even_batches=1)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="data_seed='x' is a str; expected an int, or None"):
+    with pytest.raises(TypeError, match=r"data_seed='x' is a str. Expected an int, or None"):
         tw.DataLoaderConfiguration(data_seed="x")  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="prepare_data_loader was given a Sequential; expected a torch DataLoader"):
+    with pytest.raises(TypeError, match=r"prepare_data_loader was given a Sequential. Expected a torch DataLoader"):
         accelerator.prepare_data_loader(make_net())
     with pytest.raises(TypeError, match="prepare was given what skip_first_batches returned"):
         accelerator.prepare(tw.skip_first_batches(DataLoader([1, 2])))
     with pytest.raises(ValueError, match="num_batches=-1 is not accepted"):
         tw.skip_first_batches([1, 2], -1)
-    with pytest.raises(TypeError, match="skip_first_batches was given an int; expected a loader"):
+    with pytest.raises(TypeError, match=r"skip_first_batches was given an int. Expected a loader"):
         tw.skip_first_batches(3)
     with pytest.raises(ValueError, match="this loader was not prepared"):
         accelerator.gather_for_metrics(1, loader=DataLoader([1]))

@@ -300,14 +300,14 @@ def test_a_launched_function_in_this_process() -> None:
 
 def test_what_the_launchers_refuse() -> None:
     refusals: list[tuple[type[Exception], dict[str, Any], str]] = [
-        (ValueError, {"mixed_precision": "fp8"}, "mixed_precision='fp8' is unknown; choose from no, fp16, bf16"),
-        (ValueError, {"use_port": "x"}, "use_port='x' is not accepted; pass a port"),
+        (ValueError, {"mixed_precision": "fp8"}, "mixed_precision='fp8' is unknown. Choose from no, fp16, bf16"),
+        (ValueError, {"use_port": "x"}, "use_port='x' is not accepted. Pass a port"),
         (ValueError, {"master_addr": "10.0.0.1"}, "was given for one node"),
         (ValueError, {"max_restarts": 2}, "only a script can be restarted"),
         (ValueError, {"rdzv_backend": "c10d"}, "the nodes meet at master_addr and use_port"),
         (ValueError, {"num_nodes": 2, "node_rank": 2, "num_processes": 1}, "node_rank=2 is out of range"),
-        (TypeError, {"args": 1}, r"given args=1; expected a tuple of the function's arguments, such as args=\(1,\)"),
-        (TypeError, {"args": "abc"}, "given args='abc'; expected a tuple"),
+        (TypeError, {"args": 1}, r"given args=1. Expected a tuple of the function's arguments, such as args=\(1,\)"),
+        (TypeError, {"args": "abc"}, "given args='abc'. Expected a tuple"),
         (TypeError, {"num_proceses": 1}, "no argument 'num_proceses'. Did you mean 'num_processes'"),
         (TypeError, {"mixed_precison": "fp16"}, "no argument 'mixed_precison'. Did you mean 'mixed_precision'"),
     ]
@@ -348,7 +348,7 @@ def test_a_profile(tmp_path: Path) -> None:
 
 
 def test_wrong_options_of_a_profile() -> None:
-    with pytest.raises(ValueError, match=r"the activity 'cup'; choose from cpu, .* Did you mean 'cpu'"):
+    with pytest.raises(ValueError, match=r"the activity 'cup'. Choose from cpu, .* Did you mean 'cpu'"):
         tw.ProfileKwargs(activities=["cup"])
     with pytest.raises(ValueError, match=r"phase of schedule_option 'warm_up'.* Did you mean 'warmup'"):
         tw.ProfileKwargs(schedule_option={"warm_up": 1})

@@ -145,7 +145,7 @@ def expected(case: Case, ranks: int, size: int) -> int:
 
 
 def run(case: Case) -> Case:
-    """Make one example on this rank; return what another world size needs to resume it."""
+    """Make one example on this rank. Return what another world size needs to resume it."""
     accelerator = accelerator_of(case["split_batches"], case["dispatch_batches"], case["even_batches"])
     ranks = accelerator.num_processes
     size = case["batch_size"] * (ranks if case["split_batches"] else 1)
@@ -184,7 +184,7 @@ def run(case: Case) -> Case:
 
 
 def run_examples(folder: Path) -> list[tuple[Case, Case]]:
-    """Make all examples of one world size; return each with what another needs to resume it."""
+    """Make all examples of one world size. Return each with what another needs to resume it."""
     ranks = accelerator_of(False, False, True).engine.ranks
     made_here: list[tuple[Case, Case]] = []
 

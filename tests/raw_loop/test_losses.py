@@ -48,7 +48,7 @@ def test_only_the_first_loss_has_its_graph_walked(monkeypatch: pytest.MonkeyPatc
 def test_losses_of_no_prepared_model_are_rejected() -> None:
     accelerator = tw.Accelerator(cpu=True)
     stranger = nn.Linear(4, 1)
-    with pytest.raises(RuntimeError, match="backward was called before a model was prepared; pass the model"):
+    with pytest.raises(RuntimeError, match=r"backward was called before a model was prepared. Pass the model"):
         accelerator.backward(stranger(INPUTS).mean())
     net, optimizer = made(accelerator)
     for _ in range(2):
@@ -158,7 +158,7 @@ def test_the_model_before_prepare_loses_no_precision(precision: str) -> None:
     accelerator = tw.Accelerator(cpu=True, precision=precision)
     net, inputs = Scored(4, 1), INPUTS.to(torch.bfloat16 if precision == "bf16-true" else torch.float32)
     model, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), 0.1))
-    refused = rf"does not compute in precision '{precision}'; prepare does not change your model"
+    refused = rf"does not compute in precision '{precision}'. Prepare does not change your model"
     with pytest.raises(ValueError, match=refused):
         accelerator.backward(net(inputs).mean())
     train(accelerator, model, optimizer)

@@ -277,11 +277,11 @@ def test_bad_arguments(tmp_path: Path) -> None:
             tw.ProjectConfiguration(**wrong)
     with pytest.raises(TypeError, match="project_dir=3 is an int"):
         tw.ProjectConfiguration(3)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="needs a folder; pass project_dir="):
+    with pytest.raises(ValueError, match=r"needs a folder. Pass project_dir="):
         tw.Accelerator(cpu=ON_HOST, project_config=tw.ProjectConfiguration(automatic_checkpoint_naming=True))
-    with pytest.raises(ValueError, match="were both given; pass one folder"):
+    with pytest.raises(ValueError, match=r"were both given. Pass one folder"):
         tw.Accelerator(cpu=ON_HOST, project_dir="a", project_config=tw.ProjectConfiguration("b"))
-    with pytest.raises(TypeError, match="expected a ProjectConfiguration"):
+    with pytest.raises(TypeError, match="Expected a ProjectConfiguration"):
         tw.Accelerator(cpu=ON_HOST, project_config="runs")  # type: ignore[arg-type]
 
 

@@ -153,7 +153,7 @@ def test_names(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=match):
             make(log_with=wrong)
     for other in (3, tw.CSVLogger, [None]):
-        with pytest.raises(TypeError, match="expected names, Logger instances"):
+        with pytest.raises(TypeError, match="Expected names, Logger instances"):
             make(log_with=other)
     for name in ("csv", "wandb", "mlflow", "comet_ml"):
         monkeypatch.setitem(LOGGERS, name, NamedLogger("trainwright.loggers.csv:CSVLogger", "not_installed_here"))
@@ -183,7 +183,7 @@ def test_wrong_uses(tmp_path: Path) -> None:
         lambda: accelerator.log_images({}),
         lambda: accelerator.get_tracker("csv"),
     ):
-        with pytest.raises(RuntimeError, match=r"was called before init_trackers; call accelerator\.init_trackers"):
+        with pytest.raises(RuntimeError, match=r"was called before init_trackers. Call accelerator\.init_trackers"):
             call()
     for wrong in (("loss", 1), ({"loss": 1.0}, "x")):
         with pytest.raises(TypeError, match="expected a dict of numbers, and an integer as step"):

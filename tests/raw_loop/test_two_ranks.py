@@ -71,7 +71,7 @@ def on_ranks(folder: Path) -> dict[str, Any]:
     with pytest.raises(ValueError, match="that a method of a prepared model made"):
         accelerator.backward(net.score(torch.ones(1, 4)))
     with pytest.raises(
-        ValueError, match=r"or the model as it was before prepare.*call the model that accelerator.prepare"
+        ValueError, match=r"or the model as it was before prepare.*Call the model that accelerator.prepare"
     ):
         accelerator.backward(accelerator.unwrap_model(net)(torch.ones(1, 4)).sum())
     for strategy in ("fsdp", "ddp_sharded", "deepspeed_stage_2"):

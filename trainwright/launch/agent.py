@@ -68,7 +68,7 @@ class JobAgent(LocalElasticAgent):
         self._code = 1
 
     def run_job(self) -> tuple[int, str]:
-        """Run the job to its end; return its exit code and a text to print once the workers' output is."""
+        """Run the job to its end. Return its exit code and a text to print once the workers' output is."""
         self._code, text = self._run_job()
         return self._code, text
 
@@ -235,7 +235,7 @@ class JobAgent(LocalElasticAgent):
         return set()
 
     def _job_has_failed(self) -> bool:
-        """Return whether a rank of any node has failed; the main node also posts a failure for a node whose launcher ended."""
+        """Return whether a rank of any node has failed. The main node also posts a failure for a node whose launcher ended."""
         if not self._has_lost_main:  # otherwise torch prints a stack for each request
             try:
                 if self.failures.count() > 0:
@@ -311,7 +311,7 @@ class JobAgent(LocalElasticAgent):
         return self.rendezvous.first_rank(self.rendezvous.node_rank)
 
     def _kill_groups(self, ranks: Any) -> None:
-        """Kill what ended ranks have left in their process groups; SIGTERM comes first, so that loader workers can clean up."""
+        """Kill what ended ranks have left in their process groups. SIGTERM comes first, so that loader workers can clean up."""
         groups = {self._handlers()[rank].proc.pid for rank in ranks}
         deadline = time.monotonic() + TIDY_SECONDS
         for signal_number in (signal.SIGTERM, 0, signal.SIGKILL):
@@ -398,7 +398,7 @@ def _describe_exit(code: int) -> str:
 
 
 def run(job: Job) -> int:
-    """Run a job's workers on this node until all have ended or one has failed; return the exit code."""
+    """Run a job's workers on this node until all have ended or one has failed. Return the exit code."""
     for name in ("torch.distributed.elastic", "torchelastic"):
         logger = logging.getLogger(name)
         logger.addHandler(logging.NullHandler())  # without a handler, Python prints its warnings

@@ -25,10 +25,10 @@ class Obstacle(NamedTuple):
 
 
 def own_command(reason: str) -> tuple[list[str], str]:
-    """Return the command that started this process and its directory; raise LaunchError if it cannot be run again."""
+    """Return the command that started this process and its directory. Raise LaunchError if it cannot be run again."""
     if (obstacle := _find_obstacle()) is not None:
         raise LaunchError(
-            f"{reason} needs several processes, and this process was started {obstacle.found}; only a script, a module (-m) or "
+            f"{reason} needs several processes, and this process was started {obstacle.found}. Only a script, a module (-m) or "
             f"-c code can be run again in each of them. {obstacle.advice}"
         )
     return [sys.executable, *_in_hydras_folders(sys.orig_argv)[1:]], _start_directory()
@@ -47,7 +47,7 @@ def check_worker_calls(reason: str) -> None:
     obstacle = _find_obstacle()
     if obstacle is not None and not obstacle.can_call_workers:
         raise LaunchError(
-            f"{reason} needs several processes, and this process was started {obstacle.found}; only the first process of a "
+            f"{reason} needs several processes, and this process was started {obstacle.found}. Only the first process of a "
             f"program can start others. {obstacle.advice}"
         )
 

@@ -108,13 +108,13 @@ def find_config(given: str | None, variables: Mapping[str, str] | None = None) -
         if source == "default":
             return Config()
         raise ValueError(
-            f"{source} names {path!r}, which does not exist; pass the path of a config, or write one with trainwright config."
+            f"{source} names {path!r}, which does not exist. Pass the path of a config, or write one with trainwright config."
         )
     try:
         with open(path, encoding="utf-8") as file:
             text = file.read()
     except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path}: the config cannot be read ({error}); pass the path of a YAML file.") from error
+        raise ValueError(f"{path}: the config cannot be read ({error}). Pass the path of a YAML file.") from error
     return Config(path, source, *_parse(path, text))
 
 
@@ -135,7 +135,7 @@ def _parse(path: str, text: str) -> tuple[dict[str, Entry], dict[str, Entry]]:
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         line = f":{mark.line + 1}" if mark is not None else ""
-        raise ValueError(f"{path}{line}: this is not YAML ({error.problem}); correct the line.") from error
+        raise ValueError(f"{path}{line}: this is not YAML ({error.problem}). Correct the line.") from error
     except yaml.YAMLError as error:
         raise ValueError(f"{path}: this is not YAML ({' '.join(str(error).split())}).") from error
     values: dict[str, Entry] = {}
@@ -147,7 +147,7 @@ def _parse(path: str, text: str) -> tuple[dict[str, Entry], dict[str, Entry]]:
             )
         if key not in KEYS:
             hint = f" Did you mean {OTHER_WORDS[key]!r}?" if key in OTHER_WORDS else nearest(key, KEYS)
-            raise ValueError(f"{where}: {key!r} is not a key of a config; expected one of {', '.join(KEYS)}.{hint}")
+            raise ValueError(f"{where}: {key!r} is not a key of a config. Expected one of {', '.join(KEYS)}.{hint}")
         if key == "env":
             variables = {
                 name: checked_variable(name, Entry(_scalar(each, name, where), where))
@@ -160,7 +160,7 @@ def _parse(path: str, text: str) -> tuple[dict[str, Entry], dict[str, Entry]]:
 
 
 def _pairs(path: str, node: Any, what: str) -> Iterator[tuple[str, str, Any]]:
-    """Yield the keys of a mapping with their lines and values; a key that comes twice is refused."""
+    """Yield the keys of a mapping with their lines and values. A key that comes twice is refused."""
     import yaml
 
     if node is None or _is_null(node):
@@ -172,7 +172,7 @@ def _pairs(path: str, node: Any, what: str) -> Iterator[tuple[str, str, Any]]:
         where = f"{path}:{key.start_mark.line + 1}"
         name = _scalar(key, what, where)
         if name in seen:
-            raise ValueError(f"{where}: {name!r} is there twice, first at {seen[name]}; remove one.")
+            raise ValueError(f"{where}: {name!r} is there twice, first at {seen[name]}. Remove one.")
         seen[name] = where
         yield name, where, value
 
@@ -182,7 +182,7 @@ def _scalar(node: Any, name: str, where: str) -> str:
     import yaml
 
     if not isinstance(node, yaml.ScalarNode):
-        raise ValueError(f"{where}: {name} is {_kind(node)}; expected a single value.")
+        raise ValueError(f"{where}: {name} is {_kind(node)}. Expected a single value.")
     return str(node.value)
 
 
@@ -197,13 +197,13 @@ def _kind(node: Any) -> str:
 def checked_variable(name: str, entry: Entry) -> Entry:
     """Return the entry of a variable, which a config may set (ValueError otherwise)."""
     if not re.fullmatch(r"[A-Za-z_]\w*", name, re.ASCII):
-        raise ValueError(f"{entry.where}: {name!r} is not the name of a variable; expected only letters, digits and _.")
+        raise ValueError(f"{entry.where}: {name!r} is not the name of a variable. Expected only letters, digits and _.")
     if name in KEY_OF:
-        raise ValueError(f"{entry.where}: env has {name}; set the key {KEY_OF[name]!r} instead.")
+        raise ValueError(f"{entry.where}: env has {name}. Set the key {KEY_OF[name]!r} instead.")
     if name in OWN_VARIABLES:
-        raise ValueError(f"{entry.where}: env has {name}, which trainwright launch sets itself; remove it.")
+        raise ValueError(f"{entry.where}: env has {name}, which trainwright launch sets itself. Remove it.")
     if "\0" in entry.text:
-        raise ValueError(f"{entry.where}: the value of {name} holds a NUL character, which no variable can; remove it.")
+        raise ValueError(f"{entry.where}: the value of {name} holds a NUL character, which no variable can. Remove it.")
     return entry
 
 
@@ -239,7 +239,7 @@ def of_jobs(variables: Mapping[str, str] | None = None) -> dict[str, str]:
 
 
 def set_variables_of(config: Config) -> dict[str, str]:
-    """Set the variables of a config that are not set yet, before torch looks for GPUs; return all that are."""
+    """Set the variables of a config that are not set yet, before torch looks for GPUs. Return all that are."""
     os.environ.update({name: entry.text for name, entry in config.variables.items() if name not in os.environ})
     return dict(os.environ)
 

@@ -44,7 +44,7 @@ def run_in_workers(
     nodes: Nodes | None = None,
     defaults: dict[str, str] | None = None,
 ) -> Any:
-    """Run `function(folder, **named)` in every worker of a new job; return what it returned on rank 0, None on other nodes.
+    """Run `function(folder, **named)` in every worker of a new job. Return what it returned on rank 0, None on other nodes.
 
     Args:
         function: imported by the workers, or copied to them if they cannot; returns plain data and tensors.
@@ -106,10 +106,10 @@ def work(folder: str) -> None:
 def _failed(folder: Path, code: int, asked: str) -> Exception:
     report = folder / REPORT
     if code == 0:
-        return WorkerFailed(f"{asked}: a worker exited before its work was done; do not call sys.exit() in it.")
+        return WorkerFailed(f"{asked}: a worker exited before its work was done. Do not call sys.exit() in it.")
     if not report.exists():
         return LaunchError(
-            f"{asked}: the launcher of its workers ended with exit code {code} before their work was done; its output is "
+            f"{asked}: the launcher of its workers ended with exit code {code} before their work was done. Its output is "
             "above. Run the work as a script to see more."
         )
     text = report.read_text(encoding="utf-8").strip()
@@ -131,7 +131,7 @@ END_SECONDS = 4.5  # for the launcher to end its workers, to which it gives 3 s 
 
 def run_launcher(command: list[str]) -> int:
     """Run the launcher as a child, pass signals on, and return its exit code; KeyboardInterrupt once it ends after a Ctrl-C."""
-    # NOTE: the kernel kills the child when the *thread* that started it ends; that is this one, which waits for it.
+    # NOTE: the kernel kills the child when the *thread* that started it ends. That is this one, which waits for it.
     entry = str(Path(__file__).with_name("entry.py"))
     streams = [each for each in (sys.stdout, sys.stderr) if each is not None]
     for stream in streams:
@@ -157,7 +157,7 @@ def run_launcher(command: list[str]) -> int:
 
 @contextlib.contextmanager
 def _passing_on(process: subprocess.Popen[bytes]) -> Iterator[list[int]]:
-    """Pass the first signal of each kind on to the launcher, and yield the list of those; a second Ctrl-C interrupts."""
+    """Pass the first signal of each kind on to the launcher, and yield the list of those. A second Ctrl-C interrupts."""
     passed: list[int] = []
     if threading.current_thread() is not threading.main_thread():  # only the main thread may install handlers
         yield passed
@@ -211,7 +211,7 @@ def _relay(process: subprocess.Popen[bytes]) -> None:
 
 
 def _end(process: subprocess.Popen[bytes], number: signal.Signals) -> None:
-    """Make the launcher end its workers; they end with it in any case."""
+    """Make the launcher end its workers. They end with it in any case."""
     try:
         process.send_signal(number)
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -245,7 +245,7 @@ def carry(error: BaseException) -> list[dict[str, Any]]:
 
 
 def render(parts: list[dict[str, Any]]) -> str:
-    """Return the text of a carried traceback; source lines that the worker did not have are looked up here."""
+    """Return the text of a carried traceback. Source lines that the worker did not have are looked up here."""
     text = ""
     for part in parts:
         frames = [

@@ -36,7 +36,7 @@ class PrefixedOutput:
         self._thread = threading.Thread(target=self._run, name="trainwright-output", daemon=True)
 
     def open_pipe(self, prefix: str, target: TextIO, log: str | None = None) -> str:
-        """Return a path for a worker's stream; the file `log` gets its lines too, without the prefix."""
+        """Return a path for a worker's stream. The file `log` gets its lines too, without the prefix."""
         read_fd, write_fd = os.pipe()
         self._write_fds.append(write_fd)
         self._selector.register(read_fd, selectors.EVENT_READ, _Source(prefix.encode(), target, log))
@@ -44,7 +44,7 @@ class PrefixedOutput:
         return f"/dev/fd/{write_fd}"
 
     def start(self) -> None:
-        """Start printing; close the launcher's own write ends, so that a pipe ends with its worker."""
+        """Start printing. Close the launcher's own write ends, so that a pipe ends with its worker."""
         for fd in self._write_fds:
             os.close(fd)
         self._write_fds.clear()
@@ -68,7 +68,7 @@ class PrefixedOutput:
             self._print(key.data, b"")
 
     def _print(self, source: _Source, chunk: bytes) -> None:
-        """Print the lines that a chunk completes; an empty one is the end of the stream."""
+        """Print the lines that a chunk completes. An empty one is the end of the stream."""
         *lines, source.pending = (source.pending + chunk).split(b"\n")
         if source.pending and (not chunk or len(source.pending) > MAX_LINE_BYTES):
             lines.append(source.pending)
@@ -86,7 +86,7 @@ class PrefixedOutput:
 
 
 class PipeLogs(LogsSpecs):
-    """Rank 0 inherits the terminal; the other ranks write into pipes. With a folder, each rank's output is kept in a file."""
+    """Rank 0 inherits the terminal. The other ranks write into pipes. With a folder, each rank's output is kept in a file."""
 
     def __init__(self, folder: str | None, start_number: Callable[[], int]) -> None:
         super().__init__()
@@ -98,7 +98,7 @@ class PipeLogs(LogsSpecs):
         return os.devnull  # elastic's own log folder is not used
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
-        """Return where each rank's streams go; an empty path is the launcher's own stream."""
+        """Return where each rank's streams go. An empty path is the launcher's own stream."""
         self.output = PrefixedOutput()
         stdouts: dict[int, str] = {}
         stderrs: dict[int, str] = {}
@@ -109,7 +109,7 @@ class PipeLogs(LogsSpecs):
             prefix = f"[rank{rank}] " if rank else ""
             log = None if self._folder is None else str(Path(self._folder, f"rank{rank}.log"))
             for streams, target in ((stdouts, sys.stdout), (stderrs, sys.stderr)):
-                # In a terminal rank 0 writes directly, for its progress bars; elsewhere lines of ranks must not mix.
+                # In a terminal rank 0 writes directly, for its progress bars. Elsewhere lines of ranks must not mix.
                 is_direct = rank == 0 and log is None and target.isatty()
                 streams[local_rank] = "" if is_direct else self.output.open_pipe(prefix, target, log)
             if rank == 0 and log is None and sys.stdout.isatty():

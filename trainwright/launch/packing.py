@@ -101,7 +101,7 @@ def _find_spec(name: str, path: Any) -> ModuleSpec | None:
 
 
 def pack(path: Path, work: Mapping[str, Any], asked: str) -> None:
-    """Write the work to a file (TypeError if something in it cannot be copied; the message says where it is)."""
+    """Write the work to a file (TypeError with the place of a part that cannot be copied)."""
     try:
         torch.save(dict(work), path, pickle_module=sys.modules[__name__], pickle_protocol=5)
     except Exception as error:  # whatever an object's __reduce__ or __getstate__ raises
@@ -126,7 +126,7 @@ def write_result(path: Path, result: Any) -> None:
 
 
 def read_result(path: Path) -> Any:
-    """Read what `write_result` has written; `weights_only` admits plain data and tensors only."""
+    """Read what `write_result` has written. `weights_only` admits plain data and tensors only."""
     return torch.load(path, map_location="cpu", weights_only=True)
 
 

@@ -23,7 +23,7 @@ _NUMBER = struct.Struct("!I")
 class Heartbeat:
     """This node's connections: on the main node one to each other node, on another node one to the main node.
 
-    Nodes are known by the number of their arrival; the main node's is 0.
+    Nodes are known by the number of their arrival. The main node's is 0.
     """
 
     def __init__(self, address: str, *, is_main: bool) -> None:
@@ -47,7 +47,7 @@ class Heartbeat:
         self._keep(0, peer)
 
     def accept(self, highest: Callable[[], int]) -> list[int]:
-        """Accept the connections that wait, without blocking; return the new numbers, from 1 to the highest given so far.
+        """Accept the connections that wait, without blocking. Return the new numbers, from 1 to the highest given so far.
 
         `highest` is called once a number has arrived, since a node gets one right before it connects.
         """
@@ -174,7 +174,7 @@ class Roster:
             if member.node_rank is not None and member.node_rank in others and self.round.number < 0:
                 self._refused.add(arrival)
                 text = (
-                    f"node_rank={member.node_rank} was given to two nodes; give each its own number, from 0 to "
+                    f"node_rank={member.node_rank} was given to two nodes. Give each its own number, from 0 to "
                     f"{self._nodes.count - 1}."
                 )
                 post(self._store, f"refused/{arrival}", text)
@@ -184,7 +184,7 @@ class Roster:
         return [0, *(each for each in self._heartbeat.living() if each in self._members and each not in self._refused)]
 
     def choose(self, *, is_over: bool = False) -> list[int] | None:
-        """Return the nodes of the next round in the order of their ranks; None while it has to wait for some.
+        """Return the nodes of the next round in the order of their ranks, or None while it has to wait for some.
 
         `is_over` says that the time to wait has passed.
         """

@@ -71,7 +71,7 @@ class Sources:
         """Return the settings with the Trainer's name of the precision.
 
         Raises:
-            ValueError: a strategy or a precision is unknown; the message has the config's line if it is there.
+            ValueError: a strategy or a precision is unknown. The message has the config's line if it is there.
         """
         num_processes = settings["devices"].value * settings["num_nodes"].value
         precision = None

@@ -28,7 +28,7 @@ def init_empty_weights(include_buffers: bool = False) -> Iterator[None]:
     memory planned (`tw.estimate_memory`), without them.
 
     Args:
-        include_buffers: put buffers there too; then nothing is allocated at all.
+        include_buffers: put buffers there too. Then nothing is allocated at all.
 
     >>> with tw.init_empty_weights():
     ...     model = nn.Linear(4, 3)
@@ -61,7 +61,7 @@ def init_on_device(device: torch.device | str | int, include_buffers: bool = Fal
         is_there = given.device.type == device.type and device.index in (None, given.device.index)
         if is_there or is_lazy(given):
             return None  # the parameter itself, so that tied ones stay tied
-        # Not by the constructor of a subclass, which may take other arguments; its attributes come along.
+        # Not by the constructor of a subclass, which may take other arguments. Its attributes come along.
         moved = Tensor._make_subclass(type(given), given.detach().to(device), given.requires_grad)
         vars(moved).update(vars(given))
         return moved

@@ -35,7 +35,7 @@ def find_executable_batch_size(
     Args:
         function: takes the batch size as its first argument.
         starting_batch_size: the first size to try.
-        reduce_batch_size_fn: returns the next size, without arguments; by default nine tenths of the last one.
+        reduce_batch_size_fn: returns the next size, without arguments, by default nine tenths of the last one.
 
     Raises:
         TypeError: the function does not take the arguments after a batch size.
@@ -61,7 +61,7 @@ def find_executable_batch_size(
         )
     if not callable(function):
         raise TypeError(
-            f"find_executable_batch_size was given {a_type_of(function)}; expected a function whose first argument is "
+            f"find_executable_batch_size was given {a_type_of(function)}. Expected a function whose first argument is "
             "the batch size. Give the size by name: starting_batch_size=."
         )
     size = _checked(starting_batch_size, "starting_batch_size")
@@ -131,12 +131,12 @@ def _failures(failure: str, size: int) -> list[str]:
 
 def _checked(size: Any, what: str) -> int:
     if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-        raise ValueError(f"{what} {size!r} is not accepted; it has to be an integer of at least 1.")
+        raise ValueError(f"{what} {size!r} is not accepted. It has to be an integer of at least 1.")
     return size
 
 
 def release_memory(*objects: Any) -> Any:
-    """Collect garbage and empty the device's cache; return None for each object given, to assign to its variable.
+    """Collect garbage and empty the device's cache. Return None for each object given, to assign to its variable.
 
     >>> model, optimizer = tw.release_memory(model, optimizer)
     """

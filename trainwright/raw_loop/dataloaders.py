@@ -45,7 +45,7 @@ class DataLoaderConfiguration(NamedArguments):
     use_seedable_sampler: bool = False
     """Accepted with either value: the order of the data always follows from the seed and the epoch."""
     data_seed: int | None = None
-    """The seed of the order; by default torch's seed on rank 0 when the first loader is prepared."""
+    """The seed of the order, by default torch's seed on rank 0 when the first loader is prepared."""
     non_blocking: bool = False
     """Accepted with either value: copies from pinned memory to an accelerator never block the host."""
     use_stateful_dataloader: bool = False
@@ -57,9 +57,9 @@ class DataLoaderConfiguration(NamedArguments):
             value = getattr(self, field.name)
             if field.name == "data_seed":
                 if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
-                    raise TypeError(f"data_seed={value!r} is {a_type_of(value)}; expected an int, or None.")
+                    raise TypeError(f"data_seed={value!r} is {a_type_of(value)}. Expected an int, or None.")
             elif not isinstance(value, bool) and not (field.name == "dispatch_batches" and value is None):
-                raise TypeError(f"{field.name}={value!r} is not accepted; pass True or False.")
+                raise TypeError(f"{field.name}={value!r} is not accepted. Pass True or False.")
 
 
 class LoaderOptions(NamedTuple):
@@ -99,7 +99,7 @@ def loader_options(
         configuration = DataLoaderConfiguration()
     elif not isinstance(configuration, DataLoaderConfiguration):
         raise TypeError(
-            f"dataloader_config is {a_type_of(configuration)}; expected a DataLoaderConfiguration of trainwright."
+            f"dataloader_config is {a_type_of(configuration)}. Expected a DataLoaderConfiguration of trainwright."
         )
     check_flags(split_batches=split_batches, device_placement=moves)
     if split_batches:
@@ -110,11 +110,11 @@ def loader_options(
 def check_loader(given: Any) -> None:
     """Refuse what is not a loader (TypeError)."""
     if not isinstance(given, (DataLoader, PreparedLoader)):
-        raise TypeError(f"prepare_data_loader was given {a_type_of(given)}; expected a torch DataLoader.")
+        raise TypeError(f"prepare_data_loader was given {a_type_of(given)}. Expected a torch DataLoader.")
 
 
 def synchronize(rng_types: Iterable[Any], generator: torch.Generator | None, broadcast: Callable[[Any], Any]) -> None:
-    """Set generators of this process to rank 0's state, by name; "generator" is the one given. Collective.
+    """Set generators of this process to rank 0's state, by name. "generator" is the one given. Collective.
 
     Raises:
         TypeError: not a list.
@@ -123,8 +123,8 @@ def synchronize(rng_types: Iterable[Any], generator: torch.Generator | None, bro
     for name in _names(rng_types):
         if name == "generator":
             if generator is None:
-                raise ValueError('rng_types has "generator", but no generator was given; pass generator=.')
-            # Generators take states in host memory; the broadcast may have put them on the device.
+                raise ValueError('rng_types has "generator", but no generator was given. Pass generator=.')
+            # Generators take states in host memory. The broadcast may have put them on the device.
             generator.set_state(broadcast(generator.get_state()).cpu())
         elif name == "torch":
             torch.set_rng_state(broadcast(torch.get_rng_state()).cpu())
@@ -136,12 +136,12 @@ def synchronize(rng_types: Iterable[Any], generator: torch.Generator | None, bro
 def _names(rng_types: Iterable[Any]) -> tuple[str, ...]:
     """Return the names of generators, or of members of an enum of them (TypeError, ValueError)."""
     if isinstance(rng_types, str) or not isinstance(rng_types, Iterable):
-        raise TypeError(f"rng_types={rng_types!r} is not a list; expected a list of names, such as ['torch'].")
+        raise TypeError(f"rng_types={rng_types!r} is not a list. Expected a list of names, such as ['torch'].")
     names = tuple(str(getattr(each, "value", each)) for each in rng_types)
     device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     known = ["torch", "generator", *([] if device is None else [device.type])]
     if unknown := [each for each in names if each not in known]:
-        raise ValueError(f"rng_types has {unknown[0]!r}; expected {', '.join(known)}.")
+        raise ValueError(f"rng_types has {unknown[0]!r}. Expected {', '.join(known)}.")
     return names
 
 
@@ -198,9 +198,9 @@ def skip_first_batches(dataloader: Any, num_batches: int = 0) -> SkippedBatches:
     (2, 8)
     """
     if isinstance(num_batches, bool) or not isinstance(num_batches, int) or num_batches < 0:
-        raise ValueError(f"num_batches={num_batches!r} is not accepted; pass an integer of at least 0.")
+        raise ValueError(f"num_batches={num_batches!r} is not accepted. Pass an integer of at least 0.")
     if not isinstance(dataloader, Iterable):
-        raise TypeError(f"skip_first_batches was given {a_type_of(dataloader)}; expected a loader.")
+        raise TypeError(f"skip_first_batches was given {a_type_of(dataloader)}. Expected a loader.")
     return SkippedBatches(dataloader, num_batches)
 
 

@@ -35,7 +35,7 @@ class Collectives(Processes):
     def gather(self, tensor: Any) -> Any:
         """Return a nested structure with the values of all ranks, rank by rank. Collective: call on every rank.
 
-        Tensors are joined along their first dimension, which may differ; a tensor without dimensions becomes a
+        Tensors are joined along their first dimension, which may differ. A tensor without dimensions becomes a
         row. Lists of plain data, and tuples of numbers and texts, are joined item by item. A number or a text becomes a list
         with one item per rank. None stays None.
 
@@ -54,7 +54,7 @@ class Collectives(Processes):
             input_data: see `gather`.
             use_gather_object: return a list with the items of all ranks' lists, rank by rank, and join no tensors: for plain
                 data, and tensors whose shapes differ. Something that is not a list counts as one item.
-            loader: the prepared loader that the batch is from, where a loop reads several at once; by default the first.
+            loader: the prepared loader that the batch is from, where a loop reads several at once, by default the first.
 
         Raises:
             TypeError, ValueError: see `gather`.
@@ -75,7 +75,7 @@ class Collectives(Processes):
 
         Raises:
             TypeError: the structure holds something else.
-            ValueError: the reduction is unknown; or, on every rank, shapes differ.
+            ValueError: the reduction is unknown, or on every rank shapes differ.
         """
         return nests.reduce(tensor, reduction, self.engine.ranks, scale)
 
@@ -100,7 +100,7 @@ class Collectives(Processes):
         return nests.pad(tensor, dim, pad_index, pad_first)
 
     def set_trigger(self) -> None:
-        """Let the next `check_trigger` return True on every rank; this call communicates nothing."""
+        """Let the next `check_trigger` return True on every rank. This call communicates nothing."""
         self._is_triggered = True
 
     def check_trigger(self) -> bool:
@@ -123,11 +123,11 @@ class Collectives(Processes):
         yield
 
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> SkippedBatches:
-        """Return a loader whose first iteration begins at this batch of the epoch; see the function of this name."""
+        """Return a loader whose first iteration begins at this batch of the epoch. See the function of this name."""
         return skip_first_batches(dataloader, num_batches)
 
     def _ranks_with_samples(self, loader: Any) -> Sequence[bool] | None:
-        """Return whether each rank has new samples in a loader's current batch; None if all have."""
+        """Return whether each rank has new samples in a loader's current batch, or None if all have."""
         return None
 
 
@@ -141,7 +141,7 @@ def gather(tensor: Any) -> Any:
 
     Args:
         tensor: tensors, lists of plain data, numbers and texts, or a nest of them. Tensors of shape (n, ...) are joined along
-            their first dimension, and one without dimensions becomes a row; lists are joined, and a number or a text becomes a
+            their first dimension, and one without dimensions becomes a row. Lists are joined, and a number or a text becomes a
             list with one item per rank.
 
     Raises:
@@ -161,13 +161,13 @@ def reduce(tensor: Any, reduction: str = "mean", scale: float = 1.0) -> Any:
     """Return the mean, sum, min or max over the ranks. Collective: call on every rank.
 
     Args:
-        tensor: tensors, numbers, or a nest of them; each tensor has the same shape on every rank, and is reduced elementwise.
+        tensor: tensors, numbers, or a nest of them. Each tensor has the same shape on every rank, and is reduced elementwise.
         reduction: "mean", "sum", "min" or "max".
         scale: a factor of the results.
 
     Raises:
         TypeError: the structure holds something else.
-        ValueError: the reduction is unknown; or, on every rank, shapes differ.
+        ValueError: the reduction is unknown, or on every rank shapes differ.
 
     >>> accelerator = tw.Accelerator(devices=2)
     >>> tw.reduce({"loss": 1.0 + accelerator.process_index}, "mean")
