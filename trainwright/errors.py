@@ -30,7 +30,7 @@ __all__ = [
 
 
 class TrainwrightError(RuntimeError):
-    """The base class of this library's errors. Wrong settings raise Python's own: ValueError, TypeError.
+    """The base class of this library's errors. Wrong settings raise ValueError or TypeError.
 
     >>> try:
     ...     module = Classifier.load_from_checkpoint("runs/epoch=9-step=90.ckpt")

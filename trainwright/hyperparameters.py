@@ -97,12 +97,12 @@ class HyperParameters:
     ) -> None:
         """Store the arguments of `__init__`, and of the subclasses' `__init__`, as `hparams`.
 
-        Each argument has its value at the time of this call. `*args` are not stored. Checkpoints and loggers get plain data
+        Arguments have their values at the time of this call. `*args` are not stored. Checkpoints and loggers get plain data
         and values with a plain form: enum members, dataclasses, Namespaces, OmegaConf containers, classes and functions (by
         name), and partials of these. Pass other values (a network, a dataset, a lambda) to `load_from_checkpoint`.
 
         Args:
-            args: names of the arguments to store, all of them by default; or one dict, Namespace or dataclass instance
+            args: names of the arguments to store, all of them by default, or one dict, Namespace or dataclass instance
                 whose content becomes the hyper-parameters.
             ignore: names to skip, also if a base class has stored them.
             frame: where to look for the constructor's arguments, by default the calling frames.
@@ -309,7 +309,7 @@ def _constructor_arguments(owner: object, frame: FrameType | None) -> dict[str, 
     found: list[dict[str, Any]] = []
     while frame is not None:
         code = frame.f_code
-        # A wrapper of the constructor has another name: the constructor's own frame is before or after it.
+        # A wrapper of the constructor has another name. The constructor's frame is before or after it.
         if code.co_name == "__init__" and code.co_argcount and frame.f_locals.get(code.co_varnames[0]) is owner:
             found.append(_frame_arguments(owner, frame))
         frame = frame.f_back

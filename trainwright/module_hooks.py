@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from trainwright.data.transfer import to_device
 
 STEP_OUTPUT: TypeAlias = Tensor | Mapping[str, Any] | None
-"""What a step returns: a loss, a dict with one under "loss", or None to skip the batch."""
+"""The result of a step: a loss, a dict with one under "loss", or None to skip the batch."""
 TRAIN_DATALOADERS: TypeAlias = Any
 EVAL_DATALOADERS: TypeAlias = Any
 """A loader, or a nested structure of them."""
@@ -29,18 +29,18 @@ OptimizerLRScheduler: TypeAlias = (
     | Sequence[OptimizerLRSchedulerConfig]
     | None
 )
-"""What configure_optimizers returns."""
+"""The result of configure_optimizers."""
 
 
 class ModuleHooks:
-    """Methods that a run calls at certain points. They do nothing, or what is usual, unless overridden."""
+    """Methods that a run calls at certain points. They do nothing, or the usual work, unless overridden."""
 
     def configure_callbacks(self) -> Any:
-        """Return a callback, or a list of them, for the Trainer. Each replaces a callback of its class that the Trainer has."""
+        """Return a callback, or a list of them, for the Trainer. It replaces a callback of its class that the Trainer has."""
         return []
 
     def prepare_data(self) -> None:
-        """Called first, on one process of each node: download and unpack here, and store nothing on self."""
+        """Called first, on one process per node: download and unpack here, and store nothing on self."""
 
     def setup(self, stage: str) -> None:
         """Called after the callbacks' setup, on every rank. Stage is "fit", "validate", "test" or "predict"."""
@@ -48,14 +48,14 @@ class ModuleHooks:
     def configure_model(self) -> None:
         """Called after setup, before the module moves to its device and the optimizers are made. Make large layers here.
 
-        It is called at the start of each run, so do nothing if the layers exist already. By default it calls
+        It is called at the start of every run, so do nothing if the layers exist already. By default it calls
         configure_sharded_model, its name in earlier trainers, if the module defines that.
         """
         if callable(earlier := getattr(self, "configure_sharded_model", None)):
             earlier()
 
     def train_dataloader(self) -> Any:
-        """Return the training loader, or several; used when none is passed to fit."""
+        """Return the training loader, or several. It is used if none is passed to fit."""
         raise RuntimeError(f"{type(self).__name__} has no train_dataloader. Define it, or pass the loaders to fit.")
 
     def val_dataloader(self) -> Any:
@@ -67,7 +67,7 @@ class ModuleHooks:
         raise RuntimeError(f"{type(self).__name__} has no test_dataloader. Define it, or pass the loaders.")
 
     def predict_dataloader(self) -> Any:
-        """Return the loader of what to predict, or several in a list or a dict of names."""
+        """Return the loader of the samples to predict, or several in a list or a dict of names."""
         raise RuntimeError(f"{type(self).__name__} has no predict_dataloader. Define it, or pass the loaders.")
 
     def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
@@ -144,7 +144,7 @@ class ModuleHooks:
         """Called before the first validation batch."""
 
     def on_validation_epoch_end(self) -> None:
-        """Called after the last validation batch. What is logged here counts for this validation."""
+        """Called after the last validation batch. Values logged here count for this validation."""
 
     def on_validation_batch_start(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
         """Called before validation_step."""
@@ -162,7 +162,7 @@ class ModuleHooks:
         """Called before the first test batch."""
 
     def on_test_epoch_end(self) -> None:
-        """Called after the last test batch. What is logged here counts for this test."""
+        """Called after the last test batch. Values logged here count for this test."""
 
     def on_test_batch_start(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
         """Called before test_step."""
@@ -186,7 +186,7 @@ class ModuleHooks:
         """Called before predict_step."""
 
     def on_predict_batch_end(self, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
-        """Called after predict_step, with what it returned."""
+        """Called after predict_step, with its result."""
 
     def on_validation_model_zero_grad(self) -> None:
         """Called before a validation in fit, unless an accumulation window is open, by default it clears the gradients."""
@@ -197,7 +197,7 @@ class ModuleHooks:
         self.eval()  # type: ignore[attr-defined]
 
     def on_validation_model_train(self) -> None:
-        """Called after a validation. If not overridden, each submodule returns to the mode it was in."""
+        """Called after a validation. If not overridden, it restores the submodules' earlier modes."""
         self.train()  # type: ignore[attr-defined]
 
     def on_test_model_eval(self) -> None:
@@ -205,7 +205,7 @@ class ModuleHooks:
         self.eval()  # type: ignore[attr-defined]
 
     def on_test_model_train(self) -> None:
-        """Called after a test. If not overridden, each submodule returns to the mode it was in."""
+        """Called after a test. If not overridden, it restores the submodules' earlier modes."""
         self.train()  # type: ignore[attr-defined]
 
     def on_predict_model_eval(self) -> None:
@@ -213,5 +213,5 @@ class ModuleHooks:
         self.eval()  # type: ignore[attr-defined]
 
     def on_predict_model_train(self) -> None:
-        """Called after predicting. If not overridden, each submodule returns to the mode it was in."""
+        """Called after predicting. If not overridden, it restores the submodules' earlier modes."""
         self.train()  # type: ignore[attr-defined]

@@ -13,7 +13,7 @@ __all__ = ["absolute"]
 
 
 def absolute(path: str | os.PathLike[str]) -> str:
-    """Return a local path as an absolute one, with `~` expanded; a URL unchanged. ValueError for a path with "::"."""
+    """Return a local path as an absolute one, with `~` expanded, and a URL unchanged. ValueError for a path with "::"."""
     text = os.path.expanduser(os.fspath(path))
     text = text if "://" in text else os.path.abspath(text)
     if "::" in text and "://" not in text:
@@ -24,7 +24,7 @@ def absolute(path: str | os.PathLike[str]) -> str:
 
 
 def open_no_link(path: str, flags: int, mode: int = 0o666) -> int:
-    """Open a file as `os.open` does, but refuse a symbolic link; an `opener` for `open`.
+    """Open a file as `os.open` does, but reject a symbolic link. It is an `opener` for `open`.
 
     Raises:
         OSError: it is a symbolic link.
@@ -49,7 +49,7 @@ def machine() -> str:
 
 def process_start_time(pid: int) -> str:
     """Return when a process of this machine started, or empty if it has ended."""
-    # Process ids are reused, so the start time (ticks since boot) is stored with them; "0" if unknown.
+    # Process ids are reused, so the start time (ticks since boot) is stored with them, or "0" if unknown.
     with contextlib.suppress(OSError, IndexError):
         fields = Path(f"/proc/{pid}/stat").read_text("utf-8", errors="replace").rpartition(")")[2].split()
         return "" if fields[0] in "ZX" else fields[19]  # a zombie no longer writes

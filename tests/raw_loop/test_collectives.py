@@ -153,7 +153,7 @@ def test_on_two_ranks(tmp_path: Path) -> None:
         )
         assert "rank 0: (2,), rank 1: (2, 2)); reshape them to the same number of dimensions" in found["dims"]
         assert "other tensors on rank(s) [1] than on rank 0" in found["structure"]
-        assert "the value['b']: rank 0: (1, 2), rank 1: (2, 5)); use pad_across" in found["reduced"][0]
+        assert "the value['b']: rank 0: (1, 2), rank 1: (2, 5)). Use pad_across" in found["reduced"][0]
         assert "rank 0: (2,), rank 1: (2, 2))" in found["reduced"][1]
         assert "other tensors on rank(s) [1] than on rank 0" in found["reduced"][2]
         assert "a different dtype on rank(s) [1]" in found["reduced"][3]

@@ -1,6 +1,6 @@
 """The command line: `trainwright launch` runs a script or a module in several processes, on one machine or several.
 
-Each subcommand is a line in `COMMANDS`, or one that `__main__.py` adds. Flags override the environment, which overrides
+The subcommands are in `COMMANDS`, and `__main__.py` adds others. Flags override the environment, which overrides
 the config, which overrides defaults (sources.py).
 """
 
@@ -35,7 +35,7 @@ NODE_FIELDS = {
     "min_nodes": "fewest",
     "rendezvous_seconds": "wait_seconds",
 }
-"""The settings that describe the job's machines, with the fields of `Nodes`. The last two are those of several machines."""
+"""The settings that describe the job's machines, with the fields of `Nodes`. The last two are for several machines."""
 LOG_NAME = re.compile(r"rank\d+\.log")
 Command = tuple[Callable[[Sequence[str], NameCheck], int], str]
 """The function of a subcommand, which gets the arguments after its name and returns the exit code, and a line of help."""
@@ -191,7 +191,7 @@ def split_command(
 
 
 def resolve(sources: Sources) -> dict[str, Setting]:
-    """Return all settings with the source of each (ValueError if one is wrong, or two exclude each other)."""
+    """Return all settings with their sources (ValueError if one is wrong, or two contradict)."""
     if JOB_VARIABLE in sources.variables or "RANK" in sources.variables:
         raise ValueError(
             "this process is itself a rank of a job (the environment has RANK). Start one launcher on each machine. Run the "
@@ -222,7 +222,7 @@ def resolve(sources: Sources) -> dict[str, Setting]:
 
 
 def check_config(config: Config, check_names: NameCheck, *, with_environment: bool = False) -> dict[str, Setting]:
-    """Return the settings that a config gives without flags, or with what the environment says (ValueError if one is wrong)."""
+    """Return the settings of a config without flags, or with the environment's (ValueError if one is wrong)."""
     variables = {name: os.environ[name] for name in KEY_OF if with_environment and name in os.environ}
     sources = Sources(argparse.Namespace(**dict.fromkeys(FLAGS)), variables, config)
     settings = sources.check_names(check_names, resolve(sources))
@@ -278,7 +278,7 @@ def _node(sources: Sources, num_nodes: Setting, *, is_range: bool) -> dict[str, 
     """Return which of the job's machines this is, and the address and port at which they meet."""
     names = ("node_rank", "main_address", "main_port", "rendezvous_seconds")
     if num_nodes.value == 1:
-        # What the config says of several nodes does not count where a flag says that there is one.
+        # A flag for one node overrides the config's settings of several nodes.
         flags_only = num_nodes.source in (FLAGS["num_nodes"], FLAGS["nodes"])
         rank, address, port, wait = (sources.find(name, flags_only=flags_only, environment=False) for name in names)
         for each in (address, wait):

@@ -1,4 +1,4 @@
-"""Columns: tables that fit the terminal they are printed on. What goes to a pipe or a file is whole."""
+"""Columns: tables that fit the terminal they are printed on. Pipes and files get whole tables."""
 
 from __future__ import annotations
 
@@ -41,15 +41,15 @@ def lay_out(
     shortened: Collection[int] = (),
     dropped: Sequence[int] = (),
 ) -> list[str]:
-    """Return the lines of a table that fit a width: some columns are shortened, and if that is not enough, others are left out.
+    """Return the lines of a table that fit a width: columns are shortened, and if that is not enough, others are dropped.
 
     Args:
         rows: the cells, of which the first row has the heads.
-        width: that of the terminal, or None for whole cells.
-        indent: blanks before each line.
+        width: the terminal's, or None for whole cells.
+        indent: blanks before the lines.
         right: the columns of numbers, which are aligned at their ends.
         shortened: the columns of paths.
-        dropped: the columns that can be left out, the first one first.
+        dropped: the columns that can be dropped, in this order.
     """
     columns = list(range(len(rows[0])))
     candidates = list(dropped)

@@ -1,4 +1,4 @@
-"""Whether and how this process's own command can be run again, once for each worker."""
+"""Whether and how this process's command can be run again, once per worker."""
 
 from __future__ import annotations
 
@@ -39,7 +39,9 @@ def calls_workers() -> bool:
     obstacle = _find_obstacle()
     if obstacle is not None:
         return obstacle.can_call_workers
-    return getattr(sys.modules["__main__"], "__file__", None) is None  # what cannot be run again was found above
+    return (
+        getattr(sys.modules["__main__"], "__file__", None) is None
+    )  # other commands that cannot be run again were found above
 
 
 def check_worker_calls(reason: str) -> None:

@@ -45,7 +45,7 @@ KEYS = {
     "logs": "a folder that keeps the output of each rank",
     "env": "environment variables of the processes; those that are set already stay",
 }
-"""What a config may hold, each with what it means."""
+"""The keys of a config, with their meanings."""
 OTHER_WORDS = {
     "num_processes": "devices",
     "num_machines": "num_nodes",
@@ -56,7 +56,7 @@ OTHER_WORDS = {
     "use_cpu": "cpu",
     "multi_gpu": "devices",
 }
-"""Keys of Accelerate's configs and flags of its launcher, and ours for each."""
+"""Keys of Accelerate's configs and flags of its launcher, and the names that we use instead."""
 KEY_OF = {
     "NODE_RANK": "node_rank",
     "MASTER_ADDR": "main_address",
@@ -76,18 +76,18 @@ class Entry(NamedTuple):
 
 @dataclass(frozen=True)
 class Config:
-    """What a config holds, by key."""
+    """The entries of a config, by key."""
 
     path: str | None = None
     source: str = "default"
-    """What named the file: a flag, a variable, or "default"."""
+    """The flag or the variable that named the file, or "default"."""
     values: dict[str, Entry] = field(default_factory=dict)
     variables: dict[str, Entry] = field(default_factory=dict)
     """The variables under `env`."""
 
 
 def config_path(given: str | None, variables: Mapping[str, str] | None = None) -> tuple[str, str]:
-    """Return the path of the config and what named it: the flag, the variable, or "default" for the user's own."""
+    """Return the path of the config, and the flag or variable that named it, or "default"."""
     variables = os.environ if variables is None else variables
     if given is not None:
         return given, "--config-file"
@@ -101,7 +101,7 @@ def find_config(given: str | None, variables: Mapping[str, str] | None = None) -
     """Return the config that a flag or the environment names, or else the user's, which need not exist.
 
     Raises:
-        ValueError: the file that was named does not exist or cannot be read, or what it holds is wrong; with file and line.
+        ValueError: a named file does not exist or cannot be read, or an entry is wrong (with its file and line).
     """
     path, source = config_path(given, variables)
     if not os.path.exists(path):
@@ -160,7 +160,7 @@ def _parse(path: str, text: str) -> tuple[dict[str, Entry], dict[str, Entry]]:
 
 
 def _pairs(path: str, node: Any, what: str) -> Iterator[tuple[str, str, Any]]:
-    """Yield the keys of a mapping with their lines and values. A key that comes twice is refused."""
+    """Yield the keys of a mapping with their lines and values. A repeated key is rejected."""
     import yaml
 
     if node is None or _is_null(node):
@@ -219,7 +219,7 @@ BEGINNINGS = (
     "DEEPSPEED",
     "OMPI_COMM_WORLD",
 )
-"""What the names of a job's variables begin with, before an underscore."""
+"""The first parts of the names of a job's variables, before an underscore."""
 NAMES = {
     *("RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT"),
     *("SLURM_JOB_ID", "SLURM_JOB_NUM_NODES", "SLURM_NTASKS", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID"),
@@ -228,7 +228,7 @@ NAMES = {
 
 
 def of_jobs(variables: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Return the variables of this process, or those given, that concern launchers, torch and devices; secrets hidden."""
+    """Return the variables of this process, or those given, that concern launchers, torch and devices, with secrets hidden."""
     from trainwright.devices import cuda
 
     variables = os.environ if variables is None else variables

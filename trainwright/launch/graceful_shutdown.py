@@ -16,7 +16,7 @@ class GracefulShutdown:
     """Passes the first SIGTERM, SIGUSR1 or Ctrl-C on to the ranks. A second Ctrl-C kills them at once.
 
     Args:
-        send: sends a signal to each running rank and returns how many there are.
+        send: sends a signal to all running ranks and returns their number.
         seconds: how long the ranks have to exit.
     """
 
@@ -29,7 +29,7 @@ class GracefulShutdown:
         self._interrupts = 0
 
     def install(self) -> None:
-        """Replace elastic's handlers, which each start of the workers installs. Ignored signals stay ignored."""
+        """Replace elastic's handlers, which every start of the workers installs. Ignored signals stay ignored."""
         for number in STOP_SIGNALS:
             if signal.getsignal(number) != signal.SIG_IGN:
                 signal.signal(number, self._handle)
@@ -46,7 +46,7 @@ class GracefulShutdown:
         return self._deadline is not None and time.monotonic() >= self._deadline
 
     def describe(self) -> str:
-        """Return what happened to ranks that did not exit in time."""
+        """Return a message about ranks that did not exit in time."""
         if self._interrupts > 1:
             return "trainwright: second Ctrl-C; the ranks were killed.\n"
         why = f" after {signal.Signals(self.number).name}" if self.number else ""

@@ -1,4 +1,4 @@
-"""What a launcher runs, which of the job's machines it runs on, and the address at which these meet."""
+"""The job of a launcher: its command, its machines, and the address at which they meet."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Nodes:
     count: int = 1
     """How many there are, at most."""
     rank: int | None = 0
-    """This machine's number, or None if the nodes are numbered as they arrive, after the one that has the main address."""
+    """This machine's number, or None if the nodes are numbered as they arrive, after the main one."""
     address: str = LOOPBACK
     port: int = 0
     fewest: int | None = None
@@ -57,7 +57,7 @@ class Nodes:
 
 @dataclass(frozen=True)
 class Job:
-    """What one launcher runs on its machine: `num_processes` workers, each with the same command."""
+    """The work of one launcher on its machine: `num_processes` workers with the same command."""
 
     command: list[str]
     num_processes: int
@@ -65,7 +65,7 @@ class Job:
     max_restarts: int = 0
     """How many times all ranks are restarted after a failure."""
     logs: str | None = None
-    """The folder that keeps each rank's output, in a file of its own."""
+    """The folder for the output of the ranks, one file per rank."""
     report: str | None = None
     """A file to which the launcher writes the line about the rank that failed first."""
     grace_seconds: float = 120.0

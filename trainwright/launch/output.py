@@ -27,7 +27,7 @@ class _Source:
 
 
 class PrefixedOutput:
-    """Prints the lines that arrive in its pipes, each with its own prefix, from one thread."""
+    """Prints the lines that arrive in its pipes, with the prefixes of the pipes, from one thread."""
 
     def __init__(self) -> None:
         self._selector = selectors.DefaultSelector()
@@ -44,7 +44,7 @@ class PrefixedOutput:
         return f"/dev/fd/{write_fd}"
 
     def start(self) -> None:
-        """Start printing. Close the launcher's own write ends, so that a pipe ends with its worker."""
+        """Start printing. Close the launcher's write ends, so that a pipe ends with its worker."""
         for fd in self._write_fds:
             os.close(fd)
         self._write_fds.clear()
@@ -75,9 +75,9 @@ class PrefixedOutput:
             source.pending = b""
         if not lines:
             return
-        # A progress bar redraws its line after each carriage return: only the last state is printed.
+        # A progress bar redraws its line after a carriage return: only the last state is printed.
         shown = [line.rstrip(b"\r").rpartition(b"\r")[2] for line in lines]
-        with contextlib.suppress(OSError, ValueError):  # keep reading the pipes even if our own output is closed
+        with contextlib.suppress(OSError, ValueError):  # keep reading the pipes even if our output is closed
             source.target.buffer.write(b"".join(source.prefix + line + b"\n" for line in shown))
             source.target.buffer.flush()
         if source.log is not None:
@@ -86,7 +86,7 @@ class PrefixedOutput:
 
 
 class PipeLogs(LogsSpecs):
-    """Rank 0 inherits the terminal. The other ranks write into pipes. With a folder, each rank's output is kept in a file."""
+    """Rank 0 inherits the terminal. The other ranks write into pipes. With a folder, files store the output too."""
 
     def __init__(self, folder: str | None, start_number: Callable[[], int]) -> None:
         super().__init__()
@@ -95,10 +95,10 @@ class PipeLogs(LogsSpecs):
 
     @property
     def root_log_dir(self) -> str:
-        return os.devnull  # elastic's own log folder is not used
+        return os.devnull  # elastic's log folder is not used
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
-        """Return where each rank's streams go. An empty path is the launcher's own stream."""
+        """Return where the ranks' streams go. An empty path is the launcher's stream."""
         self.output = PrefixedOutput()
         stdouts: dict[int, str] = {}
         stderrs: dict[int, str] = {}

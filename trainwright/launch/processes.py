@@ -32,7 +32,7 @@ GRACE_VARIABLE, GRACE_SECONDS = "TRAINWRIGHT_GRACE_SECONDS", 120
 def launch(num_processes: int, *, num_nodes: int = 1, reason: str = "this script") -> NoReturn:
     """Replace this process by the launcher, which runs the same command in several workers.
 
-    Code before the call in the script runs again in each worker. `reason` is what needs the processes, for errors. With
+    Code before the call in the script runs again in every worker. `reason` says in errors why the processes are needed. With
     several nodes, which of them this is comes from NODE_RANK, MASTER_ADDR and MASTER_PORT.
 
     Raises:
@@ -58,7 +58,7 @@ def launch(num_processes: int, *, num_nodes: int = 1, reason: str = "this script
 def launcher_command(
     num_processes: int, command: list[str], nodes: Nodes | None = None, report: str | None = None
 ) -> list[str]:
-    """Return the command line of a launcher, as `main` reads it. `report` is that of `Job`."""
+    """Return the command line of a launcher, as `main` reads it. `report` is the `Job`'s."""
     flags = [flag for flag, is_set in (("-E", sys.flags.ignore_environment), ("-s", sys.flags.no_user_site)) if is_set]
     options: dict[str, object] = {"--num-processes": num_processes}
     if nodes is not None and (nodes.count > 1 or nodes.port):
@@ -138,7 +138,7 @@ def _leave_on_signal(number: int, _: FrameType | None) -> None:
 
 
 def _prepare_environment(job: Job, defaults: dict[str, str | None]) -> None:
-    """Set the variables of all workers of this node. Elastic adds those of each rank."""
+    """Set the variables of all workers of this node. Elastic adds the variables of single ranks."""
     is_alone = job.nodes.count == 1
     settings = {"version": 1, "launcher_pid": os.getpid(), "num_processes": job.num_processes, "loopback": is_alone}
     given = {name: value for name, value in defaults.items() if value is not None}
@@ -148,7 +148,7 @@ def _prepare_environment(job: Job, defaults: dict[str, str | None]) -> None:
         os.environ["GLOO_SOCKET_IFNAME"] = loopback
         os.environ.setdefault("NCCL_SOCKET_IFNAME", loopback)
     if "OMP_NUM_THREADS" not in os.environ:
-        # Without it each rank's torch starts one thread per core.
+        # Without it every rank's torch starts one thread per core.
         os.environ["OMP_NUM_THREADS"] = str(max(1, num_cores() // job.num_processes))
     for name in ("TORCHELASTIC_ENABLE_FILE_TIMER", "TORCHELASTIC_HEALTH_CHECK_PORT"):
         os.environ.pop(name, None)  # they would open a file and a port

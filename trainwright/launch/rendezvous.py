@@ -1,4 +1,4 @@
-"""The rendezvous of a job's nodes: a store that the main node holds, and the nodes that run each start of the job."""
+"""The rendezvous of a job's nodes: a store that the main node holds, and the nodes that run every start of the job."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ from trainwright.launch.nodes import Nodes
 from trainwright.launch.roster import Heartbeat, Member, Roster, Round
 
 STORE_SECONDS = 300.0  # that the store may take to answer the first request
-NOTICE_SECONDS = 5.0  # after which a node prints what it is waiting for
+NOTICE_SECONDS = 5.0  # after which a node prints whom it is waiting for
 LEAVE_SECONDS = 10.0  # that the main node keeps the store for the others at the end
 CUT_SECONDS = 20.0  # between the loss of the main node and the end of a launcher that still waits for its answer
 T = TypeVar("T")
 GONE = (RuntimeError, OSError)
-"""What an attempt to reach the main node raises once it has gone."""
+"""The errors of an attempt to reach the main node after it has gone."""
 MAIN_IS_GONE = (
     "the launcher of node 0, the main node, has ended or cannot be reached; the nodes meet there, so the job ends. Start it "
     "again on all nodes, the main one included."
@@ -168,12 +168,12 @@ class NodeRendezvous(RendezvousHandler):
         self._arrival = self._agents.add("arrivals", 1)
         post(self._agents, f"node/{self._arrival}", json.dumps(asdict(self.own)))
         post(self._agents, f"ready/{self._arrival}", "-1")
-        # Last: for each node that has connected, the main node reads both keys, and would wait for them.
+        # Last: when a node has connected, the main node reads both keys, and would wait for them.
         self.heartbeat.connect(self._arrival, main["heartbeat"])
         threading.Thread(target=self._watch_main, name="trainwright-heartbeat", daemon=True).start()
 
     def _terms(self) -> list[str]:
-        """Return what has to be the same on all nodes."""
+        """Return the terms that must be the same on all nodes."""
         return [str(self.nodes), f"max_restarts={self._max_restarts}"]
 
     def _next_round(self, _: float) -> Round | None:
@@ -227,7 +227,7 @@ class NodeRendezvous(RendezvousHandler):
         return max(node for node in range(self.num_nodes) if self.first_rank(node) <= rank)
 
     def lost_nodes(self) -> list[int]:
-        """Return the nodes of this round whose launcher is gone without having left; away from the main node, only that one."""
+        """Return the lost nodes of this round. Other nodes than the main one only see the main one."""
         if self.heartbeat is None:
             return []
         if self._roster is not None:
@@ -243,7 +243,7 @@ class NodeRendezvous(RendezvousHandler):
         return bool(self._agents.check([self._finished(each) for each in self.round.arrivals]))
 
     def signals(self) -> list[int]:
-        """Return what each node has announced once all have finished, in the order of their ranks."""
+        """Return the numbers that the nodes announced after they finished, in the order of their ranks."""
         return [int(self._agents.get(self._finished(each))) for each in self.round.arrivals]
 
     def _finished(self, arrival: int) -> str:
@@ -275,7 +275,7 @@ class NodeRendezvous(RendezvousHandler):
             if self._claim is not None:
                 self._claim.close()
 
-    # What elastic asks of any rendezvous. It decides itself who may join, at each start, so it never closes.
+    # Elastic calls these methods of any rendezvous. This one decides at every start who may join, so it never closes.
 
     @property
     def use_agent_store(self) -> bool:
@@ -300,7 +300,7 @@ class NodeRendezvous(RendezvousHandler):
         return True  # the store ends with the launcher
 
     def _wait(self, find: Callable[[float], T | None], describe: Callable[[], str], *, has_end: bool = True) -> T:
-        """Wait until something is found, given the seconds that have passed. Say what is missing after a while."""
+        """Wait until something is found, given the seconds that have passed. After a while print who is missing."""
         began, has_printed = time.monotonic(), False
         while True:  # polls rather than blocks, so that Python can run signal handlers
             waited = time.monotonic() - began

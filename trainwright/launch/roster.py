@@ -1,4 +1,4 @@
-"""Roster: what the main node knows of the job's nodes, and which of them run it next."""
+"""Roster: the job's nodes as the main node knows them, and their connections. It chooses the nodes of the next start."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _NUMBER = struct.Struct("!I")
 
 
 class Heartbeat:
-    """This node's connections: on the main node one to each other node, on another node one to the main node.
+    """This node's connections: on the main node to all other nodes, on another node to the main node.
 
     Nodes are known by the number of their arrival. The main node's is 0.
     """
@@ -134,7 +134,7 @@ class Round:
     restarts: int = 0
     """How many of the restarts that are allowed it took."""
     arrivals: list[int] = field(default_factory=list)
-    """The nodes that run it, in the order of their ranks, each by the number of its arrival."""
+    """The arrival numbers of the nodes that run it, in the order of their ranks."""
     members: list[Member] = field(default_factory=list)
 
     def to_json(self) -> str:
@@ -147,7 +147,7 @@ class Round:
 
 
 class Roster:
-    """On the main node: the nodes that have arrived, of which each round takes those that are ready.
+    """On the main node: the nodes that have arrived. Every round takes the ready ones.
 
     Args:
         nodes: how many the job has.

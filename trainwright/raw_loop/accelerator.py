@@ -57,14 +57,14 @@ class Accelerator(Collectives):
         cpu: the same as accelerator="cpu".
         deepspeed_plugin, fsdp_plugin: a strategy with its options, instead of strategy=.
         gradient_accumulation_plugin: further options of the accumulation.
-        step_scheduler_with_optimizer: False lets each call of a prepared scheduler's step step it.
+        step_scheduler_with_optimizer: False steps a prepared scheduler at every call of its step.
         kwargs_handlers: options of parts: AutocastKwargs, DistributedDataParallelKwargs, GradScalerKwargs,
             InitProcessGroupKwargs, ProfileKwargs.
         dynamo_backend: compile prepared models with this backend of torch.compile, such as "inductor".
         device_placement: whether prepared loaders move their batches to the device. Models are always on it.
-        split_batches: whether a loader's batch is that of all ranks together. See DataLoaderConfiguration.
+        split_batches: whether a loader's batch is divided over the ranks. See DataLoaderConfiguration.
         dataloader_config: further options of loaders.
-        rng_types: generators that all ranks set to rank 0's state at the start of each epoch: "torch", or the kind of
+        rng_types: generators that all ranks set to rank 0's state at the start of an epoch: "torch", or the kind of
             accelerator, such as "cuda". The order of the data needs none of them.
         fused_optimizers: run optimizers fused if torch can and their `fused` and `foreach` were not set.
         scale_schedulers: step prepared schedulers once for each process at each optimizer step, as Accelerate does; with
@@ -76,13 +76,13 @@ class Accelerator(Collectives):
         strategy: a name or a Strategy.
         precision: any precision of the Trainer, instead of mixed_precision.
         num_nodes: nodes of the job, as for the Trainer.
-        log_with: "csv", "tensorboard", "wandb", "mlflow", "comet_ml", "all" for those that can be used here, a Logger, or a
+        log_with: "csv", "tensorboard", "wandb", "mlflow", "comet_ml", "all" for all that can be used here, a Logger, or a
             list of these.
-        project_dir: the folder of numbered checkpoints (`project_dir/checkpoints`) and of the logs; a path or an fsspec URL.
+        project_dir: the folder of numbered checkpoints (`project_dir/checkpoints`) and of the logs, a path or an fsspec URL.
         project_config: the same folders, and how many checkpoints are kept.
 
     Raises:
-        ValueError, TypeError: a setting is wrong; raised before any process is started.
+        ValueError, TypeError: a setting is wrong. It is raised before any process is started.
         RuntimeError: this machine does not have the accelerator.
         ImportError: the package of a logger is not installed.
         LaunchError: the processes of the job could not be started.
@@ -160,7 +160,7 @@ class Accelerator(Collectives):
         steps = settings.accumulation.num_steps or 1
         steps = overridden("Accelerator", "gradient_accumulation_steps", steps, is_open=steps == 1)
         self._optimization = engine.strategy.resolve(Optimization(accumulate=steps, clip_norm=settings.clip_norm))
-        """Accumulation and clipping. A strategy's own configuration overrides the arguments."""
+        """Accumulation and clipping. A strategy's configuration overrides the arguments."""
         self._autocast, self._profiling = settings.autocast, settings.profiling
         if settings.compiler is not None and not engine.strategy.takes_compile:
             raise ValueError(
@@ -244,7 +244,7 @@ class Accelerator(Collectives):
         save_model(model, os.fspath(save_directory), size_of(max_shard_size), self.engine.strategy, self.engine.ranks)
 
     def save(self, obj: Any, f: str | os.PathLike[str], safe_serialization: bool = True) -> None:
-        """Write plain data and tensors into one file, new or replaced, on rank 0 (with save_on_each_node, on each node).
+        """Write plain data and tensors into one file, new or replaced, on rank 0 (with save_on_each_node, on every node).
 
         A dict of tensors, or data with tensors, becomes a safetensors file whatever its name. Data without tensors becomes
         JSON. `load` reads both.
@@ -258,7 +258,7 @@ class Accelerator(Collectives):
         save_object(obj, f, is_writer=self.is_local_main_process if on_each else self.is_main_process)
 
     def load(self, f: str | os.PathLike[str]) -> Any:
-        """Return what `save` wrote, a dict in its order, or the tensors of any safetensors file, in host memory.
+        """Return the data of `save`, a dict in its order, or the tensors of any safetensors file, in host memory.
 
         Raises:
             CheckpointError: the file is missing, damaged or of another kind.
@@ -269,7 +269,7 @@ class Accelerator(Collectives):
         """Return the context of one batch, in which optimizers and schedulers step only at the end of a window.
 
         A window ends after `gradient_accumulation_steps` batches, and at the end of the loader. If the loop leaves the loader
-        before that, the window's gradients are dropped and the next batch begins a new one. Each set of models passed here
+        before that, the window's gradients are dropped and the next batch begins a new one. A set of models passed here
         has its own windows.
         """
         return self._preparations.windows.of(models)
@@ -277,7 +277,7 @@ class Accelerator(Collectives):
     def backward(self, loss: Tensor, **options: Any) -> None:
         """Run backward on a loss, divided by the length of its window, and weighted by its samples in an uneven last round.
 
-        The keyword arguments are those of Tensor.backward.
+        Tensor.backward gets the keyword arguments.
 
         Raises:
             TypeError, ValueError: something else than the loss of a prepared model, and, where it matters, of one whose
@@ -305,7 +305,7 @@ class Accelerator(Collectives):
         """Clip the total norm of a prepared optimizer's gradients. Return the norm, or None before the window's end.
 
         Raises:
-            ValueError: the parameters are not those of one prepared optimizer; or another norm_type than 2.
+            ValueError: no single prepared optimizer steps the parameters, or norm_type is not 2.
         """
         if norm_type != 2:
             raise ValueError(
@@ -314,7 +314,7 @@ class Accelerator(Collectives):
         return self._clip(parameters, max_norm, None)
 
     def clip_grad_value_(self, parameters: Iterable[Tensor], clip_value: float) -> None:
-        """Clip each element of a prepared optimizer's gradients, at the window's end."""
+        """Clip the elements of a prepared optimizer's gradients, at the window's end."""
         self._clip(parameters, None, clip_value)
 
     def autocast(self, autocast_handler: AutocastKwargs | None = None) -> AbstractContextManager[Any]:
@@ -385,7 +385,7 @@ class Accelerator(Collectives):
     def profile(self, profile_handler: ProfileKwargs | None = None) -> Iterator[profile]:
         """Record the block with torch.profiler and yield that. The argument replaces the options of kwargs_handlers.
 
-        Every rank records, and writes its own traces if there is an output_trace_dir. Collective then: call on every rank.
+        Every rank records, and writes its traces if there is an output_trace_dir. Collective then: call on every rank.
         """
         options = self._profiling if profile_handler is None else profile_handler
         with profiled(options) as recorder:
@@ -394,7 +394,7 @@ class Accelerator(Collectives):
             self.wait_for_everyone()  # so that all traces are there
 
     def free_memory(self, *objects: Any) -> Any:
-        """Release all that was prepared, collect garbage, and return None for each object given, to assign to its variable.
+        """Release all prepared objects, collect garbage, and return a None per argument, to assign to its variable.
 
         Objects of `register_for_checkpointing` are dropped too, with a warning. Collective: call on every rank.
         """
@@ -423,7 +423,7 @@ class Accelerator(Collectives):
 
     @property
     def mixed_precision(self) -> str:
-        """Return "no", "fp16" or "bf16"; for a precision that has no such name, its own."""
+        """Return "no", "fp16" or "bf16", or the name of another precision."""
         return word_for(self.engine.precision)
 
     @property
@@ -458,12 +458,12 @@ class Accelerator(Collectives):
 
     @property
     def project_dir(self) -> str | None:
-        """Return the project's folder; None without one."""
+        """Return the project's folder, or None if there is none."""
         return self.project_configuration.project_dir
 
     @property
     def logging_dir(self) -> str | None:
-        """Return the folder of the project's logs; None without one."""
+        """Return the folder of the project's logs, or None if there is none."""
         return self.project_configuration.logging_dir
 
     @property
@@ -537,13 +537,13 @@ class Accelerator(Collectives):
         Raises:
             CheckpointError: no checkpoint, a damaged one, or one of another model, optimizer or scheduler.
             RuntimeError: nothing was prepared.
-            ValueError: no path, and no project; or another name in `fresh`.
+            ValueError: no path and no project, or another name in `fresh`.
         """
         refuse_load_options(unknown)
         self._states.load(self._preparations, input_dir, verify, weights_only=weights_only, strict=strict, fresh=fresh)
 
     def register_for_checkpointing(self, *objects: Any) -> None:
-        """Save and load the state of these objects in checkpoints, too: what rank 0's `state_dict` returns.
+        """Save and load the state of these objects in checkpoints, too, as rank 0's `state_dict` returns it.
 
         Raises:
             TypeError: an object without state_dict and load_state_dict.
@@ -552,29 +552,29 @@ class Accelerator(Collectives):
         self._states.register(objects)
 
     def register_save_state_pre_hook(self, hook: Callable[..., None]) -> RemovableHandle:
-        """Call `hook(models, weights, output_dir)` on every rank before each `save_state`. The handle's remove() ends that.
+        """Call `hook(models, weights, output_dir)` on every rank before every `save_state`. The handle's remove() ends that.
 
-        What it writes into output_dir becomes a part of the checkpoint, verified and removed with it: a folder with another
-        name until the commit. `weights` are the models' state_dicts, to read, where each rank holds them whole, and otherwise
-        empty. The checkpoint is complete in any case: what a hook removes from the two lists is stored all the same.
+        Its files in output_dir become a part of the checkpoint, verified and removed with it: a folder with another
+        name until the commit. `weights` are the models' state_dicts, to read, if every rank holds them whole, and otherwise
+        empty. The checkpoint is complete in any case: a model that a hook removes from the two lists is stored all the same.
         """
         return self._states.add_save_hook(hook)
 
     def register_load_state_pre_hook(self, hook: Callable[..., None]) -> RemovableHandle:
-        """Call `hook(models, input_dir)` on every rank in each `load_state`, once the checkpoint was verified.
+        """Call `hook(models, input_dir)` on every rank in every `load_state`, once the checkpoint was verified.
 
-        The models are loaded after it, also those that it removes from the list. The handle's remove() ends that.
+        All models are loaded after it, also if it removes one from the list. The handle's remove() ends that.
         """
         return self._states.add_load_hook(hook)
 
     @property
     def trackers(self) -> list[Tracker]:
-        """Return the loggers of `init_trackers`, on each rank that has called it."""
+        """Return the loggers of `init_trackers`, on the ranks that have called it."""
         return self._trackers.all
 
     @refuses_unknown
     def init_trackers(self, project_name: str, config: Any = None, init_kwargs: Options | None = None) -> None:
-        """Make the loggers of log_with. Call it on every rank, or on rank 0 alone.
+        """Make the loggers of log_with. Call it on every rank, or only on rank 0.
 
         Rank 0 writes, into `logging_dir/project_name/version_n` for a logger of a name. The loggers start when they are first
         used, so that `load_state` can let them continue in the checkpoint's run.
@@ -590,7 +590,7 @@ class Accelerator(Collectives):
         self._trackers.init(project_name, config, init_kwargs)
 
     def get_tracker(self, name: str, unwrap: bool = False) -> Any:
-        """Return the logger of that name, or with `unwrap` what it writes with; on other ranks than 0 its calls do nothing.
+        """Return the logger of that name, or with `unwrap` its `experiment`. Its calls do nothing on other ranks than 0.
 
         Raises:
             ValueError: no logger has the name.
@@ -599,9 +599,9 @@ class Accelerator(Collectives):
         return self._trackers.get(name, unwrap)
 
     def log(self, values: Mapping[str, Any], step: int | None = None, log_kwargs: Options | None = None) -> None:
-        """Write a row of numbers, which may be tensors of one element, with each logger. Only rank 0 writes.
+        """Write a row of numbers, which may be tensors of one element, with all loggers. Only rank 0 writes.
 
-        Texts are written by loggers that can (TensorBoard, Weights & Biases, MLflow), and otherwise left out with a warning.
+        Texts are written by loggers that can (TensorBoard, Weights & Biases, MLflow), and otherwise skipped with a warning.
 
         Args:
             step: by default `step_count`.
@@ -614,9 +614,9 @@ class Accelerator(Collectives):
         self._trackers.log(values, self.step_count if step is None else step, log_kwargs)
 
     def log_images(self, values: Mapping[str, Any], step: int | None = None, log_kwargs: Options | None = None) -> None:
-        """Write images with each logger that can (TensorBoard, Weights & Biases, MLflow). The arguments are those of `log`.
+        """Write images with the loggers that can (TensorBoard, Weights & Biases, MLflow). `log` describes the arguments.
 
-        Each value is an array, a tensor or a list of images.
+        A value is an array, a tensor or a list of images.
         """
         self._trackers.log_images(values, self.step_count if step is None else step, log_kwargs)
 

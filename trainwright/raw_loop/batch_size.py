@@ -27,7 +27,7 @@ def find_executable_batch_size(
 ) -> Callable[..., Any]:
     """Return a function that passes a batch size to this one, and tries a smaller one when memory runs out.
 
-    A decorator. The function makes its models, optimizers and loaders itself, so that those of a failed try can be freed:
+    A decorator. The function makes its models, optimizers and loaders itself, so that the objects of a failed try can be freed:
     nothing outside may refer to them, so let it begin with `accelerator.free_memory()`. The size that fits is kept for later
     calls. Other errors are raised. A try fails on all ranks if memory runs out on one, so all have the same size.
     Collective: call the returned function on every rank.
@@ -39,7 +39,7 @@ def find_executable_batch_size(
 
     Raises:
         TypeError: the function does not take the arguments after a batch size.
-        RuntimeError: a batch size of 1 needs too much memory, too; or memory ran out on one rank only, and the others wait for
+        RuntimeError: a batch size of 1 needs too much memory, or memory ran out on one rank only, and the others wait for
             it within that try.
 
     >>> accelerator = tw.Accelerator()
@@ -79,7 +79,7 @@ def find_executable_batch_size(
             except (RuntimeError, MemoryError) as error:
                 if not is_out_of_memory(error):
                     raise
-                # Its text alone: the error's traceback holds the tensors of the failed try.
+                # Only its text: the error's traceback holds the tensors of the failed try.
                 failure = str(error) or type(error).__name__
             if not (failures := _failures(failure, size)):
                 return result
@@ -110,7 +110,7 @@ def _check_arguments(
 
 
 def _failures(failure: str, size: int) -> list[str]:
-    """Return the failures of all ranks; of this one, "" if its try has succeeded. Collective."""
+    """Return the failures of all ranks. `failure` is this rank's, or "" if it succeeded. Collective."""
     if Environment.detect().world_size == 1:
         return [failure] if failure else []
     # The try may have failed before the function made an Accelerator, which joins the job.
@@ -136,7 +136,7 @@ def _checked(size: Any, what: str) -> int:
 
 
 def release_memory(*objects: Any) -> Any:
-    """Collect garbage and empty the device's cache. Return None for each object given, to assign to its variable.
+    """Collect garbage and empty the device's cache. Return a None per argument, to assign to its variable.
 
     >>> model, optimizer = tw.release_memory(model, optimizer)
     """

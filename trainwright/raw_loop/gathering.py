@@ -1,4 +1,4 @@
-"""Gathering: what the processes of a raw loop gather, reduce, pad and broadcast, as methods and as functions.
+"""Gathering: the collectives of a raw loop's processes, as methods and as functions.
 
 The functions are for code of a job that has no Accelerator to call. `engine/nests.py` does the work.
 """
@@ -25,7 +25,7 @@ from trainwright.raw_loop.job_states import PartialState, Processes
 
 
 class Collectives(Processes):
-    """What the processes of an Engine's job give each other. Every method is collective: call it on every rank."""
+    """The collectives of an Engine's job. Call its methods on every rank."""
 
     def __init__(self, engine: Engine) -> None:
         super().__init__(engine)
@@ -46,9 +46,9 @@ class Collectives(Processes):
         return nests.gather(tensor, self.engine.ranks)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False, *, loader: Any = None) -> Any:
-        """Gather the results for a batch, without those of ranks that had no sample left in the last round.
+        """Gather the results for a batch, except from ranks without samples in the last round.
 
-        So each sample of the loader is there once. Collective: call on every rank, for each batch, before the next one.
+        So every sample of the loader occurs once. Collective: call on every rank, for every batch, before the next one.
 
         Args:
             input_data: see `gather`.
@@ -66,7 +66,7 @@ class Collectives(Processes):
 
     @refuses_unknown
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
-        """Return a nested structure with the sum, mean, min or max over the ranks of each number and each tensor element.
+        """Return a nested structure with the sum, mean, min or max over the ranks, of numbers and tensor elements.
 
         Collective: call on every rank.
 
@@ -127,12 +127,12 @@ class Collectives(Processes):
         return skip_first_batches(dataloader, num_batches)
 
     def _ranks_with_samples(self, loader: Any) -> Sequence[bool] | None:
-        """Return whether each rank has new samples in a loader's current batch, or None if all have."""
+        """Return by rank whether it has new samples in a loader's current batch, or None if all have."""
         return None
 
 
 def _position() -> tuple[tuple[int, ...], str]:
-    """Return how far this rank's loop is: a rank that has made more collectives has left out a call that others wait in."""
+    """Return how far this rank's loop is: a rank that has made more collectives has skipped a call that others wait in."""
     return (count_issued(in_all=True) or 0,), ""
 
 
@@ -155,13 +155,13 @@ def gather(tensor: Any) -> Any:
     return nests.gather(tensor, _ranks())
 
 
-# "mean" is the default of Accelerate's function, "sum" that of its method.
+# "mean" is the default of Accelerate's function, and "sum" of its method.
 @refuses_unknown
 def reduce(tensor: Any, reduction: str = "mean", scale: float = 1.0) -> Any:
     """Return the mean, sum, min or max over the ranks. Collective: call on every rank.
 
     Args:
-        tensor: tensors, numbers, or a nest of them. Each tensor has the same shape on every rank, and is reduced elementwise.
+        tensor: tensors, numbers, or a nest of them. A tensor has the same shape on every rank, and is reduced elementwise.
         reduction: "mean", "sum", "min" or "max".
         scale: a factor of the results.
 

@@ -115,7 +115,7 @@ class Processes:
         return self.engine.rank_zero_first()
 
     def local_main_process_first(self) -> AbstractContextManager[None]:
-        """Return a context whose block each node's first process runs before the others. Collective: enter it on every rank."""
+        """Return a context whose block the nodes' first processes run before the others. Collective: enter it on every rank."""
         return self.engine.rank_zero_first(local=True)
 
     @contextmanager
@@ -131,7 +131,7 @@ class Processes:
         return self._only(function, lambda: self.is_main_process)
 
     def on_local_main_process(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a function that runs on each node's first process, and returns None on the others. A decorator."""
+        """Return a function that runs on every node's first process, and returns None on the others. A decorator."""
         return self._only(function, lambda: self.is_local_main_process)
 
     def on_last_process(self, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -139,7 +139,7 @@ class Processes:
         return self._only(function, lambda: self.is_last_process)
 
     def on_process(self, function: Callable[..., Any] | None = None, process_index: int | None = None) -> Any:
-        """Return a function that runs on one process of the job; without `function`, a decorator.
+        """Return a function that runs on one process of the job, or a decorator if there is no `function`.
 
         Raises:
             ValueError: the job has no process of that number.
@@ -152,7 +152,7 @@ class Processes:
     def on_local_process(
         self, function: Callable[..., Any] | None = None, local_process_index: int | None = None
     ) -> Any:
-        """Return a function that runs on one process of each node; without `function`, a decorator.
+        """Return a function that runs on one process per node, or a decorator if there is no `function`.
 
         Raises:
             ValueError: this node has no process of that number.
@@ -198,7 +198,7 @@ class PartialState(Processes):
 
     @refuses_unknown
     def __init__(self, cpu: bool = False) -> None:
-        # Without a launcher "auto" would start a process for each GPU.
+        # Without a launcher "auto" would start a process per GPU.
         is_launched = Environment.detect().launched_by != "single"
         super().__init__(Engine(devices="auto" if is_launched else 1, accelerator="cpu" if cpu else "auto"))
 
@@ -209,7 +209,7 @@ class AcceleratorState(Processes):
     Collective without an accelerator: create it on every rank.
 
     Args:
-        accelerator: whose state to show; without one, the processes of this job as `PartialState` sees them.
+        accelerator: whose state to show. By default it shows the processes of this job as `PartialState` sees them.
 
     >>> accelerator = tw.Accelerator(devices=1, mixed_precision="bf16")
     >>> accelerator.state.num_processes, accelerator.state.mixed_precision
@@ -234,7 +234,7 @@ class GradientState:
     """The accumulation windows and loaders of an Accelerator, as `accelerator.gradient_state` shows them.
 
     Raises:
-        TypeError: it is made by hand. Each Accelerator has its own.
+        TypeError: it is made by hand, instead of by an Accelerator.
 
     >>> accelerator = tw.Accelerator(gradient_accumulation_steps=4)
     >>> model, optimizer, loader = accelerator.prepare(model, optimizer, loader)

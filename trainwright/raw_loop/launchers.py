@@ -38,7 +38,7 @@ def notebook_launcher(
     num_nodes: int = 1,
     **others: Any,
 ) -> Any:
-    """Run `function(*args)` in each of several new processes, and return its result on rank 0.
+    """Run `function(*args)` in several new processes, and return its result on rank 0.
 
     For a notebook, a REPL or a test. The function creates an `Accelerator`, which joins the job. The function and its
     arguments are copied to the new processes. Changes to the copies stay there.
@@ -46,12 +46,12 @@ def notebook_launcher(
     Args:
         function: returns plain data and tensors, or None.
         args: its arguments.
-        num_processes: those of this node, by default one per GPU, or one without GPUs. A single one is this process.
-        mixed_precision: for each Accelerator that the function makes without one: "no", "fp16" or "bf16".
+        num_processes: processes on this node, by default one per GPU, or one without GPUs. A single one is this process.
+        mixed_precision: for an Accelerator that the function makes without one: "no", "fp16" or "bf16".
         use_port: where the processes meet, by default a free port, or 29500 on several nodes.
-        master_addr: the first node's address, as all nodes reach it; for several nodes.
+        master_addr: the first node's address, as all nodes reach it, for several nodes.
         node_rank: this node's number, from 0.
-        num_nodes: how many nodes make this call, each with its own node_rank. The result is returned on the first.
+        num_nodes: how many nodes make this call, with different node_ranks. The result is returned on the first.
         **others: Accelerate's further arguments, accepted with their defaults only.
 
     Raises:

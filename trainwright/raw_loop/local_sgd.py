@@ -1,4 +1,4 @@
-"""Local SGD: the ranks step their own copies of a model, and average them after every few steps."""
+"""Local SGD: the ranks step copies of a model, and average them after every few steps."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ BUCKET_BYTES = 32 * 1024 * 1024
 
 
 class LocalSGD:
-    """Within the block each rank steps its own copy of a prepared model, and every few steps the parameters are averaged.
+    """Within the block the ranks step copies of a prepared model, and average the parameters every few steps.
 
-    Backward then sends nothing. `step` does, each local_sgd_steps calls. At the block's end the parameters are averaged once
+    Backward then sends nothing. `step` does, every local_sgd_steps calls. At the block's end the parameters are averaged once
     more, and so are the optimizer's moments (momentum, Adam's averages), which differ by rank in between. Buffers become rank
     0's. So afterwards all ranks hold the same model and optimizer again. `save_state` is refused within the block. On one
     process the block changes nothing. Collective: call on every rank.

@@ -1,4 +1,4 @@
-"""Preparation: the models, optimizers, loaders and schedulers of a raw loop, and what the Engine makes of them."""
+"""Preparation: the models, optimizers, loaders and schedulers of a raw loop, prepared by the Engine."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from trainwright.raw_loop.plugins import GradientAccumulationPlugin
 from trainwright.strategies.base import Optimization, StepResult
 
 NAMES = {"module": "model", "optimizer": "optimizer", "loader": "data_loader", "scheduler": "scheduler"}
-"""What the Accelerator's method for a kind of object is named after."""
+"""The ends of the names of the Accelerator's methods for kinds of objects."""
 
 
 class PreparationOptions(NamedTuple):
@@ -42,12 +42,12 @@ class PreparationOptions(NamedTuple):
     steps_with_optimizer: bool = True
     """Whether schedulers step only where their optimizer has."""
     scheduler_steps: int = 1
-    """Steps of a user's scheduler for each step of the prepared one."""
+    """Steps of a user's scheduler per step of the prepared one."""
     loaders: LoaderOptions = LoaderOptions()
 
 
 class Preparation(Preparations):
-    """What a loop has prepared, the windows of its models and the passes over its loaders."""
+    """The prepared objects of a loop, the windows of its models and the passes over its loaders."""
 
     def __init__(
         self,
@@ -61,7 +61,7 @@ class Preparation(Preparations):
         """Number of optimizer steps, summed over the optimizers. Skipped steps count."""
         observer = active_observer()
         self._observer = None if observer is None else observer.loop()
-        """What a tool watches of the loop, or None if no tool runs the script."""
+        """The observer of the tool that runs the script, or None if there is none."""
         self.iterations = Iterations(self._observer)
         self.windows = AccumulationWindows(
             engine,
@@ -135,7 +135,7 @@ class Preparation(Preparations):
                 "parameters. Prepare the model before its optimizer, or in the same call."
             )
         is_mixed = self._engine.precision.forward_context() is not None
-        # Without either, the module's own forward does all that a wrapper would.
+        # Otherwise the module's forward does everything that a wrapper would.
         is_wrapped = is_mixed or module in self._engine.strategy.wrapped
         self.models.append(PreparedModule(self._engine, module, to_float32=is_mixed) if is_wrapped else module)
         return self.models[-1]
@@ -164,7 +164,7 @@ class Preparation(Preparations):
         )
 
     def note_trained(self, leaves: set[Tensor]) -> None:
-        """Note which models a loss trains, from the tensors that its backward adds gradients to; none if that is unknown."""
+        """Record which models a loss trains, from the tensors that get gradients (empty if unknown)."""
         modules = self._engine.modules
         is_certain = bool(leaves) or len(modules) == 1
         self._trained = [
@@ -180,7 +180,7 @@ class Preparation(Preparations):
         return ", ".join(type(each).__name__ for each in alone)
 
     def warn_of_norm(self, norm: float | None) -> None:
-        """Warn once, if the loop clips at another norm than the strategy's own configuration."""
+        """Warn once, if the loop clips at another norm than the strategy's configuration."""
         used = self._optimization.clip_norm
         if norm is None or used in (None, norm) or self._has_warned_of_norm:
             return
@@ -192,9 +192,9 @@ class Preparation(Preparations):
         )
 
     def ranks_with_samples(self, loader: Any = None) -> list[bool] | None:
-        """Return whether each rank has new samples in the current batch of a loader, or None if all have.
+        """Return by rank whether it has new samples in the current batch of a loader, or None if all have.
 
-        Without `loader` it is the one that the loop is over.
+        The default loader is the one under iteration.
         """
         prepared = self.of(loader) if loader is not None else None
         if loader is not None and not isinstance(prepared, PreparedLoader):
@@ -220,7 +220,7 @@ class Preparation(Preparations):
             if self._options.fuses:
                 use_fused(each, engine.modules)
         earlier = len(engine.optimizers)
-        # The strategies expect those that an earlier call returned first in the list.
+        # The strategies expect the earlier optimizers first in the list.
         inner = engine.prepare_optimizers([*engine.optimizers, *optimizers])[earlier:]
         norm = self._optimization.clip_norm
         for given, each in zip(optimizers, inner, strict=True):
@@ -275,7 +275,7 @@ class Preparation(Preparations):
 
 
 def check_kind(call: str, given: Any, kind: str) -> None:
-    """Refuse what a call for one kind of object cannot prepare (TypeError)."""
+    """Raise TypeError if a call for one kind of object gets another kind."""
     found = kind_of(given)
     if found != kind:
         hint = f". It is for prepare_{NAMES[found]}" if found is not None else ""

@@ -1,4 +1,4 @@
-"""Settings: what the Accelerator's arguments mean for the Engine's parts, and which arguments are refused."""
+"""Settings: the Engine's parts that the Accelerator's arguments choose, and the arguments that are rejected."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ REPLACED = {
     "fp16": "pass mixed_precision='fp16'",
     "compile": "pass dynamo_backend='inductor'",
 }
-"""Arguments of Accelerate and of the Trainer that the Accelerator does not take, with what to do instead."""
+"""Arguments of Accelerate and of the Trainer that the Accelerator does not take, with their replacements."""
 
 
 def word_for(precision: Precision) -> str:
-    """Return "no", "fp16" or "bf16"; for a precision that has no such name, its own."""
+    """Return "no", "fp16" or "bf16", or the name of another precision."""
     return next((word for word, name in MIXED.items() if name == precision.name), precision.name)
 
 
@@ -158,7 +158,7 @@ def _compiler(given: Any) -> str | None:
     # Imported only where models are compiled, because it takes long.
     from torch._dynamo import list_backends
 
-    # torch's default leaves out the backends for debugging, such as "eager".
+    # torch's default omits the backends for debugging, such as "eager".
     known = list_backends(exclude_tags=())
     if name not in known:
         raise ValueError(

@@ -15,7 +15,7 @@ from trainwright.strategies.autograd_graph import graph_leaves
 
 
 class LossCheck:
-    """Checks each loss in a few calls, and walks the autograd graph of the first one."""
+    """Checks every loss in a few calls, and walks the autograd graph of the first one."""
 
     def __init__(self, engine: Engine, preparation: Preparation) -> None:
         self._engine, self._preparation = engine, preparation

@@ -137,7 +137,7 @@ def _write_model(state: Mapping[str, Any], files: Files, folder: str, limit: int
 
 
 def _divided(tensors: Mapping[str, Tensor], limit: int) -> list[dict[str, Tensor]]:
-    """Return the tensors in groups of at most `limit` bytes, in their order. A larger tensor is alone in its group."""
+    """Return the tensors in groups of at most `limit` bytes, in their order. A larger tensor has a group by itself."""
     shards: list[dict[str, Tensor]] = [{}]
     size = 0
     for name, tensor in tensors.items():
@@ -211,7 +211,7 @@ def save_object(obj: Any, path: str | os.PathLike[str], *, is_writer: bool) -> N
 
 
 def load_object(path: str | os.PathLike[str]) -> Any:
-    """Return what `save_object` wrote, or the tensors of any safetensors file.
+    """Return the data of `save_object`, or the tensors of any safetensors file.
 
     Raises:
         CheckpointError: the file is missing or damaged, or is another kind of file.
@@ -226,7 +226,7 @@ def load_object(path: str | os.PathLike[str]) -> Any:
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
     length = int.from_bytes(data[:8], "little")
-    # A safetensors file begins with its header's length in 8 bytes, then JSON. `save` has written any other as JSON alone.
+    # A safetensors file begins with its header's length in 8 bytes, then JSON. `save` writes other files as plain JSON.
     if data[8:9] != b"{" or length > len(data) - 8:
         if data.startswith(PICKLE_STARTS):
             raise CheckpointError(

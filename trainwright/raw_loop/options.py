@@ -27,13 +27,13 @@ class ProfileKwargs(NamedArguments):
     """Options of `Accelerator.profile`.
 
     Args:
-        activities: what to record: "cpu" and the name of an accelerator, by default all that torch can.
+        activities: the activities to record: "cpu" and the name of an accelerator, by default all that torch can.
         schedule_option: batches by phase: "skip_first" once, then in turns "wait", "warmup" and "active", which is recorded,
-            "repeat" times (0: to the end). The loop calls `step()` of what `profile` yields after each batch.
-        on_trace_ready: called with the profiler after each recording.
+            "repeat" times (0: to the end). The loop calls the `step()` of the yielded profiler after a batch.
+        on_trace_ready: called with the profiler after a recording.
         record_shapes, profile_memory, with_stack, with_flops, with_modules: torch.profiler's.
-        output_trace_dir: the folder, a path or a URL, into which each rank writes a trace for chrome://tracing or
-            perfetto.dev after each recording: profile-RANK.json, later ones profile-RANK-2.json and so on.
+        output_trace_dir: the folder, a path or a URL, into which every rank writes a trace for chrome://tracing or
+            perfetto.dev after a recording: profile-RANK.json, later ones profile-RANK-2.json and so on.
 
     Raises:
         ValueError: an activity or a phase is unknown.
@@ -71,7 +71,7 @@ class ProfileKwargs(NamedArguments):
 
 @contextmanager
 def profiled(options: ProfileKwargs) -> Iterator[profile]:
-    """Record the block, and write what was recorded. The traces of other ranks may still be written when it ends."""
+    """Record the block, and write the traces. The traces of other ranks may still be written when it ends."""
     recordings = 0
     files = Profiler(options.output_trace_dir)
 
@@ -207,8 +207,8 @@ class GradScalerKwargs(NamedArguments):
 
     Args:
         init_scale: the first scale.
-        growth_factor: what the scale is multiplied by after growth_interval steps in a row without an inf or a NaN.
-        backoff_factor: what it is multiplied by after a step with one, which is skipped.
+        growth_factor: the factor of the scale after growth_interval steps in a row without an inf or a NaN.
+        backoff_factor: the factor of the scale after a step with one, which is skipped.
         growth_interval: optimizer steps.
         enabled: False scales nothing.
 
@@ -235,7 +235,7 @@ class InitProcessGroupKwargs(NamedArguments):
 
     Args:
         backend: accepted if None, "nccl" or "gloo". The device decides.
-        timeout: how long a rank waits for the others in a collective; half an hour by default.
+        timeout: how long a rank waits for the others in a collective, half an hour by default.
 
     Raises:
         ValueError: an init_method, since the launcher's is used, or another backend.
@@ -271,7 +271,7 @@ KINDS: tuple[type, ...] = (
 
 
 def by_kind(given: Iterable[Any] | None, kinds: tuple[type, ...] = KINDS) -> Callable[[type], Any]:
-    """Return a function that finds the object of a kind among those given, or None if it was left out.
+    """Return a function that finds the object of a kind among those given, or None if it is missing.
 
     Raises:
         TypeError: an object of another kind.

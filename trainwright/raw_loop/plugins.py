@@ -19,7 +19,7 @@ FSDP_VALUES: dict[str, tuple[Any, ...]] = {
     "ignored_modules": (None,),
     "param_init_fn": (None,),
 }
-"""What each field of the FSDP plugin accepts. A policy may also be a function."""
+"""The accepted values of the FSDP plugin's fields. A policy may also be a function."""
 FSDP_REASONS = {
     "sharding_strategy": "strategy='ddp' keeps the model whole; hybrid sharding is not supported",
     "auto_wrap_policy": "or pass module classes, or a function of a module",
@@ -35,9 +35,9 @@ class GradientAccumulationPlugin(NamedArguments):
 
     Args:
         num_steps: batches per optimizer step, or None for the Accelerator's gradient_accumulation_steps.
-        adjust_scheduler: accepted. Prepared schedulers step once for each optimizer step either way.
+        adjust_scheduler: accepted. Prepared schedulers step once per optimizer step either way.
         sync_with_dataloader: whether a window ends at the end of its loader. Otherwise the next epoch fills it.
-        sync_each_batch: average the gradients over the ranks in each batch, which saves memory under sharding strategies.
+        sync_each_batch: average the gradients over the ranks in every batch, which saves memory under sharding strategies.
 
     Raises:
         ValueError: num_steps is below 1.
@@ -62,7 +62,7 @@ class GradientAccumulationPlugin(NamedArguments):
 class FullyShardedDataParallelPlugin(NamedArguments):
     """The strategy "fsdp", under the names that Accelerate has for its options.
 
-    Fields that torch's FSDP2 has no need for are accepted where what they promise holds: parameters keep their names,
+    Fields that torch's FSDP2 does not need are accepted if their promise holds: parameters keep their names,
     gathers are limited, all ranks start from rank 0's weights, and one checkpoint format is loaded by every strategy.
 
     Args:
@@ -145,8 +145,8 @@ class DeepSpeedPlugin(NamedArguments):
 
     Args:
         hf_ds_config: a DeepSpeed configuration, as a dict or the path of a JSON file. "auto" leaves a value to the Accelerator.
-        gradient_accumulation_steps: None for the Accelerator's own.
-        gradient_clipping: the limit on the gradients' norm in each step.
+        gradient_accumulation_steps: None for the Accelerator's.
+        gradient_clipping: the limit on the gradients' norm in a step.
         zero_stage: 1, 2 or 3, by default the configuration's, or 2.
         offload_optimizer_device, offload_param_device: "none" or "cpu".
         zero3_init_flag: accepted. It has no effect.

@@ -67,7 +67,7 @@ class ProjectConfiguration(NamedArguments):
         self.set_directories(self.project_dir)
 
     def set_directories(self, project_dir: str | None = None) -> None:
-        """Use another project's folder, for the logs too unless they have their own."""
+        """Use another project's folder, for the logs too unless they have another folder."""
         self.project_dir = project_dir
         if self.logging_dir is None:
             self.logging_dir = project_dir
@@ -148,13 +148,13 @@ class NumberedCheckpoints:
         return f"{folder}/checkpoint_{number}", number
 
     def note_save(self, path: str, number: int) -> None:
-        """Note that a numbered save was made or begun. Remove what it replaces, once it has committed."""
+        """Record that a numbered save was made or begun. Remove the checkpoints that it replaces, once it has committed."""
         self.config.advance(number + 1)
         self._committing = path, self._engine.writer.in_flight
         self._remove_replaced()
 
     def finish(self) -> None:
-        """Wait for a save in flight, and remove what it replaces. Collective.
+        """Wait for a save in flight, and remove the checkpoints that it replaces. Collective.
 
         Raises:
             CheckpointError: on every rank, if the save failed. Then nothing is removed.
@@ -179,7 +179,7 @@ class NumberedCheckpoints:
             return [(each.path, each.damage, each.is_refused) for _, each in reversed(_entries(folder))]
 
         for path, damage, is_refused in ranks.decide(look, "the choice of a checkpoint"):
-            if is_refused:  # it is complete: an older one would lose what it holds
+            if is_refused:  # it is complete, so loading an older one would lose training
                 raise CheckpointError(f"load_state: the newest checkpoint is {path}. {damage}")
             if not damage:
                 try:
@@ -195,7 +195,7 @@ class NumberedCheckpoints:
         )
 
     def _lock(self, folder: str) -> None:
-        """Hold the folder, on rank 0, until this process ends or drops the Accelerator. Remove what killed writers left."""
+        """Lock the folder, on rank 0, until this process ends or drops the Accelerator. Sweep killed writers' files."""
         if not self._is_locked:
             lock = lock_folder(folder)
             # It also runs at the interpreter's exit.
@@ -217,7 +217,7 @@ class NumberedCheckpoints:
             return
         entries = [each.path for _, each in _entries(os.path.dirname(path)) if not each.damage]
         if len(entries) > limit:
-            # One with missing files must not count among those that stay.
+            # A checkpoint with missing files must not count towards the limit.
             whole = [each for each in entries if _is_whole(each)]
             remove_older([each for each in whole[:-limit] if not same_path(each, self._source)], path)
 

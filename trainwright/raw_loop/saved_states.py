@@ -1,4 +1,4 @@
-"""Saved states: what a raw loop's checkpoint holds beside models and optimizers, and how a loop continues from it."""
+"""Saved states: the checkpoints of a raw loop, and how a loop continues from them."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class SavedStates:
                 )
             try:
                 state = each.state_dict()
-            except Exception:  # it may not be ready yet. A save reports what is wrong
+            except Exception:  # it may not be ready yet; a save reports the error
                 continue
             encode_state(state, f"the state_dict of {type(each).__name__}")
         for each in objects:
@@ -99,7 +99,7 @@ class SavedStates:
                 stacklevel=3,
             )
         loaders = [loader.state_dict() for loader in preparation.loaders]
-        # They differ by rank, so each rank stores its list.
+        # They differ by rank, so every rank stores its list.
         sources = [loader.pop("sources") for loader in loaders]
         position = loaders[0] if loaders else {"epoch": 0, "batch": 0}
         state = {
@@ -127,7 +127,7 @@ class SavedStates:
         return path
 
     def _check_training(self, preparation: Preparation) -> None:
-        """Refuse a save within a window (RuntimeError), and warn of what a checkpoint cannot hold."""
+        """Refuse a save within a window (RuntimeError), and warn of state that a checkpoint cannot hold."""
         if preparation.windows.drop_left():
             rank_zero_warn(
                 "the loop left its loader within an accumulation window, whose gradients are dropped: checkpoints hold none.",
@@ -208,7 +208,7 @@ class SavedStates:
 
     @contextmanager
     def _staged(self, preparation: Preparation, path: str, overwrite: bool) -> Iterator[str | None]:
-        """Run the hooks before a save; yield the directory with their files, None without hooks. Collective with any."""
+        """Run the hooks before a save, and yield the directory with their files, or None if there is no hook. Collective."""
         if not self._save_hooks:
             yield None
             return
@@ -225,7 +225,7 @@ class SavedStates:
             raise
 
     def _run(self, hooks: OrderedDict[int, Hook], call: str, *arguments: Any) -> None:
-        """Call the hooks, and raise what one raises on any rank on all of them (CheckpointError). Collective."""
+        """Call the hooks, and raise an error of any rank on all ranks (CheckpointError). Collective."""
 
         def run() -> None:
             for hook in hooks.values():

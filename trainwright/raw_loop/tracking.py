@@ -17,7 +17,7 @@ from trainwright.overrides import active_observer
 from trainwright.rank_zero import rank_zero_warn
 
 Chosen = list[tuple[str, type[Logger] | Logger]]
-"""The loggers of log_with, by their names: classes, or the user's own instances."""
+"""The loggers of log_with, by their names: classes, or the user's instances."""
 Options = Mapping[str, Mapping[str, Any]]
 """Keyword arguments by a tracker's name."""
 
@@ -36,12 +36,12 @@ class Tracker:
     def __getattr__(self, name: str) -> Any:
         if name in ("name", "logger", "_left_out"):  # a copy that has no attributes yet
             raise AttributeError(name)
-        # After an AttributeError of these properties: the logger's own says what it lacks.
+        # After an AttributeError of these properties, the logger's error names the missing attribute.
         return getattr(self.logger, "experiment" if name in ("tracker", "writer") else name)
 
     @property
     def tracker(self) -> Any:
-        """Return what the logger writes with: its `experiment`."""
+        """Return the logger's `experiment`, with which it writes."""
         return self.logger.experiment
 
     @property
@@ -50,7 +50,7 @@ class Tracker:
         return self.logger.experiment
 
     def log(self, values: Mapping[str, Any], step: int | None = None, **options: Any) -> None:
-        """Write a row's numbers, and its other values apart from them. A logger of the user's own gets the row unchanged."""
+        """Write a row's numbers, and its other values apart from them. A user's logger gets the row unchanged."""
         write_others = getattr(self.logger, "log_texts", None)
         if write_others is None:
             self.logger.log_metrics(values, step, **options)
@@ -146,18 +146,18 @@ class Trackers:
         if self._ranks.rank == 0:
             self._ranks.announce(f"made {self._runs}")
         else:
-            # Nothing is broadcast, since rank 0 may be the only one that calls this.
+            # Nothing is broadcast, since only rank 0 may call this.
             start_loggers([each.logger for each in made], lambda text: text, is_writer=False)
 
     @property
     def all(self) -> list[Tracker]:
-        """Return the trackers, started; an empty list before `init`."""
+        """Return the started trackers, or an empty list before `init`."""
         if self._is_made:
             self._start()
         return list(self._trackers)
 
     def get(self, name: str, unwrap: bool) -> Any:
-        """Return a tracker, or what it writes with. See `Accelerator.get_tracker`."""
+        """Return a tracker, or its `experiment`. See `Accelerator.get_tracker`."""
         if not self._is_ready("get_tracker"):
             silent = SilentLogger()
             return silent.experiment if unwrap else Tracker(name, silent)
@@ -167,7 +167,7 @@ class Trackers:
         return found.tracker if unwrap else found
 
     def log(self, values: Mapping[str, Any], step: Any, log_kwargs: Options | None) -> None:
-        """Write a row with each logger. See `Accelerator.log`."""
+        """Write a row with all loggers. See `Accelerator.log`."""
         if not isinstance(values, Mapping) or isinstance(step, str):
             raise TypeError(f"log({values!r:.80}, step={step!r}): expected a dict of numbers, and an integer as step.")
         if (observer := active_observer()) is not None:
@@ -178,7 +178,7 @@ class Trackers:
                 tracker.log(values, step, **options.get(tracker.name, {}))
 
     def log_images(self, values: Mapping[str, Any], step: int, log_kwargs: Options | None) -> None:
-        """Write images with each logger that can. See `Accelerator.log_images`."""
+        """Write images with the loggers that can. See `Accelerator.log_images`."""
         if self._is_ready("log_images"):
             options = self._options("log_kwargs", log_kwargs)
             able = [each for each in self._trackers if type(each.logger).log_images is not Logger.log_images]
@@ -210,12 +210,12 @@ class Trackers:
         self._runs, self._refused = self._runs + 1, 0
 
     def _is_ready(self, call: str) -> bool:
-        """Return whether there are loggers to call on this rank, and start them; RuntimeError on each rank before `init`."""
+        """Return whether there are loggers to call on this rank, and start them. RuntimeError on every rank before `init`."""
         if self._is_made:
             self._start()
             return self._ranks.rank == 0 or call == "get_tracker"
-        # Rank 0 alone may have called init_trackers, as scripts for Accelerate do, so the other ranks wait for what it does.
-        # Each refusal has its own key, since a script may catch the error and call again.
+        # Only rank 0 may have called init_trackers, as in scripts for Accelerate, so the other ranks wait for rank 0.
+        # Every refusal has another key, since a script may catch the error and call again.
         missing, made = f"missing {self._runs} {self._refused}", f"made {self._runs}"
         if self._ranks.rank == 0:
             self._ranks.announce(missing)
@@ -230,7 +230,7 @@ class Trackers:
         raise RuntimeError(f"{call} was called before init_trackers. Call accelerator.init_trackers(name) first.")
 
     def _start(self) -> None:
-        """Start the loggers on rank 0, the only one that writes."""
+        """Start the loggers on rank 0, which does all writing."""
         if self._is_started or self._ranks.rank != 0:
             return
         self._is_started = True
