@@ -1,4 +1,4 @@
-"""What a constructor was given comes back: as hparams, as plain data, and as an instance built anew."""
+"""The arguments of a constructor come back: as hparams, as plain data, and in a new instance."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ class Configured(HyperParameters):
         self.save_hyperparameters(config)
 
 
-def test_the_arguments_of_the_constructor() -> None:
+def test_the_arguments_of_the_constructor_are_stored() -> None:
     net = Net(3, 0.5, 7, 8, act="gelu", heads=2)
     assert net.hparams == {"width": 3, "lr": 0.5, "act": "gelu", "heads": 2}
     assert (net.hparams.lr, net.hparams["heads"], net._hparams_name) == (0.5, 2, "kwargs")
@@ -121,7 +121,7 @@ def test_a_subclass_adds_its_own_and_its_ignore_wins() -> None:
     outer = types.SimpleNamespace()
 
     class Outer(HyperParameters):
-        def __init__(self, depth: int) -> None:  # its arguments are not those of the module that it makes
+        def __init__(self, depth: int) -> None:  # the inner module has other arguments
             outer.inner = Net(1)
 
     Outer(5)
@@ -204,7 +204,7 @@ def test_building_takes_what_the_constructor_takes() -> None:
         build(SavesFirst, stored, {"depht": 2})
 
 
-def test_logged_ones_of_module_and_datamodule() -> None:
+def test_module_and_datamodule_log_theirs() -> None:
     first, second, silent = Net(3), Configured({"batch_size": 4, "lr": 0.1}), SavesFirst(9)
     silent._log_hyperparams = False
     first.hparams.lr = 0.9
@@ -235,7 +235,7 @@ def test_wrong_uses(arguments: tuple[Any, ...], error: type[Exception], message:
         Net(1).save_hyperparameters()
 
 
-def test_a_file_of_hyper_parameters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_of_hyper_parameters_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "a.json").write_text('{"lr": 0.1, "layers": [1]}')
     (tmp_path / "a.yaml").write_text("lr: 0.1\nlayers: [1]\n")
     (tmp_path / "list.json").write_text("[1]")
@@ -262,7 +262,7 @@ class Color(enum.Enum):
     BLUE = ("b", 2)
 
 
-class Mode(str, enum.Enum):  # noqa: UP042, what programs of older Pythons write
+class Mode(str, enum.Enum):  # noqa: UP042, as in programs for older Pythons
     FAST = "fast"
 
 

@@ -1,4 +1,4 @@
-"""Wrong uses and what is said of them: what was given, what is accepted, what to do. Nothing is left behind by one."""
+"""Wrong uses and their errors, which name the value, the accepted values and the remedy. No wrong use leaves a trace."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 import trainwright as tw
 
 SETTINGS: dict[str, Any] = {"accelerator": "cpu", "max_epochs": 1, "enable_progress_bar": False}
-"""Loggers and checkpoints stay on, so that what a refused run leaves behind shows."""
+"""Loggers and checkpoints stay on, so that traces of a rejected run show."""
 
 
 class Counted(TensorDataset):
@@ -38,7 +38,7 @@ class Counted(TensorDataset):
 
 
 class Scene:
-    """What a wrong use is made with: a module and data that are right, and checkpoints of an earlier run."""
+    """The parts of a wrong use: a right module, right data, and checkpoints of an earlier run."""
 
     def __init__(self) -> None:
         self.module = Classifier()
@@ -71,7 +71,7 @@ class Scene:
             self._changed.append(name)
 
     def mend(self) -> None:
-        """Take back what `change` did."""
+        """Undo `change`."""
         for name in self._changed:
             self.module.__dict__.pop(name, None)
 
@@ -81,7 +81,7 @@ class WrongUse(NamedTuple):
     use: Callable[[Scene], Any]
     error: type[Exception]
     message: str
-    """A regular expression of what is said."""
+    """A regular expression of the error."""
     has_begun: bool = False
     """Whether the run had begun, so that its files may be there."""
 
@@ -504,7 +504,7 @@ RUNNING = [
     ("dataloader_iter that nobody reads", {"training_step": lambda self, dataloader_iter: None}, RuntimeError,
      r"training_step took no batch from its dataloader_iter; call next\(dataloader_iter\)"),
 ]  # fmt: skip
-"""What shows only in a step or a hook of a run."""
+"""Wrong uses that show only in a step or a hook of a run."""
 
 OTHERS = [
     WrongUse("groups as parameters", lambda s: s.make().fit(Grouped(), s.loader), TypeError,
@@ -662,7 +662,7 @@ WRONG_FOR_EVERY_RUN = ("callbacks", "limit_train_batches", "accumulate_grad_batc
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Checkpoints of an earlier run, and what looks like some."""
+    """Checkpoints of an earlier run, and look-alikes."""
     folder = tmp_path_factory.mktemp("saved")
     for name, module, options in (
         ("full", Classifier(), {}),
@@ -681,7 +681,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def global_state() -> dict[str, Any]:
-    """Return what a wrong use must not change in the process."""
+    """Return the state of the process that a wrong use must not change."""
     return {
         "torch": torch.get_rng_state().tolist(),
         "numpy": numpy.random.get_state()[1].tolist(),  # type: ignore[index]
@@ -705,7 +705,7 @@ def test_the_table_is_long_and_its_names_differ() -> None:
 
 
 @pytest.mark.parametrize("use", ALL, ids=lambda use: use.name)
-def test_wrong_use(use: WrongUse, saved: Path, tmp_path: Path) -> None:
+def test_wrong_use_is_rejected(use: WrongUse, saved: Path, tmp_path: Path) -> None:
     (tmp_path / "SAVED").symlink_to(saved)
     scene = Scene()
     modes = {name: child.training for name, child in scene.module.named_modules()}

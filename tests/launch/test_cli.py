@@ -1,4 +1,4 @@
-"""`trainwright launch`: what it resolves, what it refuses, and what its job does."""
+"""`trainwright launch`: its settings, its errors, and its jobs."""
 
 from __future__ import annotations
 
@@ -241,7 +241,7 @@ def test_the_environment_may_describe_the_node(tmp_path: Path, started: list[Sta
     assert [(each["rank"], each["world"], each["strategy"]) for each in seen] == [(rank, 3, "ddp") for rank in range(3)]
 
 
-def test_help_and_unknown_commands() -> None:
+def test_help_lists_commands_and_unknown_ones_are_rejected() -> None:
     def run(*arguments: str) -> subprocess.CompletedProcess[str]:
         command = python("-m", "trainwright", *arguments)
         return subprocess.run(

@@ -1,4 +1,4 @@
-"""How the launchers of several nodes meet; here all on this machine, over real sockets."""
+"""How the launchers of several nodes meet, here all on this machine over real sockets."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from trainwright.launch.rendezvous import NodeRendezvous
 
 @pytest.fixture(autouse=True, scope="module")
 def _process_stays() -> Iterator[None]:
-    """A launcher whose main node is lost ends its process after a while, which here is that of the tests."""
+    """A launcher whose main node is lost ends its process after a while: here the process of the tests."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(rendezvous, "CUT_SECONDS", deadline(600))
         yield
@@ -31,7 +31,7 @@ def free_port() -> int:
 
 
 class Meeting:
-    """Nodes that meet at one port, without those that were refused."""
+    """Nodes that meet at one port, without rejected ones."""
 
     def __init__(self) -> None:
         self.port = free_port()
@@ -106,7 +106,7 @@ class Range(Meeting):
         return self.came[-1]
 
     def meet(self, *nodes: NodeRendezvous) -> list[tuple[int, int, int]]:
-        """Let nodes meet. Return what each of them is in the round: its number, of how many, after which restarts."""
+        """Let nodes meet. Return their places in the round: number, number of nodes, restarts."""
         for node in nodes:
             self.wait(node)
         self.check_met()
@@ -149,7 +149,7 @@ def test_the_nodes_that_are_left_meet_again_and_others_join_there(range_: Range)
         (2, 3, 2),
     ]
     assert main.failures(1).post(0, "boom") == 1
-    assert third.failures(2).count() == 0  # each start has its own
+    assert third.failures(2).count() == 0  # every start has another log
     for node in (main, late):
         range_.wait(node)
     assert third.heartbeat is not None
@@ -188,7 +188,7 @@ def test_too_few_nodes_end_the_job(range_: Range, capfd: pytest.CaptureFixture[s
         main.next_rendezvous()
 
 
-def test_a_node_that_waits_learns_how_the_job_ended(range_: Range, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_waiting_node_learns_how_the_job_ended(range_: Range, capfd: pytest.CaptureFixture[str]) -> None:
     main = range_.arrive(1, 2, wait_seconds=0.2)
     main.next_rendezvous()
     late, errors = range_.arrive(1, 2), []

@@ -1,4 +1,4 @@
-"""What the processes of a raw loop give each other, and what they refuse on every rank: alone, and on two ranks."""
+"""The collectives of a raw loop, and their errors on every rank, on one process and on two ranks."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ def everything(folder: Path) -> list[Any]:
     return [collect(folder), read_for_all(folder), zipped(folder)]
 
 
-def test_on_two_ranks(tmp_path: Path) -> None:
+def test_collectives_agree_on_two_ranks(tmp_path: Path) -> None:
     both = run_job(everything, 2, tmp_path)
     for rank, (found, read, together) in enumerate(both):
         assert found["free"] == [[1.0, 1.0], [1.5], 4, {"rank": 0}]
@@ -180,7 +180,7 @@ def test_on_two_ranks(tmp_path: Path) -> None:
     assert rest == sorted(each for _, read, _ in both for batch in read["whole"][3:] for each in batch)
 
 
-def test_alone(tmp_path: Path) -> None:
+def test_collectives_need_no_second_process(tmp_path: Path) -> None:
     assert tw.gather([torch.ones(1), 2, None]) == [torch.ones(1), [2], None]
     assert (tw.reduce(3.0), tw.broadcast("x"), tw.pad_across_processes(torch.ones(2)).tolist()) == (
         3.0,
@@ -197,7 +197,7 @@ def test_alone(tmp_path: Path) -> None:
     assert collectives.shapes_of(torch.ones(2, 3), "x") == [(2, 3)]
 
 
-def test_what_is_refused() -> None:
+def test_wrong_arguments_of_collectives_are_rejected() -> None:
     accelerator = tw.Accelerator(cpu=True)
     with pytest.raises(TypeError, match="pad_across_processes was given a str"):
         accelerator.pad_across_processes("text")
@@ -230,7 +230,7 @@ def test_what_is_refused() -> None:
         pass
 
 
-def test_skipping_of_loaders_that_are_not_prepared() -> None:
+def test_loaders_that_are_not_prepared_can_be_skipped() -> None:
     def made(kind: str) -> Any:
         if kind == "list":
             return [[0, 1], [2, 3], [4, 5]]
@@ -247,7 +247,7 @@ def test_skipping_of_loaders_that_are_not_prepared() -> None:
         assert len(list(skipped)) == len(skipped) == len(whole)
 
 
-def test_the_epoch_of_a_loader() -> None:
+def test_a_loader_counts_its_epochs() -> None:
     accelerator = tw.Accelerator(cpu=True, dataloader_config=tw.DataLoaderConfiguration(data_seed=1))
 
     def made() -> Any:

@@ -1,4 +1,4 @@
-"""What an Accelerator's backward accepts, in every batch: losses of prepared models, several over one forward too."""
+"""The losses that an Accelerator's backward accepts in every batch, several over one forward too."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_losses_of_no_prepared_model_are_rejected() -> None:
     train(accelerator, net, optimizer)
 
 
-def test_losses_that_share_a_forward_and_parameters_beside_the_model() -> None:
+def test_losses_may_share_a_forward_and_use_parameters_beside_the_model() -> None:
     accelerator = tw.Accelerator(cpu=True)
     net, optimizer = made(accelerator)
     scale = nn.Parameter(torch.ones(1))
@@ -162,7 +162,7 @@ def test_the_model_before_prepare_loses_no_precision(precision: str) -> None:
     with pytest.raises(ValueError, match=refused):
         accelerator.backward(net(inputs).mean())
     train(accelerator, model, optimizer)
-    # What computes in the precision may be trained through, and what has no parameter of the model needs none.
+    # A loss may go through modules in the precision, and needs no parameter of the model.
     with accelerator.autocast():
         loss = net(inputs).mean()
     accelerator.backward(loss)

@@ -1,4 +1,4 @@
-"""What an Accelerator's arguments choose, and which are refused."""
+"""The arguments of an Accelerator, right and wrong ones."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_plugins_become_strategies() -> None:
     assert settings(kwargs_handlers=[options], strategy="fsdp").chosen_strategy == "fsdp"
 
 
-def test_options_of_other_parts() -> None:
+def test_options_reach_their_parts() -> None:
     chosen = settings(
         mixed_precision="fp16",
         kwargs_handlers=[
@@ -99,7 +99,7 @@ def test_options_of_other_parts() -> None:
         ({"dynamo_backend": "inductr"}, "Did you mean 'inductor'"),
     ],
 )  # fmt: skip
-def test_wrong_arguments(chosen: dict[str, Any], words: str) -> None:
+def test_wrong_arguments_of_an_accelerator_are_rejected(chosen: dict[str, Any], words: str) -> None:
     with pytest.raises((TypeError, ValueError), match=words.replace("(", r"\(")):
         tw.Accelerator(**{"cpu": True, **chosen})
 
@@ -118,7 +118,7 @@ def test_wrong_arguments(chosen: dict[str, Any], words: str) -> None:
         (lambda: tw.InitProcessGroupKwargs(init_method="tcp://"), "launcher's address"),
     ],
 )
-def test_wrong_options(make: Any, words: str) -> None:
+def test_wrong_options_are_rejected(make: Any, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         make()
 
@@ -132,7 +132,7 @@ def test_unknown_options_have_the_nearest_name() -> None:
     assert copy.deepcopy(tw.DataLoaderConfiguration(data_seed=3)).data_seed == 3
 
 
-def test_misspelt_and_positional_arguments_of_methods() -> None:
+def test_misspelt_and_positional_arguments_are_rejected() -> None:
     accelerator, model, _, _ = make_loop()
     with pytest.raises(TypeError, match=r"init_trackers has no argument confg= .* Did you mean config="):
         accelerator.init_trackers("run", confg={})  # type: ignore[call-arg]
@@ -150,7 +150,7 @@ def test_misspelt_and_positional_arguments_of_methods() -> None:
         accelerator.clip_grad_norm_(model.parameters(), 1.0, norm_type=1)
 
 
-def test_objects_of_the_wrong_kind() -> None:
+def test_objects_of_the_wrong_kind_are_rejected() -> None:
     accelerator, model, optimizer, loader = make_loop()
     with pytest.raises(TypeError, match="prepare was given nothing"):
         accelerator.prepare()
@@ -213,7 +213,7 @@ def test_a_window_may_pass_the_end_of_the_loader() -> None:
     assert accelerator.step_count == 2
 
 
-def test_schedulers_step_once_for_each_optimizer_step_or_as_chosen() -> None:
+def test_schedulers_step_with_the_optimizer_or_as_chosen() -> None:
     accelerator, model, optimizer, loader = make_loop(
         gradient_accumulation_steps=2, step_scheduler_with_optimizer=False
     )
@@ -271,7 +271,7 @@ def test_memory_is_freed_and_a_new_model_prepared(tmp_path: Path) -> None:
     accelerator.load_state(accelerator.save_state(tmp_path / "state"))
 
 
-def test_what_compiles_and_what_is_refused() -> None:
+def test_a_backend_compiles_models_or_is_rejected() -> None:
     accelerator, model, optimizer, loader = make_loop(dynamo_backend="eager")
     for batch in loader:
         accelerator.backward(model(batch).mean())
@@ -282,7 +282,7 @@ def test_what_compiles_and_what_is_refused() -> None:
     assert accelerator.prepare_model(nn.Linear(2, 2), evaluation_mode=True) is not None
 
 
-def test_processes_of_one() -> None:
+def test_one_process_is_a_job_of_one() -> None:
     state = tw.PartialState(cpu=True)
     assert (state.num_processes, state.is_last_process, state.distributed_type) == (1, True, "NO")
     assert state.distributed_type not in (tw.DistributedType.XLA, tw.DistributedType.MULTI_XPU, tw.DistributedType.TP)
