@@ -184,4 +184,4 @@ def test_local_sgd_unites_buffers_and_no_sync_keeps_gradients_local(ranks: list[
 def test_the_ranks_agree_on_a_batch_size(ranks: list[dict[str, Any]]) -> None:
     assert [rank["search"]["tried"] for rank in ranks] == [[8, 7, 6, 5]] * 2
     assert [rank["search"]["found"] for rank in ranks] == [5, 5]
-    assert "rank 1 ran out of memory with a batch size of 4 (on one rank alone)" in ranks[1]["search"]["error"]
+    assert "rank 1 ran out of memory with a batch size of 4 (on one rank only)" in ranks[1]["search"]["error"]
