@@ -9,8 +9,7 @@ from typing import Any
 
 import fsspec
 
-from trainwright.loggers.csv import TABLE_NAME
-from trainwright.loggers.position import CHECKPOINTS
+from trainwright.loggers.files import CHECKPOINTS, TABLE_NAME
 from trainwright.loggers.run_files import EVENTS, listing
 from trainwright.loggers.run_record import RECORD_NAME
 
