@@ -603,7 +603,7 @@ OTHERS = [
     WrongUse("all_gather of a group", lambda s: s.module.all_gather(1, group=2), ValueError,
              r"all_gather was given a group; exp"),
     WrongUse("from_datasets of a loader", lambda s: tw.DataModule.from_datasets(s.loader), TypeError,
-             r"train_dataset has a DataLoader; expected datasets"),
+             r"train_dataset has a DataLoader. Pass a dataset"),
     WrongUse("EarlyStopping without monitor", lambda s: tw.EarlyStopping(None), TypeError,
              r"monitor=None is a NoneType; pass"),
     WrongUse("EarlyStopping of a mode", lambda s: tw.EarlyStopping("a", mode="auto"), ValueError,
