@@ -16,7 +16,7 @@ from trainwright.distributed.environment import JOB_VARIABLE, RUNG_VARIABLE
 from trainwright.overrides import Override, OverrideFile, overridden
 from trainwright.precision import is_spelling_of, resolve_precision
 from trainwright.strategies import is_variant_of
-from trainwright.strategies.ddp import DDPStrategy
+from trainwright.strategies.ddp.strategy import DDPStrategy
 
 
 @pytest.fixture

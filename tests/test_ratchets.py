@@ -29,7 +29,7 @@ from small import QUIET, Classifier, make_loader
 import trainwright as tw
 
 Places = dict[str, list[str]]
-"""By file: each place, as "line: source"."""
+"""By file: the places, as "line: source"."""
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -113,7 +113,7 @@ def coupling() -> tuple[Places, Places]:
 
 
 def written_by_name(node: ast.AST) -> Iterator[tuple[ast.expr, str | None]]:
-    """Yield (object, attribute) of setattr and of changes to `__dict__` or `vars`; None stands for any attribute."""
+    """Yield (object, attribute) of setattr and of changes to `__dict__` or `vars`. None means any attribute."""
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("setattr", "delattr"):
         yield node.args[0], _text(node.args[1])
     elif isinstance(node, ast.Subscript) and not isinstance(node.ctx, ast.Load):
@@ -139,7 +139,7 @@ def _text(node: ast.expr) -> str | None:
 
 
 def check_table(found: Places, known: dict[str, int], most: int) -> None:
-    """Fail if there are more places in all than allowed, and list those of each file that has more than the table says."""
+    """Fail if there are more places in all than allowed, and list the files that have more than the table says."""
     more = {file: places for file, places in found.items() if len(places) > known.get(file, 0)}
     text = [f"{file}: {len(places)}, not {known.get(file, 0)}: {places}" for file, places in more.items()]
     assert sum(map(len, found.values())) <= most, "\n".join(text)
@@ -156,13 +156,13 @@ def test_private_names_stay_in_their_file() -> None:
 MOST_PUBLIC_NAMES = 64
 
 
-def test_public_names_of_a_trainer() -> None:
+def test_a_trainer_has_few_public_names() -> None:
     names = public_names()
     assert len(names) <= MOST_PUBLIC_NAMES, names
 
 
 def public_names() -> list[str]:
-    """Return what a Trainer shows, apart from the arguments of its constructor, which it shows under their own names."""
+    """Return the public names of a Trainer, without the arguments of its constructor."""
     arguments = inspect.signature(tw.Trainer).parameters
     return [name for name in dir(tw.Trainer(**QUIET)) if not name.startswith("_") and name not in arguments]
 
@@ -189,11 +189,11 @@ FLOORS = [
     "trainer",
     "tuner",
 ]
-"""trainer/ from the ground up: a file imports only from floors below its own, under TYPE_CHECKING too."""
+"""trainer/ from the ground up: a file imports only from lower floors, under TYPE_CHECKING too."""
 
 
 def trainer_imports() -> dict[str, set[str]]:
-    """Return which files of trainer/ each of them imports, those that only annotations need among them."""
+    """Return the imports of the files of trainer/ within trainer/, including those for annotations."""
     names = {path.stem for path in FILES if path.parent.name == "trainer"} - {"__init__"}
     found: dict[str, set[str]] = {}
     for path in FILES:
@@ -230,7 +230,7 @@ def test_measures_keep_their_limits() -> None:
     assert not found, "\n".join(found)
 
 
-def test_limits_only_fall() -> None:
+def test_limits_can_only_fall() -> None:
     rate = Measure("rate", "", [], 4.52, step=0.1)
     found = {
         "lines": Measure("lines", "", [], 930, step=50),
@@ -269,10 +269,10 @@ HOLD_STATE = {
     "trainer/state.py",
     "trainer/training_data.py",
 }
-"""Files whose part of a run a save stores: each returns its own state, so that nothing else needs to know it."""
+"""Files whose part of a run a save stores. They return their state, so that no other file needs to know it."""
 
 
-def test_the_walk_of_a_checkpoint(tmp_path: Path) -> None:
+def test_a_save_keeps_its_budget_of_calls_and_files(tmp_path: Path) -> None:
     calls, files = walk_of_a_save(tmp_path / "saved")
     assert calls <= MOST_CALLS_OF_A_SAVE
     assert files >= HOLD_STATE
@@ -283,7 +283,7 @@ def walk_of_a_save(path: Path) -> tuple[int, set[str]]:
     """Return the package's function calls of one blocking save, and the files that they are in."""
     trainer = tw.Trainer(max_epochs=1, **QUIET)
     trainer.fit(Classifier(), make_loader())
-    trainer.save_checkpoint(path.with_name("first"))  # which imports what the next ones need
+    trainer.save_checkpoint(path.with_name("first"))  # which imports the modules that the next saves need
     called: list[str] = []
 
     def profile(frame: FrameType, event: str, argument: Any) -> None:
@@ -357,7 +357,7 @@ PAGES = sorted(path for folder in (".", "docs", "benchmarks", "examples") for pa
 
 
 def texts_of(path: Path) -> Iterator[tuple[int, str]]:
-    """Yield (line, text) of each docstring, other string, run of comments and defined name of a file."""
+    """Yield (line, text) of the docstrings, other strings, runs of comments and defined names of a file."""
     for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.Constant) and isinstance(node.value, str):
             yield node.lineno, node.value
@@ -423,7 +423,7 @@ def test_phrases_do_not_come_back(phrase: str) -> None:
 
 
 def report() -> None:
-    """Print the numbers as they are now, and each place of a phrase."""
+    """Print the present numbers, and the places of a phrase."""
     parser = argparse.ArgumentParser(description=report.__doc__)
     parser.add_argument("--phrase", action="append", default=[], help="print each place of this phrase")
     parser.add_argument("--file", help="print each phrase in this file")

@@ -55,7 +55,7 @@ if TYPE_CHECKING:
     from trainwright.data.datamodule import DataModule as LightningDataModule
     from trainwright.data.seeding import isolate_rng, seed_everything
     from trainwright.engine.engine import Engine
-    from trainwright.engine.memory import estimate_memory
+    from trainwright.engine.memory_estimate import estimate_memory
     from trainwright.errors import CheckpointError, LaunchError, RunStopped, TrainwrightError, WorkerFailed
     from trainwright.loggers import CometLogger, CSVLogger, Logger, MLFlowLogger, TensorBoardLogger, WandbLogger
     from trainwright.module import Module
@@ -64,8 +64,9 @@ if TYPE_CHECKING:
     from trainwright.profilers import AdvancedProfiler, Profiler, PyTorchProfiler, SimpleProfiler
     from trainwright.rank_zero import rank_zero_info, rank_zero_only, rank_zero_warn
     from trainwright.raw_loop.accelerator import Accelerator
-    from trainwright.raw_loop.batch_size import find_executable_batch_size
-    from trainwright.raw_loop.empty_weights import init_empty_weights, init_on_device
+    from trainwright.raw_loop.bare_models import extract_model_from_parallel, init_empty_weights, init_on_device
+    from trainwright.raw_loop.batch_size import find_executable_batch_size, release_memory
+    from trainwright.raw_loop.dataloaders import DataLoaderConfiguration, set_seed, skip_first_batches
     from trainwright.raw_loop.gathering import (
         broadcast,
         gather,
@@ -73,30 +74,25 @@ if TYPE_CHECKING:
         reduce,
         synchronize_rng_states,
     )
+    from trainwright.raw_loop.job_states import AcceleratorState, DistributedType, GradientState, PartialState
     from trainwright.raw_loop.launchers import debug_launcher, notebook_launcher
-    from trainwright.raw_loop.loaders import DataLoaderConfiguration, skip_first_batches
     from trainwright.raw_loop.local_sgd import LocalSGD
-    from trainwright.raw_loop.memory import release_memory
     from trainwright.raw_loop.options import (
         AutocastKwargs,
         DDPCommunicationHookType,
         DistributedDataParallelKwargs,
         GradScalerKwargs,
         InitProcessGroupKwargs,
+        ProfileKwargs,
     )
     from trainwright.raw_loop.plugins import DeepSpeedPlugin, FullyShardedDataParallelPlugin, GradientAccumulationPlugin
-    from trainwright.raw_loop.processes import DistributedType, PartialState
-    from trainwright.raw_loop.profiling import ProfileKwargs
     from trainwright.raw_loop.project import ProjectConfiguration
-    from trainwright.raw_loop.seeds import set_seed
-    from trainwright.raw_loop.state_views import AcceleratorState, GradientState
-    from trainwright.raw_loop.unwrapping import extract_model_from_parallel
     from trainwright.strategies import Strategy
-    from trainwright.strategies.ddp import DDPStrategy
-    from trainwright.strategies.ddp_sharded import ShardedDDPStrategy
-    from trainwright.strategies.deepspeed import DeepSpeedStrategy
-    from trainwright.strategies.fsdp import FSDPStrategy
+    from trainwright.strategies.ddp.strategy import DDPStrategy
+    from trainwright.strategies.fsdp2.strategy import FSDPStrategy
+    from trainwright.strategies.oss.strategy import ShardedDDPStrategy
     from trainwright.strategies.whole_module import gather_module
+    from trainwright.strategies.zero.strategy import DeepSpeedStrategy
     from trainwright.trainer.trainer import Trainer
     from trainwright.trainer.tuner import Tuner
 
@@ -106,43 +102,37 @@ _HOMES = {
     "trainwright.callbacks": "BackboneFinetuning BaseFinetuning BasePredictionWriter BatchSizeFinder Callback "
     "ClassificationReport DeviceStatsMonitor EMAWeightAveraging EarlyStopping "
     "GradientAccumulationScheduler LambdaCallback LearningRateFinder LearningRateMonitor "
-    "ModelCheckpoint ModelPruning ModelSummary OnExceptionCheckpoint ProgressBar RichModelSummary RichProgressBar "
-    "RunReport SpikeDetection "
-    "StochasticWeightAveraging TQDMProgressBar TensorPredictionWriter ThroughputMonitor Timer "
-    "WeightAveraging load_predictions",
+    "ModelCheckpoint ModelPruning ModelSummary OnExceptionCheckpoint ProgressBar RichModelSummary "
+    "RichProgressBar RunReport SpikeDetection StochasticWeightAveraging TQDMProgressBar "
+    "TensorPredictionWriter ThroughputMonitor Timer WeightAveraging load_predictions",
     "trainwright.data.combined_loader": "CombinedLoader",
     "trainwright.data.datamodule": "DataModule",
     "trainwright.data.seeding": "isolate_rng seed_everything",
-    "trainwright.raw_loop.accelerator": "Accelerator",
-    "trainwright.raw_loop.gathering": "broadcast gather pad_across_processes reduce synchronize_rng_states",
-    "trainwright.raw_loop.loaders": "DataLoaderConfiguration skip_first_batches",
-    "trainwright.raw_loop.batch_size": "find_executable_batch_size",
-    "trainwright.raw_loop.empty_weights": "init_empty_weights init_on_device",
-    "trainwright.raw_loop.launchers": "debug_launcher notebook_launcher",
-    "trainwright.raw_loop.local_sgd": "LocalSGD",
-    "trainwright.raw_loop.memory": "release_memory",
-    "trainwright.raw_loop.options": "AutocastKwargs DDPCommunicationHookType DistributedDataParallelKwargs GradScalerKwargs "
-    "InitProcessGroupKwargs",
-    "trainwright.raw_loop.plugins": "DeepSpeedPlugin FullyShardedDataParallelPlugin GradientAccumulationPlugin",
-    "trainwright.raw_loop.processes": "DistributedType PartialState",
-    "trainwright.raw_loop.profiling": "ProfileKwargs",
-    "trainwright.raw_loop.seeds": "set_seed",
-    "trainwright.raw_loop.state_views": "AcceleratorState GradientState",
-    "trainwright.raw_loop.unwrapping": "extract_model_from_parallel",
-    "trainwright.raw_loop.project": "ProjectConfiguration",
     "trainwright.engine.engine": "Engine",
-    "trainwright.engine.memory": "estimate_memory",
+    "trainwright.engine.memory_estimate": "estimate_memory",
     "trainwright.errors": "CheckpointError LaunchError RunStopped TrainwrightError WorkerFailed",
     "trainwright.loggers": "CSVLogger CometLogger Logger MLFlowLogger TensorBoardLogger WandbLogger",
     "trainwright.module": "Module",
     "trainwright.precision": "Precision",
     "trainwright.profilers": "AdvancedProfiler Profiler PyTorchProfiler SimpleProfiler",
     "trainwright.rank_zero": "rank_zero_info rank_zero_only rank_zero_warn",
+    "trainwright.raw_loop.accelerator": "Accelerator",
+    "trainwright.raw_loop.bare_models": "extract_model_from_parallel init_empty_weights init_on_device",
+    "trainwright.raw_loop.batch_size": "find_executable_batch_size release_memory",
+    "trainwright.raw_loop.dataloaders": "DataLoaderConfiguration set_seed skip_first_batches",
+    "trainwright.raw_loop.gathering": "broadcast gather pad_across_processes reduce synchronize_rng_states",
+    "trainwright.raw_loop.job_states": "AcceleratorState DistributedType GradientState PartialState",
+    "trainwright.raw_loop.launchers": "debug_launcher notebook_launcher",
+    "trainwright.raw_loop.local_sgd": "LocalSGD",
+    "trainwright.raw_loop.options": "AutocastKwargs DDPCommunicationHookType DistributedDataParallelKwargs GradScalerKwargs "
+    "InitProcessGroupKwargs ProfileKwargs",
+    "trainwright.raw_loop.plugins": "DeepSpeedPlugin FullyShardedDataParallelPlugin GradientAccumulationPlugin",
+    "trainwright.raw_loop.project": "ProjectConfiguration",
     "trainwright.strategies": "Strategy",
-    "trainwright.strategies.ddp": "DDPStrategy",
-    "trainwright.strategies.ddp_sharded": "ShardedDDPStrategy",
-    "trainwright.strategies.deepspeed": "DeepSpeedStrategy",
-    "trainwright.strategies.fsdp": "FSDPStrategy",
+    "trainwright.strategies.ddp.strategy": "DDPStrategy",
+    "trainwright.strategies.oss.strategy": "ShardedDDPStrategy",
+    "trainwright.strategies.zero.strategy": "DeepSpeedStrategy",
+    "trainwright.strategies.fsdp2.strategy": "FSDPStrategy",
     "trainwright.strategies.whole_module": "gather_module",
     "trainwright.trainer.trainer": "Trainer",
     "trainwright.trainer.tuner": "Tuner",

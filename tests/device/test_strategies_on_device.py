@@ -28,7 +28,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import trainwright as tw
 from trainwright.devices.abilities import autocasts, collective_backend
-from trainwright.strategies.fsdp import FSDPStrategy
+from trainwright.strategies.fsdp2.strategy import FSDPStrategy
 
 pytestmark = pytest.mark.gpu
 

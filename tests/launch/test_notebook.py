@@ -30,7 +30,7 @@ from torch.utils.data import DataLoader
 
 import trainwright as tw
 from trainwright.errors import WorkerFailed
-from trainwright.launch.relay import run_launcher
+from trainwright.launch.notebook import run_launcher
 
 
 class Net(tw.Module):

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import trainwright as tw
-from trainwright.raw_loop.settings import LoopSettings
+from trainwright.raw_loop.loop_settings import LoopSettings
 
 OPEN: dict[str, Any] = {
     "mixed_precision": None, "precision": None, "cpu": True, "accelerator": "auto", "strategy": "auto",

@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 import trainwright as tw
-from trainwright.strategies.deepspeed import DeepSpeedStrategy
+from trainwright.strategies.zero.strategy import DeepSpeedStrategy
 
 STAGES = (1, 2, 3)
 

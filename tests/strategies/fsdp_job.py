@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 import trainwright as tw
-from trainwright.strategies.fsdp import FSDPStrategy
+from trainwright.strategies.fsdp2.strategy import FSDPStrategy
 
 WIDTH = 6
 

@@ -24,10 +24,10 @@ import trainwright as tw
 from trainwright.checkpoint.tensors import Piece, StoredPiece, TensorEntry, check_coverage
 from trainwright.precision.base import Precision
 from trainwright.strategies.base import Clipping, Optimization, Strategy
-from trainwright.strategies.ddp import DDPStrategy
-from trainwright.strategies.ddp_sharded import ShardedDDPStrategy
-from trainwright.strategies.deepspeed import DeepSpeedStrategy
-from trainwright.strategies.fsdp import FSDPStrategy
+from trainwright.strategies.ddp.strategy import DDPStrategy
+from trainwright.strategies.fsdp2.strategy import FSDPStrategy
+from trainwright.strategies.oss.strategy import ShardedDDPStrategy
+from trainwright.strategies.zero.strategy import DeepSpeedStrategy
 
 State = dict[str, dict[str, Tensor]]
 WORDS = 11

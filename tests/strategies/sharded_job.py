@@ -17,8 +17,8 @@ from torch.utils.data import DataLoader
 
 import trainwright as tw
 from trainwright.strategies.base import Strategy
-from trainwright.strategies.ddp import DDPStrategy
-from trainwright.strategies.ddp_sharded import ShardedDDPStrategy
+from trainwright.strategies.ddp.strategy import DDPStrategy
+from trainwright.strategies.oss.strategy import ShardedDDPStrategy
 
 
 class Signs(torch.optim.Optimizer):

@@ -14,7 +14,7 @@ from everyday_job import Regresses, assert_everyday, assert_same_weights, loader
 from jobs import run_job
 from sharded_job import OPTIMIZERS, sharded, sharded_everyday
 
-from trainwright.strategies.ddp_sharded import ShardedDDPStrategy
+from trainwright.strategies.oss.strategy import ShardedDDPStrategy
 
 
 @pytest.fixture(scope="module")

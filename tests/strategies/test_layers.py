@@ -10,7 +10,7 @@ from jobs import run_job
 from layers_job import NETS, PRECISIONS, STRATEGIES, alone, layers
 from torch import nn
 
-from trainwright.strategies.low_precision_layers import SMALL, allow_float32, find_float32, is_low
+from trainwright.strategies.fsdp2.low_precision_layers import SMALL, allow_float32, find_float32, is_low
 
 TOLERANCE = {"bf16-mixed": 0.1, "16-mixed": 0.03}
 """Of what the weights have moved by."""

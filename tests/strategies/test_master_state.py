@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from torch.optim import Adagrad, AdamW, NAdam, Optimizer
 
 from trainwright.checkpoint.tensors import TensorEntry
-from trainwright.strategies import zero_state
 from trainwright.strategies.base import Strategy
-from trainwright.strategies.deepspeed_engine import refuse_strangers, refuse_what_cannot_be_sharded
-from trainwright.strategies.master_optimizer import MasterOptimizer, Shard
-from trainwright.strategies.zero_optimizer import Part
+from trainwright.strategies.zero import zero_state
+from trainwright.strategies.zero.master_optimizer import MasterOptimizer, Shard
+from trainwright.strategies.zero.vendor import refuse_strangers, refuse_what_cannot_be_sharded
+from trainwright.strategies.zero.zero_optimizer import Part
 
 ENTRIES = {
     "weight/exp_avg": TensorEntry((2, 3), torch.float32),

@@ -81,17 +81,23 @@ def edited(folder: Path, strategies: tuple[str, ...]) -> dict[str, Any]:
 
 
 class Poison(tw.Callback):
-    """Puts a NaN into what rank 1 holds of the weights, in the second epoch."""
+    """Puts a NaN into rank 1's part of the weights in the second epoch."""
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if trainer.current_epoch == 1:
-            for piece in trainer.engine.strategy.model_pieces(module):
-                if trainer.global_rank == 1 and piece.name == "net.3.weight":
-                    piece.tensor.view(-1)[-1:] = torch.nan
-                    weight = module.get_parameter(piece.name)
-                    is_whole = not isinstance(weight, DTensor) and weight.shape == piece.shape
-                    if is_whole:  # beside its master
-                        weight.data.view(-1)[piece.start + piece.tensor.numel() - 1] = torch.nan
+        if trainer.current_epoch != 1:
+            return
+        weight = module.get_parameter("net.3.weight")
+        if trainer.strategy.name == "deepspeed_stage_3":
+            import deepspeed
+
+            with deepspeed.zero.GatheredParameters([weight], modifier_rank=1):
+                weight.data.view(-1)[-1] = torch.nan
+            return
+        for piece in trainer.engine.strategy.model_pieces(module):
+            if trainer.global_rank == 1 and piece.name == "net.3.weight":
+                piece.tensor.view(-1)[-1:] = torch.nan
+                if not isinstance(weight, DTensor):  # beside its master
+                    weight.data.view(-1)[piece.start + piece.tensor.numel() - 1] = torch.nan
 
 
 def poisoned(folder: Path, strategies: tuple[str, ...]) -> dict[str, Any]:

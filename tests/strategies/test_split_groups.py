@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from trainwright.strategies.base import with_gradients
-from trainwright.strategies.split_groups import by_kind, split_groups
+from trainwright.strategies.fsdp2.split_groups import by_kind, split_groups
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from torch import nn
 
-from trainwright.strategies.wrap_policy import choose_groups
+from trainwright.strategies.fsdp2.wrap_policy import choose_groups
 
 
 class Block(nn.Module):

@@ -11,7 +11,7 @@ from jobs import run_job
 from small import assert_close
 from written_job import CASES, REFUSED, alone, written_everywhere
 
-from trainwright.strategies.zero_write_back import note_empty_parameter
+from trainwright.strategies.zero.zero_write_back import note_empty_parameter
 
 pytestmark = pytest.mark.slow
 

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
 import trainwright as tw
-from trainwright.strategies.zero_order import ReductionOrder
+from trainwright.strategies.zero.zero_order import ReductionOrder
 
 LENGTHS = [(4, 4), (2, 3), (3, 3), (5, 5)]
 """Two sequences for each batch; rank 0 has every other one, and so its first step another order than rank 1."""

@@ -16,8 +16,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import trainwright as tw
 from trainwright.checkpoint.foreign_formats import read_weights
-from trainwright.strategies.deepspeed import DeepSpeedStrategy
-from trainwright.strategies.fsdp import FSDPStrategy
+from trainwright.strategies.fsdp2.strategy import FSDPStrategy
+from trainwright.strategies.zero.strategy import DeepSpeedStrategy
 
 WIDTH = 6
 SAMPLES = 24

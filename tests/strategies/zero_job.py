@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
 import trainwright as tw
-from trainwright.strategies.deepspeed import DeepSpeedStrategy
-from trainwright.strategies.fsdp import FSDPStrategy
+from trainwright.strategies.fsdp2.strategy import FSDPStrategy
+from trainwright.strategies.zero.strategy import DeepSpeedStrategy
 
 STAGES = (1, 2, 3)
 WINDOW = 512

@@ -1,4 +1,4 @@
-"""What a script from Lightning does around a run: hooks switched off, settings read and set, copies, interruptions."""
+"""Habits of Lightning scripts around a run: hooks that are off, settings that are read and set, copies, advice."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_a_datamodules_hooks_are_switched_off_too() -> None:
     assert module.seen == ["start"]
 
 
-def test_hooks_of_earlier_versions() -> None:
+def test_hooks_of_earlier_versions_are_named() -> None:
     class Old(Classifier):
         def training_step_end(self, outputs: Any) -> None:
             raise AssertionError
@@ -166,13 +166,6 @@ def test_ckpt_path_can_be_set_for_the_next_calls(tmp_path: Path) -> None:
     assert again.global_step == 8
 
 
-def test_names_that_do_not_exist_point_on() -> None:
-    with pytest.raises(AttributeError, match="predict_loop does not exist here"):
-        trainer_of().predict_loop
-    with pytest.raises(AttributeError, match="'Trainer' object has no attribute 'fti'"):
-        trainer_of().fti
-
-
 def test_a_variable_sets_what_the_script_leaves_open(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     monkeypatch.setenv("TRAINWRIGHT_TRAINER_LIMIT_TRAIN_BATCHES", "3")
     monkeypatch.setenv("TRAINWRIGHT_TRAINER_MAX_EPOCHS", "7")
@@ -207,25 +200,7 @@ def test_copies_of_a_trainer_leave_the_engine_behind(tmp_path: Path) -> None:
         assert other.global_step == 4
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])
-def test_a_hook_may_interrupt(error: type[BaseException]) -> None:
-    class Notes(tw.Callback):
-        def on_exception(self, trainer: Any, module: Any, exception: BaseException) -> None:
-            self.noted = (type(exception), trainer.interrupted)
-
-    def interrupt(*_: Any) -> None:
-        raise error
-
-    callback, module = Notes(), Classifier()
-    module.on_train_epoch_end = interrupt
-    trainer = trainer_of(callbacks=callback)
-    with pytest.raises(error):
-        trainer.fit(module, make_loader(16))
-    assert callback.noted == (error, True)
-    assert trainer.interrupted
-
-
-def test_loader_indices_of_steps_that_pull() -> None:
+def test_the_loader_index_is_passed_to_steps_that_pull() -> None:
     class Pulls(Classifier):
         def predict_step(self, dataloader_iter: Any) -> Any:
             return next(dataloader_iter)[1:]
@@ -279,7 +254,7 @@ class Odd:
         self.number = number
 
 
-def test_a_strategy_and_predictions_on_two_ranks(tmp_path: Path) -> None:
+def test_two_ranks_use_the_methods_of_the_strategy(tmp_path: Path) -> None:
     expected = ({"rank": 1}, 1.0, [[0], [1]], False, True, True, True, small.ACCELERATOR)
     assert run_job(job, 2, tmp_path) == [(expected, 2, [0, 2]), (expected, 2, [1, 3])]
     strategy = trainer_of().strategy
@@ -336,11 +311,6 @@ class Configured(Classifier):
         super().__init__()
         self.save_hyperparameters(config)
         self.config = config
-
-
-def test_other_values_of_return_predictions_are_refused() -> None:
-    with pytest.raises(ValueError, match="return_predictions='all' is not accepted; pass True, False or 'own'"):
-        trainer_of().predict(Classifier(), make_loader(16), return_predictions="all")
 
 
 def test_oversights_are_named() -> None:
@@ -482,7 +452,7 @@ def test_a_line_of_the_trainer_reaches_a_file_at_once(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.* is deprecated:DeprecationWarning")
-def test_a_module_that_torch_has_compiled_is_refused_with_the_argument_that_compiles() -> None:
+def test_a_compiled_module_is_rejected_and_compile_is_named() -> None:
     with pytest.raises(TypeError, match="Pass the module itself, and compile=True to the Trainer"):
         trainer_of().fit(torch.compile(Classifier()), make_loader(8))
 
@@ -521,7 +491,7 @@ def test_waiting_for_data_beside_idle_cores_is_named(seconds: float, is_named: b
         assert list(pairs) == list(range(50))
 
 
-def test_what_is_of_lightnings_own_is_pointed_on() -> None:
+def test_objects_of_lightnings_classes_are_named() -> None:
     theirs = type("RichThing", (), {"__module__": "lightning.pytorch.callbacks.rich"})()
     for use in (
         lambda: trainer_of(callbacks=[theirs]),
@@ -536,8 +506,13 @@ def test_what_is_of_lightnings_own_is_pointed_on() -> None:
     ):
         with pytest.raises(TypeError, match=r"of Lightning's own classes; import its base from trainwright too"):
             use()
-    with pytest.raises(AttributeError, match="'Fabric': for your own loop use"):
-        tw.Fabric
+
+
+def test_a_name_that_the_trainer_lacks_is_explained() -> None:
+    with pytest.raises(AttributeError, match="predict_loop does not exist here"):
+        trainer_of().predict_loop
+    with pytest.raises(AttributeError, match="'Trainer' object has no attribute 'fti'"):
+        trainer_of().fti
 
 
 def test_a_property_shows_the_error_of_the_users_code() -> None:
@@ -585,7 +560,7 @@ def test_a_trial_has_a_logger_and_takes_overfit_batches(tmp_path: Path) -> None:
     assert trainer.trial().strategy is not trainer.trial().strategy
 
 
-def test_norms_of_sparse_and_low_precision_gradients() -> None:
+def test_norms_of_sparse_and_low_precision_gradients_are_exact() -> None:
     embedding = torch.nn.Embedding(10, 3, sparse=True)
     embedding(torch.tensor([1, 1, 2])).sum().backward()
     assert grad_norm(embedding, 2)["grad_2.0_norm_total"] == pytest.approx((3 * 4 + 3) ** 0.5)
@@ -647,6 +622,6 @@ def test_an_export_leaves_the_mode_of_each_child(monkeypatch: pytest.MonkeyPatch
         (lambda: tw.SimpleProfiler(dir_path="runs"), r"SimpleProfiler has no argument dir_path= .*dirpath="),
     ],
 )
-def test_misspelt_arguments_name_the_nearest(call: Any, meant: str) -> None:
+def test_a_misspelt_argument_names_the_nearest(call: Any, meant: str) -> None:
     with pytest.raises(TypeError, match=meant):
         call()

@@ -123,7 +123,7 @@ def test_resume_is_exact_with_a_scaler_and_with_windows(tmp_path: Path, settings
 
 
 def test_a_checkpoint_of_max_steps_goes_on_within_the_epoch(tmp_path: Path) -> None:
-    """12 batches an epoch; stopped after 17 steps, in the middle of the second."""
+    """12 batches per epoch, stopped after 17 steps, in the middle of the second epoch."""
     whole, _ = run(tmp_path / "whole", 3)
     run(tmp_path / "part", 3, max_steps=17)
     resumed, trainer = run(tmp_path / "part", 3, ckpt_path="last")
@@ -147,14 +147,6 @@ def test_a_save_within_a_window_waits_for_its_end(tmp_path: Path) -> None:
 
     whole = train(None, Save())
     assert_equal(train(str(tmp_path / "within.ckpt"), None), whole)
-
-
-def test_a_checkpoint_in_memory() -> None:
-    whole, trainer = run(Path("whole"), 1)
-    trainer.save_checkpoint("memory://run/epoch.ckpt")
-    module = Noisy()
-    tw.Trainer(**QUIET).test(module, make_loader(10, 4), ckpt_path="memory://run/epoch.ckpt")
-    assert_equal(weights(module), {name: value for name, value in whole.items() if "/" not in name})
 
 
 def test_what_cannot_be_resumed_is_refused_and_changes_nothing(tmp_path: Path) -> None:
@@ -190,30 +182,6 @@ def test_what_cannot_be_resumed_is_refused_and_changes_nothing(tmp_path: Path) -
     with pytest.raises(tw.CheckpointError, match=model.name):
         tw.Trainer(max_epochs=2, **QUIET).fit(module, make_loader(), ckpt_path=path)
     assert_equal(weights(module), before)
-
-
-def test_best_and_last_without_a_checkpoint_say_what_to_do(tmp_path: Path) -> None:
-    callback = tw.ModelCheckpoint(str(tmp_path))
-    trainer = tw.Trainer(max_epochs=1, callbacks=[callback], **{**QUIET, "enable_checkpointing": True})
-    for name in ("best", "last"):
-        with pytest.raises(tw.CheckpointError, match="no checkpoint was saved"):
-            trainer.test(Noisy(), make_loader(), ckpt_path=name)
-        with pytest.raises(ValueError, match="this trainer has none"):
-            tw.Trainer(**QUIET).test(Noisy(), make_loader(), ckpt_path=name)
-
-
-def test_the_accelerator_takes_up_a_trainers_checkpoint(tmp_path: Path) -> None:
-    _, trainer = run(tmp_path, 1)
-    accelerator = tw.Accelerator(cpu=ON_HOST)
-    module = Noisy()
-    [optimizer], [scheduler] = module.configure_optimizers()
-    model, optimizer, scheduler = accelerator.prepare(module, optimizer, scheduler)
-    accelerator.load_state(trainer.checkpoint_callback.best_model_path)
-    assert accelerator.step_count == 12
-    path = accelerator.save_state(str(tmp_path / "raw.ckpt"))
-    again = Noisy()
-    tw.Trainer(**QUIET).test(again, make_loader(), ckpt_path=path)
-    assert_equal(weights(again), weights(model))
 
 
 def test_the_accelerator_goes_on_within_an_epoch(tmp_path: Path) -> None:
@@ -260,7 +228,7 @@ def test_the_order_of_the_data_is_the_saved_runs_whatever_seed_the_process_has(t
     assert not torch.equal(train(3, 2, "other")["net.0.weight"], whole["net.0.weight"])
 
 
-def test_from_the_trainer_to_a_loop_and_back(tmp_path: Path) -> None:
+def test_a_run_can_move_from_the_trainer_to_a_loop_and_back(tmp_path: Path) -> None:
     loader = make_loader(45, 4, shuffle=True)
 
     def fit(epochs: int, ckpt_path: str | None) -> dict[str, Tensor]:
@@ -313,7 +281,7 @@ def test_extra_states_are_kept(tmp_path: Path) -> None:
     assert again.tensor.count.tolist() == [1, 2]
 
 
-def test_what_a_save_needs(tmp_path: Path) -> None:
+def test_a_save_needs_a_run(tmp_path: Path) -> None:
     trainer = tw.Trainer(**QUIET)
     with pytest.raises(RuntimeError, match="nothing to save"):
         trainer.save_checkpoint(str(tmp_path / "x.ckpt"))
@@ -451,7 +419,7 @@ def test_what_an_optimizer_keeps_for_all_parameters(tmp_path: Path) -> None:
     assert_equal(weights(resumed.model), weights(whole.model))
 
 
-def test_a_key_of_an_optimizers_state_that_cannot_be_stored(tmp_path: Path) -> None:
+def test_an_optimizer_key_with_a_slash_is_rejected(tmp_path: Path) -> None:
     class Slashed(torch.optim.SGD):
         def step(self, closure: Any = None) -> Any:
             for parameter in self.param_groups[0]["params"]:

@@ -12,7 +12,7 @@ from small import QUIET, assert_equal, loss_of, make_loader, weights
 from torch import Tensor, nn
 
 import trainwright as tw
-from trainwright.strategies.ddp import DDPStrategy
+from trainwright.strategies.ddp.strategy import DDPStrategy
 
 
 class Reordered(tw.Module):

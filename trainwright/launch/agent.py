@@ -24,7 +24,7 @@ from trainwright.distributed.signals import STOPPED_EXIT_CODE
 from trainwright.errors import LaunchError
 from trainwright.launch.graceful_shutdown import GracefulShutdown
 from trainwright.launch.nodes import Job
-from trainwright.launch.pipe_logs import PipeLogs
+from trainwright.launch.output import PipeLogs
 from trainwright.launch.rendezvous import GONE, NodeRendezvous
 
 LEAVE_SECONDS = 1.0  # for the other ranks to flush their output and exit on their own once a failure is posted
@@ -43,13 +43,13 @@ class JobAgent(LocalElasticAgent):
         self.rendezvous = NodeRendezvous(job.nodes, job.num_processes, job.max_restarts, self._kill_all)
         self.failures = self.rendezvous.failures(0)
         self.logs = PipeLogs(job.logs, lambda: self.rendezvous.round.number)
-        bootstrap = str(Path(__file__).with_name("bootstrap.py"))
+        entry = str(Path(__file__).with_name("entry.py"))
         spec = WorkerSpec(
             role="trainwright",
             local_world_size=job.num_processes,
             rdzv_handler=self.rendezvous,
             entrypoint=sys.executable,
-            args=("-I", "-S", bootstrap, str(os.getpid()), *job.command),
+            args=("-I", "-S", entry, "attached", str(os.getpid()), *job.command),
             max_restarts=job.max_restarts,
             monitor_interval=0.05,
         )

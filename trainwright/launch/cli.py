@@ -7,23 +7,23 @@ the config, which overrides defaults (sources.py).
 from __future__ import annotations
 
 import argparse
+import json
 import os
+import re
+import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
-from trainwright.devices.cores import num_cores
+from trainwright.devices import num_cores
 from trainwright.distributed.environment import JOB_VARIABLE
 from trainwright.distributed.masking import shown
 from trainwright.distributed.network import DEFAULT_PORT, LOOPBACK
 from trainwright.launch.columns import lay_out, terminal_width
-from trainwright.launch.config import CONFIG_VARIABLE, KEY_OF, OTHER_WORDS, Config, find_config, nearest
-from trainwright.launch.dry_run import describe_job
+from trainwright.launch.config import CONFIG_VARIABLE, KEY_OF, OTHER_WORDS, Config, find_config, nearest, printable
 from trainwright.launch.nodes import WAIT_SECONDS, Job, Nodes
-from trainwright.launch.output import refuse_links
 from trainwright.launch.processes import GRACE_SECONDS, GRACE_VARIABLE, supervise
-from trainwright.launch.sources import FLAGS, Given, NameCheck, Setting, Sources
-from trainwright.launch.variables import printable
+from trainwright.launch.setting_sources import FLAGS, Given, NameCheck, Setting, Sources
 
 __all__ = ["Parser", "check_config", "check_script", "split_command"]
 
@@ -36,6 +36,7 @@ NODE_FIELDS = {
     "rendezvous_seconds": "wait_seconds",
 }
 """The settings that describe the job's machines, with the fields of `Nodes`; the last two are those of several machines."""
+LOG_NAME = re.compile(r"rank\d+\.log")
 Command = tuple[Callable[[Sequence[str], NameCheck], int], str]
 """The function of a subcommand, which gets the arguments after its name and returns the exit code, and a line of help."""
 
@@ -98,6 +99,16 @@ def launch_command(arguments: Sequence[str], check_names: NameCheck) -> int:
         print(describe_job(job, passed_on, new))
         return 0
     return supervise(job, passed_on)
+
+
+def refuse_links(folder: str) -> None:
+    """Refuse a folder in which a rank's log is a symbolic link (OSError)."""
+    for name in sorted(os.listdir(folder)):
+        path = os.path.join(folder, name)
+        if LOG_NAME.fullmatch(name) and os.path.islink(path):
+            raise OSError(
+                f"{path} is a symbolic link, which is never written through; remove it, or give another folder."
+            )
 
 
 def check_script(command: Sequence[str]) -> None:
@@ -187,11 +198,11 @@ def resolve(sources: Sources) -> dict[str, Setting]:
             "script without trainwright launch here, or unset the variable."
         )
     # Not at the top: it imports torch, which looks for GPUs as the config's variables say.
-    from trainwright.devices import accelerator
+    from trainwright.devices import hardware
 
     on_cpu = sources.on_cpu()
-    num_gpus = 0 if on_cpu else accelerator.count()
-    kind = (accelerator.built_for() if num_gpus else None) or "cpu"
+    num_gpus = 0 if on_cpu else hardware.count()
+    kind = (hardware.built_for() if num_gpus else None) or "cpu"
     cpu = sources.find("cpu")
     settings = {
         "devices": _devices(sources.find("devices"), num_gpus, kind),
@@ -329,3 +340,22 @@ def _describe(command: Sequence[str], settings: Mapping[str, Setting], sources: 
     ]
     lines += lay_out(rows, terminal_width(sys.stderr), indent=2, shortened=(1, 2))
     return "\n".join([*lines, *sources.contradictions(settings)]) + "\n"
+
+
+def describe_job(job: Job, passed_on: Mapping[str, Any], new: Mapping[str, str]) -> str:
+    """Return a job's command, its processes, and the variables that the launcher would set."""
+    count = job.num_processes
+    ranks = f"0 to {count - 1}" if count > 1 else "0"
+    world = f"WORLD_SIZE={count}" if job.nodes.count == 1 else f"WORLD_SIZE of all {job.nodes.count} machines"
+    where = f"{job.nodes.address}:{job.nodes.port or 'a free port'}"
+    machine = "a machine" if job.nodes.rank is None else f"machine {job.nodes.rank}"
+    machines = f"{job.nodes.least} to {job.nodes.count}" if job.nodes.rank is None else f"{job.nodes.count}"
+    lines = [
+        f"would run {count} process(es) on {machine} of {machines}, which meet at {where}:",
+        f"  {shlex.join(job.command)}",
+        f"with LOCAL_RANK {ranks}, LOCAL_WORLD_SIZE={count}, {world}, and:",
+        *(f"  {name}={shlex.quote(shown(name, value))}" for name, value in new.items()),
+    ]
+    chosen = {name: value for name, value in passed_on.items() if value is not None}
+    lines.append(f"what the script leaves open is set to: {json.dumps(chosen) if chosen else 'nothing'}")
+    return "\n".join(lines if new else [lines[0], lines[1], lines[2].replace(", and:", ""), lines[-1]])

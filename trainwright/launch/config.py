@@ -1,4 +1,4 @@
-"""Config: the YAML file that holds what `trainwright launch` uses where a flag or the environment says nothing."""
+"""Config: the YAML file with settings for `trainwright launch`, and the environment variables that concern a job."""
 
 from __future__ import annotations
 
@@ -10,9 +10,21 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from trainwright.distributed.environment import JOB_VARIABLE
+from trainwright.distributed.masking import shown
 from trainwright.launch.processes import GRACE_VARIABLE
 
-__all__ = ["KEYS", "Config", "Entry", "checked_variable", "config_path", "find_config", "nearest"]
+__all__ = [
+    "KEYS",
+    "Config",
+    "Entry",
+    "checked_variable",
+    "config_path",
+    "find_config",
+    "nearest",
+    "of_jobs",
+    "printable",
+    "set_variables_of",
+]
 
 CONFIG_VARIABLE = "TRAINWRIGHT_CONFIG"
 """The variable that names the config, where --config-file does not."""
@@ -193,3 +205,49 @@ def checked_variable(name: str, entry: Entry) -> Entry:
     if "\0" in entry.text:
         raise ValueError(f"{entry.where}: the value of {name} holds a NUL character, which no variable can; remove it.")
     return entry
+
+
+BEGINNINGS = (
+    "TRAINWRIGHT",
+    "TORCH",
+    "TORCHELASTIC",
+    "PYTORCH",
+    "GLOO",
+    "OMP",
+    "MKL",
+    "DS",
+    "DEEPSPEED",
+    "OMPI_COMM_WORLD",
+)
+"""What the names of a job's variables begin with, before an underscore."""
+NAMES = {
+    *("RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT"),
+    *("SLURM_JOB_ID", "SLURM_JOB_NUM_NODES", "SLURM_NTASKS", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID"),
+    *("PMI_RANK", "PMI_SIZE"),
+}
+
+
+def of_jobs(variables: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Return the variables of this process, or those given, that concern launchers, torch and devices; secrets hidden."""
+    from trainwright.devices import cuda
+
+    variables = os.environ if variables is None else variables
+    beginnings = tuple(f"{each}_" for each in (*BEGINNINGS, *cuda.VARIABLES))
+    return {
+        name: shown(name, variables[name]) for name in sorted(variables) if name in NAMES or name.startswith(beginnings)
+    }
+
+
+def set_variables_of(config: Config) -> dict[str, str]:
+    """Set the variables of a config that are not set yet, before torch looks for GPUs; return all that are."""
+    os.environ.update({name: entry.text for name, entry in config.variables.items() if name not in os.environ})
+    return dict(os.environ)
+
+
+def printable(text: str) -> str:
+    """Return a text on one line, with control characters as escapes: they would change a terminal."""
+    return (
+        text
+        if text.isprintable()
+        else "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)
+    )

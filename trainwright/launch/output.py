@@ -1,17 +1,20 @@
-"""The workers' output: rank 0 writes to the terminal, if there is one; the others' lines get the rank as a prefix."""
+"""The workers' output: rank 0 writes to the terminal, if there is one. Lines of the other ranks get the rank as a prefix."""
 
 from __future__ import annotations
 
 import contextlib
 import os
-import re
 import selectors
+import sys
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TextIO
 
-LOG_NAME = re.compile(r"rank\d+\.log")
+from torch.distributed.elastic.multiprocessing.api import LogsDest, LogsSpecs
+
 MAX_LINE_BYTES = 1 << 20  # longer lines are split, so that a rank that prints no newline cannot fill the memory
 
 
@@ -21,16 +24,6 @@ class _Source:
     target: TextIO
     log: str | None = None
     pending: bytes = b""
-
-
-def refuse_links(folder: str) -> None:
-    """Refuse a folder in which a rank's log is a symbolic link (OSError)."""
-    for name in sorted(os.listdir(folder)):
-        path = os.path.join(folder, name)
-        if LOG_NAME.fullmatch(name) and os.path.islink(path):
-            raise OSError(
-                f"{path} is a symbolic link, which is never written through; remove it, or give another folder."
-            )
 
 
 class PrefixedOutput:
@@ -90,3 +83,37 @@ class PrefixedOutput:
         if source.log is not None:
             with contextlib.suppress(OSError), open(source.log, "ab") as file:
                 file.writelines(line + b"\n" for line in shown)
+
+
+class PipeLogs(LogsSpecs):
+    """Rank 0 inherits the terminal; the other ranks write into pipes. With a folder, each rank's output is kept in a file."""
+
+    def __init__(self, folder: str | None, start_number: Callable[[], int]) -> None:
+        super().__init__()
+        self.output = PrefixedOutput()
+        self._folder, self._start_number = folder, start_number
+
+    @property
+    def root_log_dir(self) -> str:
+        return os.devnull  # elastic's own log folder is not used
+
+    def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
+        """Return where each rank's streams go; an empty path is the launcher's own stream."""
+        self.output = PrefixedOutput()
+        stdouts: dict[int, str] = {}
+        stderrs: dict[int, str] = {}
+        for local_rank, variables in envs.items():
+            variables["TORCHELASTIC_ERROR_FILE"] = ""
+            variables["TORCHELASTIC_RESTART_COUNT"] = str(self._start_number())
+            rank = int(variables["RANK"])
+            prefix = f"[rank{rank}] " if rank else ""
+            log = None if self._folder is None else str(Path(self._folder, f"rank{rank}.log"))
+            for streams, target in ((stdouts, sys.stdout), (stderrs, sys.stderr)):
+                # In a terminal rank 0 writes directly, for its progress bars; elsewhere lines of ranks must not mix.
+                is_direct = rank == 0 and log is None and target.isatty()
+                streams[local_rank] = "" if is_direct else self.output.open_pipe(prefix, target, log)
+            if rank == 0 and log is None and sys.stdout.isatty():
+                continue
+            if "PYTHONUNBUFFERED" not in os.environ:  # a pipe would buffer lines, and lose them in a crash
+                variables["PYTHONUNBUFFERED"] = "1"
+        return LogsDest(stdouts, stderrs, {}, {}, dict.fromkeys(envs, os.devnull))

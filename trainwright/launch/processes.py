@@ -15,7 +15,7 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
-from trainwright.devices.cores import num_cores
+from trainwright.devices import num_cores
 from trainwright.distributed.environment import JOB_VARIABLE
 from trainwright.distributed.network import LOOPBACK, loopback_interface
 from trainwright.launch.command import own_command
@@ -69,8 +69,16 @@ def launcher_command(
         options["--add-path"] = Path(torch_file).parent.parent
     if report is not None:
         options["--report"] = report
-    start = str(Path(__file__).with_name("start.py"))
-    return [sys.executable, *flags, start, *(str(each) for pair in options.items() for each in pair), "--", *command]
+    entry = str(Path(__file__).with_name("entry.py"))
+    return [
+        sys.executable,
+        *flags,
+        entry,
+        "launcher",
+        *(str(each) for pair in options.items() for each in pair),
+        "--",
+        *command,
+    ]
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -25,9 +25,8 @@ from trainwright.distributed.failures import FailureLog
 from trainwright.distributed.network import claim_port, is_own_address, is_own_name, listen_at, resolve
 from trainwright.distributed.store import STORE_PREFIX, Store, post, stores
 from trainwright.errors import LaunchError
-from trainwright.launch.heartbeat import Heartbeat
 from trainwright.launch.nodes import Nodes
-from trainwright.launch.roster import Member, Roster, Round
+from trainwright.launch.roster import Heartbeat, Member, Roster, Round
 
 STORE_SECONDS = 300.0  # that the store may take to answer the first request
 NOTICE_SECONDS = 5.0  # after which a node prints what it is waiting for

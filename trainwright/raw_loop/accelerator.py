@@ -23,26 +23,25 @@ from trainwright.engine.prepared_loader import PreparedLoader
 from trainwright.engine.window import in_float32
 from trainwright.overrides import overridden
 from trainwright.precision import Precision
+from trainwright.raw_loop.bare_models import extract_model_from_parallel
+from trainwright.raw_loop.batch_size import release_memory
+from trainwright.raw_loop.dataloaders import DataLoaderConfiguration, check_loader, loader_options
 from trainwright.raw_loop.gathering import Collectives
-from trainwright.raw_loop.loaders import DataLoaderConfiguration, check_loader, loader_options
+from trainwright.raw_loop.job_states import AcceleratorState, GradientState
+from trainwright.raw_loop.loop_objects import Preparation, PreparationOptions, check_kind
+from trainwright.raw_loop.loop_settings import REPLACED, LoopSettings, word_for
 from trainwright.raw_loop.loss_check import LossCheck
-from trainwright.raw_loop.memory import release_memory
 from trainwright.raw_loop.model_files import load_object, save_model, save_object, size_of, state_dict_of
-from trainwright.raw_loop.options import AutocastKwargs
+from trainwright.raw_loop.options import AutocastKwargs, ProfileKwargs, profiled
 from trainwright.raw_loop.plugins import (
     DeepSpeedPlugin,
     FullyShardedDataParallelPlugin,
     GradientAccumulationPlugin,
     check_length,
 )
-from trainwright.raw_loop.preparation import Preparation, PreparationOptions, check_kind
-from trainwright.raw_loop.profiling import ProfileKwargs, profiled
 from trainwright.raw_loop.project import ProjectConfiguration, chosen_project
 from trainwright.raw_loop.saved_states import SavedStates, refuse_load_options, refuse_pickle, refuse_save_options
-from trainwright.raw_loop.settings import REPLACED, LoopSettings, word_for
-from trainwright.raw_loop.state_views import AcceleratorState, GradientState
 from trainwright.raw_loop.tracking import Options, Tracker, Trackers, chosen_loggers
-from trainwright.raw_loop.unwrapping import extract_model_from_parallel
 from trainwright.strategies import Strategy
 from trainwright.strategies.base import Optimization, StepResult
 

@@ -1,4 +1,4 @@
-"""The batch size that fits: a function is called with smaller and smaller ones until its memory suffices on every rank."""
+"""Memory that runs out: functions that are called with smaller and smaller batches, and freeing of memory."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from trainwright.devices.out_of_memory import give_back, is_out_of_memory
+from trainwright.devices.hardware import free_unused_memory, is_out_of_memory
 from trainwright.distributed.connection import open_connection
 from trainwright.distributed.environment import Environment
 from trainwright.distributed.ranks import Ranks
 from trainwright.distributed.store_channel import CallSkipped
 from trainwright.errors import a_type_of
-from trainwright.raw_loop.processes import PartialState
+from trainwright.raw_loop.job_states import PartialState
 
 REDUCED_TO = 0.9
 PATIENCE_SECONDS, TRY_SECONDS = 60.0, 1800.0
@@ -71,7 +71,7 @@ def find_executable_batch_size(
     def searching(*args: Any, **kwargs: Any) -> Any:
         nonlocal size
         _check_arguments(function, name, size, args, kwargs)
-        give_back()
+        free_unused_memory()
         while True:
             result, failure = None, ""
             try:
@@ -85,7 +85,7 @@ def find_executable_batch_size(
                 return result
             # On a rank whose try has succeeded, the result may hold a model.
             result = None
-            give_back()
+            free_unused_memory()
             smaller = int(size * REDUCED_TO) if reduce_batch_size_fn is None else reduce_batch_size_fn()
             if smaller == 0:
                 raise RuntimeError(
@@ -133,3 +133,15 @@ def _checked(size: Any, what: str) -> int:
     if isinstance(size, bool) or not isinstance(size, int) or size < 1:
         raise ValueError(f"{what} {size!r} is not accepted; it has to be an integer of at least 1.")
     return size
+
+
+def release_memory(*objects: Any) -> Any:
+    """Collect garbage and empty the device's cache; return None for each object given, to assign to its variable.
+
+    >>> model, optimizer = tw.release_memory(model, optimizer)
+    """
+    count = len(objects)
+    # This tuple would keep them alive.
+    del objects
+    free_unused_memory()
+    return [None] * count

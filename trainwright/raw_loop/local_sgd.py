@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trainwright.raw_loop.processes import Processes
-from trainwright.raw_loop.unwrapping import extract_model_from_parallel
+from trainwright.raw_loop.bare_models import extract_model_from_parallel
+from trainwright.raw_loop.job_states import Processes
 
 BUCKET_BYTES = 32 * 1024 * 1024
 """Tensors of up to this many bytes together are averaged in one collective."""

@@ -10,7 +10,7 @@ from torch import Tensor
 from trainwright.engine.engine import Engine
 from trainwright.engine.prepared import PreparedModule, stepped_by
 from trainwright.errors import a_type_of
-from trainwright.raw_loop.preparation import Preparation
+from trainwright.raw_loop.loop_objects import Preparation
 from trainwright.strategies.autograd_graph import graph_leaves
 
 

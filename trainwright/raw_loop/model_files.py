@@ -23,7 +23,7 @@ from trainwright.distributed.ranks import Ranks
 from trainwright.errors import CheckpointError, a_type_of
 from trainwright.paths import absolute
 from trainwright.rank_zero import rank_zero_warn
-from trainwright.raw_loop.unwrapping import extract_model_from_parallel
+from trainwright.raw_loop.bare_models import extract_model_from_parallel
 from trainwright.strategies.base import Strategy
 
 WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"

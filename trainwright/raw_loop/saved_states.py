@@ -21,10 +21,10 @@ from trainwright.engine.engine import Engine
 from trainwright.engine.script_settings import SCHEDULERS, checked_fresh
 from trainwright.errors import CheckpointError, a_type_of
 from trainwright.rank_zero import rank_zero_warn
-from trainwright.raw_loop.preparation import Preparation
+from trainwright.raw_loop.bare_models import extract_model_from_parallel
+from trainwright.raw_loop.loop_objects import Preparation
 from trainwright.raw_loop.project import NumberedCheckpoints, ProjectConfiguration
 from trainwright.raw_loop.tracking import Trackers
-from trainwright.raw_loop.unwrapping import extract_model_from_parallel
 
 Hook = Callable[..., None]
 

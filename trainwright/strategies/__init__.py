@@ -14,10 +14,10 @@ from trainwright.strategies.base import Strategy
 
 STRATEGIES = {
     "single_device": "trainwright.strategies.single_device:SingleDeviceStrategy",
-    "ddp": "trainwright.strategies.ddp:DDPStrategy",
-    "ddp_sharded": "trainwright.strategies.ddp_sharded:ShardedDDPStrategy",
-    "fsdp": "trainwright.strategies.fsdp:FSDPStrategy",
-    "deepspeed": "trainwright.strategies.deepspeed:DeepSpeedStrategy",
+    "ddp": "trainwright.strategies.ddp.strategy:DDPStrategy",
+    "ddp_sharded": "trainwright.strategies.oss.strategy:ShardedDDPStrategy",
+    "fsdp": "trainwright.strategies.fsdp2.strategy:FSDPStrategy",
+    "deepspeed": "trainwright.strategies.zero.strategy:DeepSpeedStrategy",
 }
 
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {

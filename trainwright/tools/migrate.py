@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import trainwright
 from trainwright.launch.cli import Parser
-from trainwright.launch.variables import printable
+from trainwright.launch.config import printable
 from trainwright.loggers.files import write_file
 from trainwright.replaced_names import instead_of
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from trainwright.launch.cli import Parser
-from trainwright.launch.variables import printable
+from trainwright.launch.config import printable
 from trainwright.loggers.files import write_file
 from trainwright.loggers.history import CURVES_NAME, History
 from trainwright.loggers.run_files import read_history

@@ -24,7 +24,7 @@ from trainwright.checkpoint.reader import open_checkpoint
 from trainwright.errors import did_you_mean
 from trainwright.launch.cli import Parser
 from trainwright.launch.columns import lay_out, terminal_width
-from trainwright.launch.variables import printable
+from trainwright.launch.config import printable
 from trainwright.loggers.history import History
 from trainwright.loggers.position import CHECKPOINTS
 from trainwright.loggers.run_files import find_runs, read_history

@@ -14,7 +14,7 @@ import trainwright as tw
 from trainwright.overrides import active_file, overridden
 from trainwright.precision import is_spelling_of
 from trainwright.strategies import is_variant_of
-from trainwright.strategies.ddp import DDPStrategy
+from trainwright.strategies.ddp.strategy import DDPStrategy
 from trainwright.tools.ladder.recorder import RungRecorder
 from trainwright.tools.ladder.rung import COMPILER, Rung
 

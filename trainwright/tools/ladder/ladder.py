@@ -12,14 +12,12 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from trainwright.devices.accelerator import resolve_device_type
-from trainwright.devices.inventory import describe_devices
+from trainwright.devices.hardware import describe_devices, resolve_device_type
 from trainwright.distributed.environment import Environment, rung_file
 from trainwright.launch.cli import Parser, check_script, split_command
 from trainwright.launch.columns import fill, terminal_width
-from trainwright.launch.config import find_config
-from trainwright.launch.sources import Sources
-from trainwright.launch.variables import set_variables_of
+from trainwright.launch.config import find_config, set_variables_of
+from trainwright.launch.setting_sources import Sources
 from trainwright.metric_direction import Direction
 from trainwright.tools.choices import choose
 from trainwright.tools.ladder.attempt import Attempt, Result

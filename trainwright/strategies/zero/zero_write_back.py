@@ -1,0 +1,139 @@
+"""User code's writes into parameters under ZeRO: kept in stages 1 and 2, refused in stage 3.
+
+A ZeRO step recomputes the weights from its masters, so that weight clipping or the update of a momentum encoder would be lost.
+In stages 1 and 2 each rank copies its shard into the masters before each step and save; nothing is sent. Stage 3 frees a
+gathered parameter unseen. There only `deepspeed.zero.GatheredParameters` with a `modifier_rank` writes the shards.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trainwright.strategies.zero.master_optimizer import Shard
+
+EMPTY = re.compile(r"\(0\)|\[0\]")
+"""What torch's errors say of a tensor of one dimension without elements."""
+
+
+class ZeroWriteBack:
+    """Keeps or refuses what user code wrote into the parameters of a strategy's engines."""
+
+    def __init__(self) -> None:
+        self._shards: list[ShardVersions] = []
+        self._views: list[FlatView] = []
+        self._flats: list[tuple[Any, Any]] = []
+
+    def track(self, zero: Any, stage: int, rank: int, part: nn.Module, modules: Iterable[nn.Module]) -> None:
+        """Track the parameters of an engine's `part`, by their names in `modules`; `zero` is its optimizer, or a substitute."""
+        if stage < 3:
+            self._views += [FlatView(each) for group in zero.bit16_groups for each in group]
+            parts = [each[rank] for each in zero.parallel_partitioned_bit16_groups]
+            self._flats += zip(parts, zero.single_partition_of_fp32_groups, strict=True)
+            return
+        own = set(part.parameters())
+        named = [pair for module in modules for pair in module.named_parameters()]
+        self._shards += [ShardVersions(each, name) for name, each in named if each in own and hasattr(each, "ds_id")]
+        parts = getattr(zero, "fp16_partitioned_groups_flat", [])
+        self._flats += zip(parts, getattr(zero, "fp32_partitioned_groups_flat", []), strict=True)
+
+    def check(self) -> None:
+        """Raise RuntimeError for a write that stage 3 would lose."""
+        for each in self._shards:
+            each.check()
+
+    def run(self, refuses: bool = True) -> None:
+        """Update masters from the parameters; `refuses` calls `check` first."""
+        if refuses:
+            self.check()
+        tracked: list[ShardVersions | FlatView] = [*self._shards, *self._views]
+        written = [each.pop_written() for each in tracked]
+        for low, master in self._flats:
+            # Copying all weights to offloaded masters would cost as much as the step, so only if something was written.
+            if low is not None and low.numel() == master.numel() and (low.device == master.device or any(written)):
+                update_master(master.detach(), low)
+
+    def clear(self) -> None:
+        for tracked in (self._shards, self._views, self._flats):
+            tracked.clear()
+
+
+def update_master(master: Tensor, low: Tensor) -> None:
+    """Update a float32 master from its weights, except where they are the rounded master."""
+    if master.data_ptr() == low.data_ptr():
+        return
+    low = low.detach().to(master.device)
+    if low.dtype == master.dtype:
+        master.copy_(low)
+    else:
+        master.copy_(torch.where(low == master.to(low.dtype), master, low.to(master.dtype)))
+
+
+def update_masters(shards: Iterable[Shard]) -> None:
+    """Update masters from parameters that were taken off their engine."""
+    for shard in shards:
+        low = shard.parameter.detach().reshape(-1).narrow(0, shard.start, shard.numel)
+        update_master(shard.flat.detach().narrow(0, shard.offset, shard.numel), low)
+
+
+class FlatView:
+    """A parameter of stage 1 or 2, which is a view of its engine's flat weights."""
+
+    def __init__(self, parameter: nn.Parameter) -> None:
+        self._parameter, self._data, self._version = parameter, parameter.data, parameter._version
+
+    def pop_written(self) -> bool:
+        """Move a replaced `.data` back into the flat weights; return whether the parameter was written since the last call."""
+        parameter = self._parameter
+        is_elsewhere = parameter.data_ptr() != self._data.data_ptr()  # after `.data = ...`
+        if is_elsewhere:
+            self._data.copy_(parameter.detach())
+            parameter.data = self._data
+        is_written, self._version = parameter._version != self._version, parameter._version
+        return is_elsewhere or is_written
+
+
+class ShardVersions:
+    """The versions of a stage 3 parameter and of its shard: a write of the gathered parameter alone is lost."""
+
+    def __init__(self, parameter: Any, name: str) -> None:
+        self._parameter, self._name = parameter, name
+        self._versions = self._now()
+        self._shard_version = self._versions[1]
+
+    def _now(self) -> tuple[int, int]:
+        return self._parameter._version, self._parameter.ds_tensor._version
+
+    def check(self) -> None:
+        """Raise RuntimeError if the parameter was written and its shard was not."""
+        before, self._versions = self._versions, self._now()
+        if self._versions[0] != before[0] and self._versions[1] == before[1]:
+            raise RuntimeError(
+                f"the parameter {self._name!r} was written, which ZeRO stage 3 would lose: it frees the gathered parameter, "
+                "and each rank trains a shard. Make it a buffer, write it in a hook such as on_train_batch_end within `with "
+                "deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):`, or choose 'ddp', 'ddp_sharded' or 'fsdp'."
+            )
+
+    def pop_written(self) -> bool:
+        """Return whether the shard was written since the last call."""
+        before, self._shard_version = self._shard_version, self._parameter.ds_tensor._version
+        return self._shard_version != before
+
+
+def note_empty_parameter(error: BaseException, stage: int) -> None:
+    """Add a note to an error of a parameter that stage 3 has not gathered, or of a tensor that it does not know."""
+    if stage == 3 and isinstance(error, RuntimeError) and EMPTY.search(str(error)):
+        error.add_note(
+            "Under ZeRO stage 3 each rank holds a part of a parameter, and has an empty tensor instead where its module is not "
+            "called. A step that uses parameters() itself, or a penalty on gradients (create_graph=True), may have met one: "
+            "use parameters in their module's forward, or choose stage 1 or 2."
+        )
+    if stage == 3 and isinstance(error, AttributeError) and (error.name or "").startswith("ds_"):
+        error.add_note(
+            "ZeRO stage 3 gathers a module's own parameters, and met another tensor instead of one. A step that calls the "
+            "module with other values (torch.func.functional_call, as in MAML) needs whole parameters: choose another strategy."
+        )
