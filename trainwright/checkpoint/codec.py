@@ -76,6 +76,7 @@ _DICTS: dict[str, Callable[[dict[Any, Any]], Any]] = {"$counter": Counter, "$ord
 }
 """The subclasses of dict that keep their type."""
 _COLLECTIONS = {"$tuple": tuple, "$size": torch.Size, "$set": set, "$frozenset": frozenset}
+_COLLECTION_TAGS: dict[type[Any], str] = {kind: tag for tag, kind in _COLLECTIONS.items()}
 
 
 def _tag_of(value: dict[Any, Any]) -> str:
@@ -105,18 +106,20 @@ class _Encoder:
             return value if math.isfinite(value) else {"$float": repr(value)}
         if kind is list:
             return self._items(value, path, depth)
-        if kind in (dict, OrderedDict, defaultdict, Counter):
+        if kind is dict:
+            return self._dict(value, path, depth)
+        if kind in (OrderedDict, defaultdict, Counter):
             encoded, tag = self._dict(value, path, depth), _tag_of(value)
             return {tag: encoded} if tag else encoded
-        if kind in (tuple, torch.Size):
-            return {"$tuple" if kind is tuple else "$size": self._items(value, path, depth)}
-        if kind in (set, frozenset):
-            members = [self.encode(member, f"{path}{{{index}}}", depth + 1) for index, member in enumerate(value)]
-            # Sorted, because processes iterate a set in different orders, but equal states must have equal bytes.
-            return {f"${kind.__name__}": sorted(members, key=json.dumps)}
+        if kind in _COLLECTION_TAGS:
+            items = self._items(list(value), path, depth)
+            # Processes iterate a set in different orders, but equal states must have equal bytes.
+            return {_COLLECTION_TAGS[kind]: sorted(items, key=json.dumps) if kind in (set, frozenset) else items}
+        if kind in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer):
+            return {"$tensor": self._store(value, path)}
         return self._leaf(value, path)
 
-    def _items(self, value: list[Any] | tuple[Any, ...], path: str, depth: int) -> list[Any]:
+    def _items(self, value: list[Any], path: str, depth: int) -> list[Any]:
         if depth < MAX_DEPTH and _are_plain_integers(value):
             return list(value)
         return [self.encode(item, f"{path}[{index}]", depth + 1) for index, item in enumerate(value)]
@@ -134,8 +137,6 @@ class _Encoder:
         return dict(pairs) if plain else {"$dict": pairs}
 
     def _leaf(self, value: Any, path: str) -> Any:
-        if type(value) in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer):
-            return {"$tensor": self._store(value, path)}
         if isinstance(value, enum.Enum):
             raise TypeError(f"{path} is the enum member {value!s}. Store its .value or .name, and rebuild it on load.")
         if type(value) is bytes:

@@ -25,7 +25,7 @@ import fsspec.core
 
 from trainwright.distributed.environment import rung_file
 from trainwright.errors import CheckpointError
-from trainwright.process_identity import is_process_alive, machine, process_start_time
+from trainwright.paths import is_process_alive, machine, process_start_time
 
 __all__ = ["NEW_PATHS", "resolve"]
 
@@ -90,7 +90,8 @@ class LocalFiles:
         with os.scandir(path) as entries:
             for entry in entries:
                 with contextlib.suppress(FileNotFoundError):  # another process removed it
-                    sizes[entry.name] = _plain_size(entry.stat(follow_symlinks=False))
+                    status = entry.stat(follow_symlinks=False)
+                    sizes[entry.name] = status.st_size if stat.S_ISREG(status.st_mode) else None
         return sizes
 
     def tree(self, path: str) -> dict[str, int | None]:
@@ -98,8 +99,9 @@ class LocalFiles:
         sizes: dict[str, int | None] = {}
         for folder, folders, names in os.walk(path):
             for name in (*names, *(link for link in folders if os.path.islink(f"{folder}/{link}"))):
-                file = f"{folder}/{name}"
-                sizes[os.path.relpath(file, path)] = _plain_size(os.lstat(file))
+                status = os.lstat(f"{folder}/{name}")
+                relative = os.path.relpath(f"{folder}/{name}", path)
+                sizes[relative] = status.st_size if stat.S_ISREG(status.st_mode) else None
         return sizes
 
     def sync_tree(self, path: str, names: Iterable[str]) -> None:
@@ -178,10 +180,6 @@ class LocalFiles:
         """Remove a directory if it is empty."""
         with contextlib.suppress(OSError):
             os.rmdir(path)
-
-
-def _plain_size(status: os.stat_result) -> int | None:
-    return status.st_size if stat.S_ISREG(status.st_mode) else None
 
 
 def _open_plain(path: str, flags: int) -> int:
