@@ -113,7 +113,7 @@ class _Encoder:
             return {tag: encoded} if tag else encoded
         if kind in _COLLECTION_TAGS:
             items = self._items(list(value), path, depth)
-            # Processes iterate a set in different orders, but equal states must have equal bytes.
+            # Sorted, because processes iterate a set in different orders, but equal states must have equal bytes.
             return {_COLLECTION_TAGS[kind]: sorted(items, key=json.dumps) if kind in (set, frozenset) else items}
         if kind in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer):
             return {"$tensor": self._store(value, path)}

@@ -181,7 +181,7 @@ class BatchStream(StreamShard):
         if state is not None and position is not None and state["passes"] == self.start_pass:
             if not state["items"]:
                 readers = state["readers"]
-            elif position["size"] in (0, self.item_size) or not self.item_size:
+            elif position["size"] in (0, self.item_size):
                 self._from = state
             else:  # it counts batches of another size
                 readers = state.get("begun", {})
