@@ -26,7 +26,7 @@ def test_an_address_of_another_machine_is_refused() -> None:
         listen_at("192.0.2.77", 0)
     with listen_at("192.0.2.77", 0, else_everywhere=True) as listener:  # it may be translated on its way
         assert listener.getsockname()[0] == "0.0.0.0"
-    with pytest.raises(LaunchError, match=r"main address 'no such host' is not known here.*give the name or IP"):
+    with pytest.raises(LaunchError, match=r"main address 'no such host' is not known here.*pass the name or IP"):
         listen_at("no such host", 0)
 
 

@@ -154,7 +154,7 @@ def test_the_advice(devices: int, megabytes: int, advice: str) -> None:
         (
             2,
             14,
-            r"^no strategy fits .* 14.0 MiB, nor does fsdp on more: what it has whole at once takes 11.5 MiB\. Give it smaller",
+            r"^no strategy fits .* 14.0 MiB, nor does fsdp on more: the parts that it gathers at once take 11.5 MiB\.",
         ),
     ],
 )
@@ -206,7 +206,7 @@ def test_what_is_refused() -> None:
         tw.estimate_memory(on_meta(), "adam")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="auto_wrap_policy chooses no submodule of Linear"):
         tw.estimate_memory(on_meta(), auto_wrap_policy={nn.Conv1d})
-    with pytest.raises(ValueError, match="optimizer=-1 is not accepted; pass the bytes for each parameter"):
+    with pytest.raises(ValueError, match="optimizer=-1 is not accepted; pass the bytes per parameter"):
         tw.estimate_memory(on_meta(), -1)
 
 
@@ -281,7 +281,7 @@ def test_buffers_are_not_sharded() -> None:
     assert (estimate.parameters, estimate.unsharded) == (parameters + mask, mask)
     for name in ("fsdp", "deepspeed_stage_3"):
         assert estimate.parts[name].parameters == parameters / 4 + mask
-    assert f"what it has whole at once takes {(mask + 2 * parameters) / 1024:.1f} KiB" in estimate.advice
+    assert f"the parts that it gathers at once take {(mask + 2 * parameters) / 1024:.1f} KiB" in estimate.advice
 
 
 def test_the_memory_of_this_machine() -> None:

@@ -170,7 +170,7 @@ def test_local_sgd(ranks: list[dict[str, Any]], name: str, accumulate: int) -> N
     for rank in ranks:
         assert_close(rank[name]["after"], after, 1e-5)
         assert_close(rank[name]["end"], end, 1e-5)
-        assert "within LocalSGD, where each rank has other weights" in rank[name]["refused"]
+        assert "within LocalSGD, where the ranks have different weights" in rank[name]["refused"]
     for key, value in ranks[0][name]["end"].items():
         assert torch.equal(value, ranks[1][name]["end"][key]), "the replicas stay the same afterwards"
 
