@@ -281,7 +281,7 @@ class ClassificationReport(Callback):
         ]
         raise TypeError(
             f"ClassificationReport: {step} returned predictions ({self.predictions!r}) of {kinds[0]} and targets "
-            f"({self.targets!r}) of {kinds[1]}. Expected class numbers (integers) of shape (samples,), and as predictions "
+            f"({self.targets!r}) of {kinds[1]}; expected class numbers (integers) of shape (samples,), and as predictions "
             "also scores of shape (samples, classes) with two classes or more. Turn one probability or logit for each sample "
             "into (scores > threshold).long(), one-hot targets into target.argmax(1), float targets into target.long(), and "
             "scores of further dimensions into scores.argmax(1)."
