@@ -225,4 +225,4 @@ def test_a_modules_own_way_to_load_itself_is_used_or_refused(ranks: list[Any]) -
             if strategy.startswith("ddp"):
                 assert refused == ""
             else:
-                assert "'double' in the state_dict of Noting is computed from what it holds" in refused
+                assert "'double' in the state_dict of Noting is computed from tensors" in refused
