@@ -24,9 +24,8 @@ from trainwright.trainer.metrics import MetricCollector
 from trainwright.trainer.oversights import warn_of_monitors, warn_of_shuffling
 from trainwright.trainer.run import Run
 from trainwright.trainer.run_position import VALIDATION_LOADERS, Phase
-from trainwright.trainer.sources import BatchTransfer, LoaderSource, find_transfer
+from trainwright.trainer.sources import BatchTransfer, LoaderSource, StepArguments, find_transfer, read_step
 from trainwright.trainer.stage import Shard, Stage, limited
-from trainwright.trainer.steps import StepArguments, read_step
 from trainwright.trainer.stop import EvaluationAbandoned
 from trainwright.trainer.uneven_round import Communication, OwnRounds, UnevenRound
 

@@ -90,11 +90,13 @@ class Logbook:
 
     def end_evaluation(self) -> None:
         """Return to the collector before the evaluation."""
-        self.collector, self._outer, self._not_of_evaluation = self._outer, None, None
+        self.collector = self._outer
+        self._outer = self._not_of_evaluation = None
 
     def stop_collecting(self) -> None:
         """Let self.log raise until the next start."""
-        self.collector, self.is_row_due = None, False
+        self.collector = None
+        self.is_row_due = False
 
     @property
     def is_silenced(self) -> bool:
@@ -200,8 +202,13 @@ class Logbook:
         """Return the latest value of every metric as its user sees it, for the Trainer of another process."""
         return {"callback": self.callback_metrics, "logged": self.logged_metrics, "shown": self.progress_bar_metrics}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take the latest values from a checkpoint; one of an older version may lack some."""
+    def load_state_dict(self, state: dict[str, Any], unfinished: dict[str, Any] | None = None) -> None:
+        """Load the latest values from a checkpoint, of which an older version may lack some.
+
+        `unfinished` is the epoch's part of a checkpoint within an epoch, kept until the epoch is resumed.
+        """
+        if unfinished is not None:
+            self.unfinished = unfinished
         for name, values in self._latest.items():
             values.update(state.get(name, {}))
         self._earlier_batches.update(state.get("evaluation_batches", {}))
@@ -255,10 +262,6 @@ class Logbook:
                 f"Log it with self.log, or change monitor.{early}"
             )
         return float(metrics[name])  # NOTE: waits for the device if the value is a step's
-
-    def keep_unfinished(self, state: dict[str, Any] | None) -> None:
-        """Keep what a checkpoint within an epoch holds of that epoch, until the epoch is resumed."""
-        self.unfinished = state
 
     def is_outdated(self, name: str) -> bool:
         state = self._state

@@ -104,7 +104,8 @@ class LoggedValue:
         return value
 
     def follow(self, metric: Metric, attribute: str) -> None:
-        self.metric, self.key = metric, self.key._replace(attribute=attribute)
+        self.metric = metric
+        self.key = self.key._replace(attribute=attribute)
 
     def add(self, value: Tensor | float, weight: float) -> None:
         """Add a value to the epoch's; a tensor stays on its device and is not read."""

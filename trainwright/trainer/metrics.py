@@ -86,15 +86,19 @@ class MetricCollector:
         self._batch_size_of: Any = None  # the batch itself: an id may be used again
 
     def begin_loader(self, loader: Loader | None) -> None:
+        """Begin an evaluation loader. None ends the latest one."""
         self.loader = loader
+        self.batch = None
 
     def begin_batch(self, batch: Any, step: str = "training_step", is_uneven: bool = False, *, index: int) -> None:
         """Begin a batch of a step, whose hook may log from here on."""
-        self.batch, self.index, self.hook, self.is_uneven = batch, index, step, is_uneven
+        self.batch, self.index = batch, index
+        self.hook, self.is_uneven = step, is_uneven
 
-    def take_batch(self, batch: Any) -> None:
+    def take_batch(self, batch: Any, index: int) -> None:
         """Begin another batch within a step that pulls its batches."""
         self.batch = batch
+        self.index = index
 
     def end_batches(self) -> None:
         self.batch = None
@@ -108,11 +112,14 @@ class MetricCollector:
         error.add_note(f"In {self.hook}, with batch {self.index}: {_in_words(self.batch)}.")
 
     def begin_uneven_round(self, silent: bool) -> None:
-        """Begin a round in which ranks have different numbers of samples; `silent`: this rank has none."""
-        self.is_uneven, self.silent = True, silent
+        """Begin a round in which ranks have different numbers of samples. With `silent` this rank has none."""
+        self.is_uneven = True
+        self.silent = silent
 
     def end_uneven_round(self) -> None:
-        self.is_uneven = self.silent = False
+        """End the round."""
+        self.is_uneven = False
+        self.silent = False
 
     def enter_hook(self, name: str) -> str:
         """Let a hook log under its name, and return the hook around it, to enter again afterwards."""

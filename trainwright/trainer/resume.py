@@ -71,9 +71,12 @@ class Resumption:
         load = partial(run.hooks.call, "load_sharded_state_dict", self._checkpoint, self._opened.tensors)
         run.engine.ranks.run_on_all(load, "the load of a checkpoint")
         state, own = restored.state, restored.rank_state or {}
-        run.state.resume(state["position"], own.get("epoch_rng"), restored.rng)
+        position, gradients = state["position"], own.get("gradients", [])
+        if position.get("holds_gradients") and not self._can_hold(gradients):
+            position = {**position, "holds_gradients": False}
+        run.state.resume(position, own.get("epoch_rng"), restored.rng)
         sources = restored.nearest_rank_state.get("sources") or [()]
-        run.data.load_state_dict({"places": state["position"].get("places", ()), "sources": sources[0]})
+        run.data.load_state_dict({"places": position.get("places", ()), "sources": sources[0]})
         if own.get("should_stop"):  # by the user's own code, which may not ask again
             run.stop.request(True)
             run.trainer.print(
@@ -81,14 +84,13 @@ class Resumption:
                 "set trainer.should_stop = False in on_train_start."
             )
         if run.state.holds_gradients:
-            self._load_gradients(own.get("gradients", []))
+            hold_gradients(run.engine.modules, gradients)
         run.engine.script.resume(state, path, self._fresh, self._unused)
         for config in run.trained.schedulers if run.state.step else ():
             if (optimizer := getattr(config.scheduler, "optimizer", None)) is not None:
                 optimizer._opt_called = True  # it stepped before this process began; else torch warns of the order
-        run.logbook.load_state_dict(state.get("metrics", {}))
-        if run.state.batch:
-            run.logbook.keep_unfinished(self._unfinished_metrics(restored.rank_state))
+        unfinished = self._unfinished_metrics(restored.rank_state) if run.state.batch else None
+        run.logbook.load_state_dict(state.get("metrics", {}), unfinished)
         run.update_trained(resume_source=path)
         last, epoch = run.settings.last_epoch, run.state.epoch
         if last is not None and epoch >= last and run.state.batch == 0:
@@ -117,19 +119,18 @@ class Resumption:
         if state.batch:
             state.rng[AFTER_EPOCH_START] = saved
 
-    def _load_gradients(self, held: Sequence[Mapping[str, Tensor]]) -> None:
-        """Load the gradients that wait for a step of manual optimization, in a job like the one that saved them."""
+    def _can_hold(self, gradients: Sequence[Mapping[str, Tensor]]) -> bool:
+        """Return whether this job is like the one that saved these gradients; warn if it is not."""
         run, saved_under = self._run, self._checkpoint.header.get("strategy")
-        if saved_under == run.engine.strategy.name and len(held) == len(run.engine.modules):
-            hold_gradients(run.engine.modules, held)
-            return
-        run.state.drop_gradients()
+        if saved_under == run.engine.strategy.name and len(gradients) == len(run.engine.modules):
+            return True
         rank_zero_warn(
             f"{self._checkpoint.path} holds gradients that wait for a step, as {self._checkpoint.world_size} processes under "
             f"{saved_under!r} had them; on {run.engine.world_size} under {run.engine.strategy.name!r} the run continues "
             "without them.",
             stacklevel=2,
         )
+        return False
 
     def _unfinished_metrics(self, own: dict[str, Any] | None) -> dict[str, Any] | None:
         """Return what the epoch had logged: this rank's own, or at a different world size its part of what all ranks had."""

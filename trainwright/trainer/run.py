@@ -30,9 +30,8 @@ from trainwright.profilers import Profiler
 from trainwright.profilers.base import instrument, is_measuring
 from trainwright.rank_zero import rank_zero_warn, say
 from trainwright.strategies.base import Clipping
-from trainwright.trainer.checkpoint_choice import Choice
+from trainwright.trainer.checkpoint_choice import Choice, FolderLocks
 from trainwright.trainer.hooks import HookTable, check_hooks
-from trainwright.trainer.locks import FolderLocks
 from trainwright.trainer.logbook import Logbook
 from trainwright.trainer.run_position import Position
 from trainwright.trainer.settings import Settings

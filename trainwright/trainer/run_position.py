@@ -149,6 +149,7 @@ class Progress:
     def cancel_batch(self) -> None:
         """Leave a training batch before its step."""
         self.batches_begun -= 1
+        self.phase = Phase.BETWEEN_BATCHES
 
     @property
     def is_within_window(self) -> bool:
@@ -414,10 +415,6 @@ class Position:
     def keep_gradients(self) -> None:
         """Store gradients that wait over an epoch's end for a step of manual optimization."""
         self.holds_gradients = True
-
-    def drop_gradients(self) -> None:
-        """Store no gradients any more."""
-        self.holds_gradients = False
 
     @contextmanager
     def ending_epoch(self, is_complete: bool) -> Iterator[None]:

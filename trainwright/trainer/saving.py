@@ -173,7 +173,7 @@ def save_checkpoint(run: Run, path: str, weights_only: bool, blocking: bool, ove
     if run.logbook.is_row_due:
         run.logbook.log_step()  # no resumed run would write it
     number = run.state.count_save()  # before the state is read, because the checkpoint contains its number
-    data = None if weights_only else position_in_data(run)
+    data = None if weights_only or run.trained.data is None else run.trained.data.state_dict()
     run.engine.save(
         path,
         step=run.state.step,

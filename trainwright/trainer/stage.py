@@ -49,7 +49,8 @@ class Stages:
 
     def note_training(self, dataloader: Any, num_batches: Batches) -> None:
         """Note the training loaders, and how many batches of them an epoch runs on this rank."""
-        self.train_dataloader, self.num_training_batches = dataloader, num_batches
+        self.train_dataloader = dataloader
+        self.num_training_batches = num_batches
 
     def counts(self) -> dict[str, Any]:
         """Return the numbers of batches as plain data, for the Trainer of another process."""

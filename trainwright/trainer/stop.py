@@ -102,7 +102,8 @@ class Stop:
 
     def note_end(self, error: BaseException | None) -> None:
         """Note how a run has ended; None when another begins."""
-        self.was_cut, self.interrupted = error is not None, isinstance(error, (KeyboardInterrupt, SystemExit))
+        self.was_cut = error is not None
+        self.interrupted = isinstance(error, (KeyboardInterrupt, SystemExit))
 
     def request(self, wanted: bool) -> None:
         """Request that the run ends, as `trainer.should_stop = True` does, or withdraw that."""

@@ -30,7 +30,6 @@ from trainwright.trainer.evaluate import Evaluation, evaluate
 from trainwright.trainer.fit import fit
 from trainwright.trainer.inputs import check_compile, choose_precision, choose_root
 from trainwright.trainer.logbook import format_table
-from trainwright.trainer.missing_names import missing
 from trainwright.trainer.parts import (
     PARTS,
     arranged_callbacks,
@@ -43,14 +42,13 @@ from trainwright.trainer.parts import (
     with_the_modules,
 )
 from trainwright.trainer.predict import predict
-from trainwright.trainer.preparation import prepare_fit
+from trainwright.trainer.preparation import Request, choose_checkpoint, prepare_fit, read_evaluation, read_fit
 from trainwright.trainer.remote_call import OWN_ARGUMENTS, call_remotely, changes
-from trainwright.trainer.request import Request, choose_checkpoint, read_evaluation, read_fit
 from trainwright.trainer.resume import Resumption, open_with_hooks, restore_weights
 from trainwright.trainer.run import Parts, Run
 from trainwright.trainer.run_position import Position
 from trainwright.trainer.saving import save_checkpoint
-from trainwright.trainer.settings import REPLACED, Settings
+from trainwright.trainer.settings import REPLACED, Settings, missing
 from trainwright.trainer.sources import find_source
 from trainwright.trainer.status import Status
 from trainwright.trainer.training_run import TrainingRun
