@@ -136,7 +136,7 @@ class CheckpointSearch:
             return Choice()
         if name in NAMES and not self.callbacks:
             raise ValueError(
-                f"ckpt_path={name!r} needs a ModelCheckpoint, but this trainer has none; pass a path, or leave "
+                f"ckpt_path={name!r} needs a ModelCheckpoint, but this trainer has none. Pass a path, or leave "
                 "enable_checkpointing at True."
             )
         self.engine.finish_save()  # a save in flight may be the checkpoint that is searched for
@@ -159,7 +159,7 @@ class CheckpointSearch:
         if any(callback.last_model_path for callback in self.callbacks):
             raise CheckpointError(
                 "ckpt_path='best': no best checkpoint, because the monitored metric had no finite value at any save (a run "
-                "that ends within an epoch does not validate there); pass 'last', or a path."
+                "that ends within an epoch does not validate there). Pass 'last', or a path."
             )
         raise MissingCheckpoint(
             "ckpt_path='best': no checkpoint was saved by this trainer's ModelCheckpoint. Run fit first, or pass 'last' or the "
@@ -245,12 +245,12 @@ def _check_path(ckpt_path: Any) -> None:
         return
     if not isinstance(ckpt_path, (str, os.PathLike)):
         raise TypeError(
-            f"ckpt_path={ckpt_path!r} is {a_type_of(ckpt_path)}; expected a path, 'best', 'last' or 'auto'."
+            f"ckpt_path={ckpt_path!r} is {a_type_of(ckpt_path)}. Expected a path, 'best', 'last' or 'auto'."
         )
     path = str(ckpt_path)
     if not path:
         raise ValueError(
-            "ckpt_path='' is an empty path; pass a checkpoint's path, 'best', 'last' or 'auto', or None. (A best_model_path is "
+            "ckpt_path='' is an empty path. Pass a checkpoint's path, 'best', 'last' or 'auto', or None. (A best_model_path is "
             "empty as long as nothing was saved.)"
         )
     if path not in NAMES and path.lower() in NAMES and not os.path.lexists(path):

@@ -44,7 +44,7 @@ class Batch:
 
     def refuse(self, step: str) -> None:
         """Raise RuntimeError: the step should have taken its batch itself, and has not."""
-        raise RuntimeError(f"{step} took no batch from its dataloader_iter; call next(dataloader_iter) in it.")
+        raise RuntimeError(f"{step} took no batch from its dataloader_iter. Call next(dataloader_iter) in it.")
 
 
 class PulledBatches(Iterator[tuple[Any, int, int]]):
@@ -208,10 +208,10 @@ class EpochBatches:
         if self._length is None and count == 0:
             raise RuntimeError(
                 "the training loader yielded no batches (its dataset yields nothing, drop_last dropped all, or its __iter__ "
-                "does not start again in a later epoch); give it data."
+                "does not start again in a later epoch). Give it data."
             )
         if self._length is not None and not self.is_complete:
             raise RuntimeError(
-                f"the training loader yielded {count} batches, but its length is {self._length}; make the __len__ of its "
+                f"the training loader yielded {count} batches, but its length is {self._length}. Make the __len__ of its "
                 "sampler the number of batches that it yields."
             )

@@ -32,7 +32,7 @@ OWN_PARTS = (
     "backward", "optimizer_step", "optimizer_zero_grad", "configure_gradient_clipping", "lr_scheduler_step",
     "on_validation_model_zero_grad",
 )  # fmt: skip
-"""What a module may do in its own way within a step."""
+"""The parts of a step that a module may override."""
 
 
 def prepare_fit(run: TrainingRun) -> None:
@@ -41,15 +41,15 @@ def prepare_fit(run: TrainingRun) -> None:
     is_manual = not module.automatic_optimization
     if is_manual and (settings.accumulate_grad_batches > 1 or settings.gradient_clip_val):
         raise ValueError(
-            "accumulate_grad_batches and gradient_clip_val are automatic optimization's, but this module has "
-            "automatic_optimization = False; accumulate and clip in training_step, and leave them at their defaults, in "
+            "accumulate_grad_batches and gradient_clip_val need automatic optimization, but this module has "
+            "automatic_optimization = False. Accumulate and clip in training_step, and leave them at their defaults, in "
             "trainwright launch and its config too."
         )
     arguments = read_step(module, "training_step")
     if arguments.pulls and settings.accumulate_grad_batches > 1:
         raise ValueError(
             f"accumulate_grad_batches={settings.accumulate_grad_batches} counts batches, but training_step takes them from "
-            "dataloader_iter itself; leave it at 1 and take several batches in a step."
+            "dataloader_iter itself. Leave it at 1 and take several batches in a step."
         )
     engine.take_seed()
     engine.precision.reset()
@@ -79,7 +79,7 @@ def prepare_optimizers(run: TrainingRun) -> bool:
     optimizers, schedulers = ([], []) if makes_none else read_optimizers(returned, is_manual=is_manual)
     if not is_manual and len(optimizers) > 1:
         raise ValueError(
-            f"configure_optimizers returned {len(optimizers)} optimizers, but automatic optimization steps one; set "
+            f"configure_optimizers returned {len(optimizers)} optimizers, but automatic optimization steps one. Set "
             "automatic_optimization = False in the module and step them in training_step."
         )
     engine.replaced.update(optimizers)
@@ -106,7 +106,7 @@ def prepare_optimizers(run: TrainingRun) -> bool:
 
 
 def _warn_of_others(module: Module, optimizers: Sequence[Optimizer], world_size: int) -> None:
-    """Warn of trained parameters that are not the module's: on several ranks of any, on one if all are others'."""
+    """Warn of trained parameters that are not the module's: on several ranks of any, on one rank if all are."""
     own = {parameter for _, parameter in nn.Module.named_parameters(module)}  # the module may override parameters()
     trained = [p for each in optimizers for group in each.param_groups for p in group["params"] if p.requires_grad]
     others = [parameter for parameter in trained if parameter not in own]
@@ -143,7 +143,7 @@ def with_log_context(run: TrainingRun, name: str) -> Callable[..., Any]:
 
 
 def find_validation(run: TrainingRun) -> LoaderSource | None:
-    """Return where the validation loaders come from; None without any, or with limit_val_batches=0."""
+    """Return the source of the validation loaders. None if there are none, or with limit_val_batches=0."""
     module, datamodule = run.module, run.datamodule
     source = find_source("validation", run.given_validation, datamodule, module, "val_dataloaders", "fit")
     # The limit is the same on every rank, while a single rank may have no batch.
@@ -154,8 +154,8 @@ def find_validation(run: TrainingRun) -> LoaderSource | None:
         return None
     if not has_step:
         rank_zero_warn(
-            f"there are validation loaders, but {type(module).__name__} has no validation_step, so fit does not validate; "
-            "define it, or leave the loaders out.",
+            f"there are validation loaders, but {type(module).__name__} has no validation_step, so fit does not validate. "
+            "Define it, or do not pass the loaders.",
             stacklevel=2,
         )
         return None
@@ -178,7 +178,7 @@ class Request(NamedTuple):
 def read_fit(
     model: Any, train_loaders: Any, val_loaders: Any, datamodule: Any, ckpt_path: Any, verify: Verify, fresh: Any
 ) -> Request:
-    """Return the request of a fit; refuse a module or data that cannot be trained (TypeError, ValueError)."""
+    """Return the request of a fit. Reject a module or data that cannot be trained (TypeError, ValueError)."""
     fresh = checked_fresh(fresh, ckpt_path)
     check_module(model, ["training_step", "configure_optimizers"], "fit")
     if ckpt_path == "auto":
@@ -186,16 +186,16 @@ def read_fit(
     loaders, datamodule = read_datamodule(train_loaders, datamodule, "train_dataloaders", "fit")
     source = find_source("train", loaders, datamodule, model, "train_dataloaders", "fit")
     if not source.is_defined:
-        source.load()  # which says what is missing
+        source.load()  # raises the error
     return Request("fit", model, loaders, datamodule, source, ckpt_path, verify, fresh)
 
 
 def read_evaluation(
     latest: Run, call: str, stage: str, model: Any, loaders: Any, ckpt_path: Any, datamodule: Any, verify: Verify
 ) -> Request:
-    """Return the request of an evaluation; refuse what cannot be evaluated (TypeError, ValueError).
+    """Return the request of an evaluation. Reject a module or data that cannot be evaluated (TypeError, ValueError).
 
-    Without a module it is that of the `latest` run, with the weights of its best checkpoint if there is one.
+    Without a module, evaluate the module of the `latest` run, with the weights of its best checkpoint if there is one.
     """
     best = next((each.best_model_path for each in latest.checkpoint_callbacks if each.best_model_path), "")
     if model is None and ckpt_path is None and best:
@@ -215,7 +215,7 @@ def read_evaluation(
         given_datamodule = latest.datamodule
     source = find_source(stage, loaders, given_datamodule, module, "dataloaders", call)
     if not source.is_defined:
-        source.load()  # which says what is missing
+        source.load()  # raises the error
     return Request(call, module, loaders, given_datamodule, source, ckpt_path, verify)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields
@@ -262,7 +263,10 @@ class Position:
 
     def plain(self) -> dict[str, Any]:
         """Return everything except the phase, as plain data for a Trainer in another process."""
-        return {name: value for name, value in asdict(self).items() if name != "progress"}
+        plain = {
+            entry.name: copy.deepcopy(getattr(self, entry.name)) for entry in fields(self) if entry.name != "progress"
+        }
+        return {**plain, "open_epoch": None if self.open_epoch is None else asdict(self.open_epoch)}
 
     @classmethod
     def of_plain(cls, plain: dict[str, Any]) -> Position:

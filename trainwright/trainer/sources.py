@@ -30,7 +30,7 @@ class LoaderSource:
     """"train", "validation", "test" or "predict"."""
     given: Any
     owner: Any
-    """The module or the datamodule whose hook makes the loaders; None if they were given or are missing."""
+    """The module or the datamodule whose hook makes the loaders. None if they were passed or are missing."""
     argument: str
     """The name of the loaders in errors."""
     call: str
@@ -50,14 +50,14 @@ class LoaderSource:
         hook = f"{type(self.owner).__name__}.{HOOKS[self.stage]}()"
         loaders = getattr(self.owner, HOOKS[self.stage])()
         if loaders is None:
-            raise TypeError(f"{hook} returned None; return a torch DataLoader, or an iterable of batches.")
+            raise TypeError(f"{hook} returned None. Return a torch DataLoader, or an iterable of batches.")
         return check_loader(loaders, f"what {hook} returned", self.call, HOOKS[self.stage], is_read_once)
 
 
 def find_source(
     stage: str, given: Any, datamodule: DataModule | None, module: Module, argument: str, call: str
 ) -> LoaderSource:
-    """Return the source of a stage's loaders: those given to the call, else the datamodule's hook, else the module's."""
+    """Return the source of a stage's loaders: the call's argument, else the datamodule's hook, else the module's."""
     owner: Any = None
     if given is None:
         if datamodule is not None and is_overridden(HOOKS[stage], datamodule, DataModule):
@@ -68,27 +68,30 @@ def find_source(
 
 
 def read_datamodule(loaders: Any, datamodule: Any, argument: str, call: str) -> tuple[Any, DataModule | None]:
-    """Return (loaders, datamodule) of a call; a DataModule may be passed as the loaders too.
-    TypeError if datamodule= is not a DataModule, ValueError if both were given.
+    """Return (loaders, datamodule) of a call. A DataModule may be passed as the loaders too.
+
+    Raises:
+        TypeError: datamodule= is not a DataModule.
+        ValueError: both were passed.
     """
     if isinstance(loaders, DataModule):
         loaders, datamodule = None, loaders if datamodule is None else datamodule
     if datamodule is None:
         return loaders, None
     if isinstance(datamodule, type) and issubclass(datamodule, DataModule):
-        raise TypeError(f"trainer.{call} was given the class {datamodule.__name__}; pass an instance of it.")
+        raise TypeError(f"trainer.{call} was given the class {datamodule.__name__}. Pass an instance of it.")
     if not isinstance(datamodule, DataModule):
         raise TypeError(
-            f"trainer.{call} was given datamodule={type(datamodule).__name__}(...); expected an instance of "
+            f"trainer.{call} was given datamodule={type(datamodule).__name__}(...). Expected an instance of "
             f"trainwright.DataModule.{foreign_hint(datamodule)}"
         )
     if loaders is not None:
-        raise ValueError(f"trainer.{call} was given both {argument}= and datamodule=; pass one of them.")
+        raise ValueError(f"trainer.{call} was given both {argument}= and datamodule=. Pass one of them.")
     return None, datamodule
 
 
 class BatchTransfer:
-    """Brings a batch to a step: by the hooks of the datamodule, else of the module, to the device and the step's dtype."""
+    """Moves a batch to the device and the step's dtype, by the hooks of the datamodule or else of the module."""
 
     def __init__(self, engine: Any, module: Module, datamodule: DataModule | None, profiler: Profiler) -> None:
         self._device, self._precision = engine.device, engine.precision
@@ -119,7 +122,7 @@ class BatchTransfer:
         return self.arrived(batch, loader_index)
 
     def arrived(self, batch: Any, loader_index: int = 0) -> Any:
-        """Convert a batch that is already on the device to what a step gets."""
+        """Convert a batch that is already on the device for the step."""
         if self._precision.converts_batch:
             batch = self._precision.convert_batch(batch)
         if "on_after_batch_transfer" in self._hooks:
@@ -130,19 +133,19 @@ class BatchTransfer:
 def find_transfer(
     engine: Any, module: Module, datamodule: DataModule | None, profiler: Profiler
 ) -> BatchTransfer | None:
-    """Return what brings batches to a step; None if they need no change."""
+    """Return the transfer of batches to a step. None if they need no change."""
     transfer = BatchTransfer(engine, module, datamodule, profiler)
     return transfer if transfer.is_needed else None
 
 
 @dataclass(frozen=True)
 class StepArguments:
-    """What a step is called with: the batch, and the indices of the batch and of the loader if it takes them."""
+    """The arguments of a step: the batch, and the indices of the batch and of the loader if it takes them."""
 
     takes_index: bool = True
     takes_loader_index: bool = False
     pulls: bool = False
-    """Whether it takes its batches from an iterator."""
+    """Whether the step takes its batches from an iterator."""
 
     def of(self, batch: Any, index: int, loader_index: int) -> tuple[Any, ...]:
         if self.takes_loader_index:
@@ -151,7 +154,7 @@ class StepArguments:
 
 
 def read_step(module: Module, name: str, num_loaders: int = 1, are_named: bool = False) -> StepArguments:
-    """Return what a module's step takes; `are_named`: all loaders have names, or need none.
+    """Return the arguments that a module's step takes; `are_named`: all loaders have names, or need none.
 
     Raises:
         TypeError: it requires other arguments than the batch and the two indices, or takes no loader's index although there
@@ -179,7 +182,7 @@ def read_step(module: Module, name: str, num_loaders: int = 1, are_named: bool =
     # Values logged by several loaders need names that tell them apart; predictions are a list for each loader.
     if num_loaders > 1 and len(positional) < 3 and not takes_any and not are_named and name != "predict_step":
         raise TypeError(
-            f"{who}({', '.join(names)}) takes no dataloader_idx, but there are {num_loaders} loaders; add a third argument, "
+            f"{who}({', '.join(names)}) takes no dataloader_idx, but there are {num_loaders} loaders. Add a third argument, "
             "dataloader_idx=0, or pass the loaders in a dict of names."
         )
     takes_loader_index = len(needed) > 2 or (num_loaders > 1 and (len(positional) > 2 or takes_any))

@@ -341,7 +341,7 @@ class Trainer(Status):
             A list with an entry for each batch; with several loaders a list of such lists; None with return_predictions=False.
         """
         if return_predictions not in (None, True, False, "own"):
-            raise ValueError(f"return_predictions={return_predictions!r} is not accepted; pass True, False or 'own'.")
+            raise ValueError(f"return_predictions={return_predictions!r} is not accepted. Pass True, False or 'own'.")
         given = (model, dataloaders, ckpt_path, datamodule, verify)
         wanted, own_only = return_predictions is not False, return_predictions == "own"
         run = partial(predict, return_predictions=wanted, own_only=own_only)
@@ -383,7 +383,7 @@ class Trainer(Status):
             RuntimeError: nothing to save, or nothing that a run could resume from.
         """
         if storage_options is not None:
-            raise ValueError("storage_options is not accepted; put them into the fsspec URL or its configuration.")
+            raise ValueError("storage_options is not accepted. Put them into the fsspec URL or its configuration.")
         return save_checkpoint(self.run, str(filepath), weights_only, blocking, overwrite)
 
     def stop_soon(self) -> None:
