@@ -55,7 +55,7 @@ def test_what_is_no_row_of_numbers_is_refused() -> None:
             self.log_dict(self.metric)
 
     with pytest.raises(
-        TypeError, match=r"log_dict was given a ClasswiseWrapper, which is one Metric; log it with self\.log"
+        TypeError, match=r"log_dict was given a ClasswiseWrapper, which is one Metric. Log it with self\.log"
     ):
         tw.Trainer(**QUIET).validate(Whole(ClasswiseWrapper(MulticlassAccuracy(3, average=None))), make_loader())
     assert torch.is_grad_enabled()
