@@ -593,7 +593,7 @@ class Nothing:
             "more batches than its length, 1",
         ),
         (NoSteps(), None, TypeError, "needs training_step and configure_optimizers, which NoSteps"),
-        (Classifier(), iter([]), RuntimeError, "no batches, or none left: an iterator can be read once"),
+        (Classifier(), iter([]), RuntimeError, "yields no batches: an iterator can be read only once"),
         (Classifier(), Nothing(), RuntimeError, "yielded no batches"),
         (
             Classifier(),
