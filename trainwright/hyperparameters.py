@@ -176,7 +176,8 @@ def hyper_parameter_entries(
     """Return a checkpoint's entries for an owner, and at the first call the names of values without a form."""
     plain, forms = stored_hyper_parameters(owner, is_plain)
     left_out = [] if owner._has_named_left_out else _left_out(forms)
-    owner._has_named_left_out = owner._has_named_left_out or bool(left_out)
+    if left_out:
+        owner._has_named_left_out = True
     if not plain and not forms:
         return {}, left_out
     if owner._is_omegaconf and not forms:
