@@ -236,7 +236,7 @@ def test_a_first_rung_that_nothing_can_be_compared_with(
     ("arguments", "said"),
     [
         ([], "no script was given. Pass one, or -m and a module, after the options."),
-        (["none.py"], "file 'none.py' does not exist; pass the path of a script"),
+        (["none.py"], "file 'none.py' does not exist. Pass the path of a script"),
         (["--rungs", "fdsp", "train.py"], "--rungs fdsp: choose from unchanged, "),
         (["--rungs", "unchanged,fdsp", "train.py"], "Did you mean 'fsdp'?"),
         (
