@@ -24,7 +24,6 @@ class Use(NamedTuple):
 
 TORCH = (
     Use("torch", "_foreach_norm", "check all gradients for NaN and infinity in one call (engine/finiteness.py)"),
-    Use("torch", "_foreach_mul_", "rescale all gradients in one call (strategies/base.py)"),
     Use(
         "torch",
         "_foreach_copy_",
@@ -63,7 +62,7 @@ TORCH = (
     Use(
         "torch.Tensor",
         "_backward_hooks _post_accumulate_grad_hooks",
-        "run a backward that is no step's without the hooks of gradients (strategies/ddp/strategy.py)",
+        "run a backward that is no step's without the hooks of gradients (strategies/ddp/vendor.py)",
     ),
     Use(
         "torch.nn.Module",
@@ -99,32 +98,32 @@ TORCH = (
     Use(
         "torch.nn.parallel.distributed",
         "_find_tensors",
-        "prepare DDP's reducer for a manual backward (strategies/ddp/strategy.py)",
+        "prepare DDP's reducer for a manual backward (strategies/ddp/vendor.py)",
     ),
     Use(
         "torch.nn.parallel.DistributedDataParallel",
         "_static_graph_delay_allreduce_enqueued",
-        "synchronize the first backward of a static graph, which DDP learns from (strategies/ddp/strategy.py)",
+        "synchronize the first backward of a static graph, which DDP learns from (strategies/ddp/vendor.py)",
     ),
     Use(
         "torch.nn.parallel.DistributedDataParallel",
         "_ddp_params_and_buffers_to_ignore",
-        "keep each rank's own parameters and buffers out of DDP (strategies/ddp/strategy.py)",
+        "keep each rank's own parameters and buffers out of DDP (strategies/ddp/vendor.py)",
     ),
     Use(
         "torch._C._distributed_c10d.Reducer",
         "_reset_state",
-        "train on after a backward that failed and whose error the user has caught (strategies/ddp/strategy.py)",
+        "train on after a backward that failed and whose error the user has caught (strategies/ddp/vendor.py)",
     ),
     Use(
         "torch._C._distributed_c10d.Reducer",
         "_rebuild_buckets",
-        "prepare DDP's reducer for a manual backward (strategies/ddp/strategy.py)",
+        "prepare DDP's reducer for a manual backward (strategies/ddp/vendor.py)",
     ),
     Use(
         "torch.distributed",
         "_broadcast_coalesced",
-        "send rank 0's buffers in few messages (strategies/synced_buffers.py)",
+        "send rank 0's buffers in few messages (strategies/ddp/vendor.py)",
     ),
     Use(
         "torch.distributed.distributed_c10d",
@@ -484,7 +483,7 @@ OTHERS = (
     Use(
         "transformers.modeling_utils.PreTrainedModel",
         "_gradient_checkpointing_func",
-        "reject reentrant recomputation on several ranks (strategies/used_parameters.py)",
+        "reject reentrant recomputation on several ranks (strategies/ddp/vendor.py)",
     ),
     Use(
         "omegaconf.base.Node", "_get_parent", "know a part of a configuration that refers to the rest (plain_forms.py)"

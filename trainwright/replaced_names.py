@@ -14,7 +14,7 @@ _GROUPS = {
     "XLAProfiler XLAStrategy SingleDeviceXLAStrategy XLAAccelerator XLAPrecision XLACheckpointIO": "TPUs are "
     "not supported",
     "ModelParallelStrategy": "strategy='fsdp' shards a module; tensor parallelism is missing",
-    "ParallelStrategy": "subclass tw.Strategy; strategy.is_parallel says whether it runs on several processes",
+    "ParallelStrategy": "subclass tw.Strategy; strategy.capabilities.is_parallel says whether it runs on several processes",
     "accelerators.Accelerator CPUAccelerator CUDAAccelerator MPSAccelerator": "accelerator= of the Trainer "
     "takes names, such as 'gpu', and trainer.accelerator is the device's kind as text",
     "find_usable_cuda_devices": "devices= of the Trainer takes a number, or a list of indices",

@@ -20,6 +20,7 @@ from trainwright.checkpoint.editing import fill
 from trainwright.checkpoint.reader import StoredCheckpoint
 from trainwright.checkpoint.tensors import Piece, tied_groups
 from trainwright.rank_zero import rank_zero_warn
+from trainwright.strategies.replication import equalize_buffers
 from trainwright.tensor_names import named_tensors
 
 if TYPE_CHECKING:
@@ -149,7 +150,7 @@ class AveragedPieces:
         for average, value in self._pairs(pieces):
             value.copy_(average)
         strategy.refresh_weights([module])
-        strategy.before_evaluation([module])  # the averages of buffers are rank 0's
+        equalize_buffers([module])  # the averages of buffers are rank 0's
 
     @torch.no_grad()
     def put_back(self, strategy: Strategy, module: nn.Module, refreshes: bool = True) -> None:
@@ -297,7 +298,7 @@ class Averaging(Callback):
         self._pieces = AveragedPieces(self._fold(), self._device, self._use_buffers)
 
     def on_fit_start(self, trainer: Trainer, module: Module) -> None:
-        if trainer.strategy.holds_modules:  # the others refuse computed entries themselves
+        if trainer.strategy.capabilities.holds_modules:  # the others refuse computed entries themselves
             _refuse_computed(type(self).__name__, module, trainer.strategy.model_pieces(module))
 
     def on_after_backward(self, trainer: Trainer, module: Module) -> None:

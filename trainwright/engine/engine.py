@@ -51,6 +51,8 @@ from trainwright.precision import Precision, is_spelling_of, resolve_precision
 from trainwright.precision.base import Closure, Sender
 from trainwright.strategies import Strategy, is_variant_of, resolve_strategy
 from trainwright.strategies.base import Clipping, Optimization, StepResult
+from trainwright.strategies.divided_optimizers import make_whole
+from trainwright.strategies.module_checks import changed
 
 _holders: WeakKeyDictionary[nn.Module, ref[Strategy]] = WeakKeyDictionary()
 """The strategy that last set up each module, in this process."""
@@ -125,8 +127,8 @@ class Engine:
         self.strategy.check(device_type, world_size, chosen_precision)
         self.num_workers = 0
         """Number of processes to start for each call; 0 if this process does the work."""
-        needs_group = world_size > 1 or self.strategy.needs_group
-        on_host_too = self.strategy.communicates_on_host
+        needs_group = world_size > 1 or self.strategy.capabilities.needs_group
+        on_host_too = self.strategy.capabilities.communicates_on_host
         backend = pick_backend(device_type, on_host_too=on_host_too) if needs_group else ""
         if alone and (num_processes > 1 or num_nodes != 1):
             # It returns only where workers do each call; then this process computes nothing, and touches no GPU.
@@ -146,7 +148,7 @@ class Engine:
         seconds = 1800.0 if chosen_seconds is None else chosen_seconds
         device_types = [device_type, "cpu"] if on_host_too and device_type != "cpu" else [device_type]
         self.connection = open_process_group(
-            environment, backend, seconds, needs_group=self.strategy.needs_group, device_types=device_types
+            environment, backend, seconds, needs_group=self.strategy.capabilities.needs_group, device_types=device_types
         )
         if chosen_seconds is not None or self.connection.owns_group:
             collectives.set_timeout(seconds)  # the group may have been opened before, with a different timeout
@@ -165,7 +167,7 @@ class Engine:
         self.finiteness = Finiteness(self.ranks, lambda: (self.modules, model_pieces(self.strategy, self.modules)))
         self.replaced = ReplacedParameters()
         self._trains_apart = False
-        self._trained: list[list[str]] = []
+        self._trained: dict[str, nn.Parameter] = {}
         """Which parameters of each module required gradients at the strategy's last setup or refresh."""
 
     @property
@@ -196,7 +198,7 @@ class Engine:
             self.strategy.setup_module(module, optimization)
         self.strategy.note_module(module)
         self.modules.append(module)
-        self._trained = _trained_names(self.modules)
+        self._trained = _trained(self.modules)
 
     def refresh_trainable(self, *, if_changed: bool = False) -> None:
         """Let the strategy see which parameters require gradients now. Collective: call at each epoch's start.
@@ -206,13 +208,13 @@ class Engine:
         Raises:
             ValueError: on every rank, if the ranks froze or unfroze different parameters.
         """
-        is_same = _trained_names(self.modules) == self._trained and not self.strategy.has_replaced(self.modules)
+        is_same = not changed(self._trained, _trained(self.modules))
         if if_changed and is_same:
             return
         for module in self.modules:
             refuse_unlike_models(module, self.ranks)
         self.strategy.refresh_trainable(self.modules)
-        self._trained = _trained_names(self.modules)
+        self._trained = _trained(self.modules)
 
     def prepare_optimizers(self, optimizers: Sequence[Optimizer]) -> list[Optimizer]:
         """Prepare the optimizers of the prepared modules; return those to step, in the same order. Collective.
@@ -222,7 +224,7 @@ class Engine:
                 the ranks have optimizers of different kinds or options.
         """
         self.replaced.update(each for each in optimizers if each not in self.optimizers)
-        self.strategy.make_whole(optimizers)
+        make_whole(optimizers, self.strategy.name)
         refuse_unlike_optimizers(optimizers, self.ranks)
         self.script.note_optimizers(optimizers, is_first=not self.optimizers)
         self.optimizers = self.strategy.setup_optimizers(self.modules, optimizers, self.optimization)
@@ -503,7 +505,7 @@ class Engine:
             checkpoint.read_into("parameters", strays)
         same_job = (checkpoint.header.get("strategy"), checkpoint.world_size) == (self.strategy.name, self.world_size)
         kept = {} if weights_only or fresh or not same_job else state.get("strategy", {})
-        self.strategy.after_load(self.modules, self.optimizers, kept)
+        self.strategy.refresh_weights(self.modules, kept)
         run_on_all(loads.finish)  # a module's own hooks see the loaded tensors
         if not weights_only:
             self.precision.load_state_dict(state.get("precision", {}))
@@ -519,7 +521,7 @@ class Engine:
         self.finish_save()
         self.writer.release()
         self.strategy.close()
-        self.modules, self.optimizers = [], []
+        self.modules, self.optimizers, self._trained = [], [], {}
 
 
 def _shapes(checkpoint: StoredCheckpoint, section: str) -> dict[str, tuple[int, ...]]:
@@ -528,5 +530,10 @@ def _shapes(checkpoint: StoredCheckpoint, section: str) -> dict[str, tuple[int, 
     return {name: each.shape for name, each in stored.items()}
 
 
-def _trained_names(modules: Iterable[nn.Module]) -> list[list[str]]:
-    return [[name for name, each in module.named_parameters() if each.requires_grad] for module in modules]
+def _trained(modules: Iterable[nn.Module]) -> dict[str, nn.Parameter]:
+    return {
+        f"{number}.{name}": parameter
+        for number, module in enumerate(modules)
+        for name, parameter in module.named_parameters()
+        if parameter.requires_grad
+    }

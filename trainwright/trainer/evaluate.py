@@ -19,6 +19,7 @@ from trainwright.distributed.sync_points import SyncPoint
 from trainwright.module import Module, hook_of, is_overridden
 from trainwright.profilers.base import is_measuring
 from trainwright.rank_zero import rank_zero_info, rank_zero_warn
+from trainwright.strategies.replication import equalize_buffers
 from trainwright.trainer.inputs import iterators_of
 from trainwright.trainer.metrics import MetricCollector
 from trainwright.trainer.oversights import warn_of_monitors, warn_of_shuffling
@@ -92,7 +93,7 @@ class Evaluation:
         # Before any batch: the ranks with a batch would wait in its forward for those without.
         for _, loader in self.loaders:
             compare_first_draws(loader, engine.ranks, self.stage)
-            if engine.strategy.forward_is_collective and isinstance(loader, ShardedCombination):
+            if engine.strategy.capabilities.forward_is_collective and isinstance(loader, ShardedCombination):
                 loader.refuse_parted_rounds(self.limit_of(loader))
         self.is_loaded, self.has_iterators = True, bool(iterators_of(loaders))
         are_named = all(name is not None for name, _ in self.loaders)
@@ -177,7 +178,7 @@ def evaluate(
     evaluation.load()
     if getattr(run.settings, LIMITS[stage]) == 0:
         return []
-    engine.strategy.before_evaluation(engine.modules)
+    equalize_buffers(engine.modules)
     abandonment = run.stop.begin_evaluation(run.state.progress.is_within_window)
     with (
         run.state.progress.during(phase),
@@ -228,7 +229,11 @@ def run_loader(
     evaluation.shown.note_indices(None)
     communication = evaluation.begin_communication()
     is_own = engine.world_size > 1 and not loader.is_sharded
-    source = OwnRounds(loader, count, communication, engine.strategy.forward_is_collective) if is_own else loader
+    source = (
+        OwnRounds(loader, count, communication, engine.strategy.capabilities.forward_is_collective)
+        if is_own
+        else loader
+    )
     if evaluation.arguments.pulls:
         run_pulled(evaluation, collector, loader_index, source, count, keep, abandonment)
         return
@@ -269,7 +274,9 @@ def run_loader(
             keep(loader_index, index, outputs)
         hooks.call(f"on_{stage}_batch_end", outputs, batch, index, *several)
         if is_first:
-            communication.learn([*counts, collectives.count_issued()], engine.strategy.forward_is_collective)
+            communication.learn(
+                [*counts, collectives.count_issued()], engine.strategy.capabilities.forward_is_collective
+            )
         run.logbook.log_evaluation_step(index)
     evaluation.refuse_none(loader_index, source, index >= 0)
     evaluation.shown.note_indices(None)
@@ -355,7 +362,9 @@ def run_pulled(
             keep(loader_index, batches.count - 1, outputs)
         run.hooks.call(f"on_{stage}_batch_end", outputs, batches.latest, batches.count - 1, *several)
         if taken == 0:
-            evaluation.communication.learn([*counts, collectives.count_issued()], engine.strategy.forward_is_collective)
+            evaluation.communication.learn(
+                [*counts, collectives.count_issued()], engine.strategy.capabilities.forward_is_collective
+            )
         run.logbook.log_evaluation_step(batches.count - 1)
 
 

@@ -15,7 +15,8 @@ from trainwright.engine.optimizers import SchedulerConfig, may_use_closure, need
 from trainwright.engine.window import in_float32
 from trainwright.errors import a_type_of
 from trainwright.rank_zero import rank_zero_warn
-from trainwright.strategies.base import Clipping, parameters_of
+from trainwright.strategies.base import Clipping, release
+from trainwright.strategies.divided_optimizers import parameters_of
 from trainwright.trainer.training_run import TrainingRun
 from trainwright.trainer.uneven_round import discarded
 
@@ -143,7 +144,7 @@ def leave_window(run: TrainingRun) -> None:
 
 def hold_over_end(run: TrainingRun) -> None:
     """Note gradients of manual optimization that wait for a step over an epoch's end: they are part of a checkpoint."""
-    if run.window.is_open and not run.engine.strategy.gradients_are_parameters:
+    if run.window.is_open and not run.engine.strategy.capabilities.gradients_are_parameters:
         rank_zero_warn(
             f"gradients wait over the end of epoch {run.state.epoch} for a step, and strategy={run.engine.strategy.name!r} "
             "cannot save them, so a resumed run loses them. Step before the epoch ends "
@@ -206,7 +207,7 @@ def step_by_module(
     else:
         prepared.step()
     if optimizer in run.engine.strategy.finalized:  # the module left the step out, and with it these gradients
-        run.engine.strategy.release(optimizer)
+        release(run.engine.strategy, optimizer)
 
 
 def clip_gradients(run: TrainingRun, optimizer: Optimizer) -> None:
@@ -256,7 +257,11 @@ class StepClosure:
 
     def _recompute(self) -> Tensor:
         run = self._run
-        if run.accumulate > 1 or not run.engine.precision.takes_closure or not run.engine.strategy.takes_closure:
+        if (
+            run.accumulate > 1
+            or not run.engine.precision.takes_closure
+            or not run.engine.strategy.capabilities.takes_closure
+        ):
             raise RuntimeError(
                 f"{type(self._optimizer).__name__} calls for the loss again within its step, which cannot be recomputed under "
                 "accumulate_grad_batches > 1, a loss scale (16-mixed) or a strategy that steps by itself; leave that "
@@ -285,7 +290,7 @@ def closure_is_wanted(run_accumulate: int, engine: Any, optimizer: Optimizer) ->
         ValueError: it needs one, which these settings rule out.
     """
     # A later call could repeat only the window's last batch, and would use scaled gradients under a loss scale.
-    can_be_given = run_accumulate == 1 and engine.precision.takes_closure and engine.strategy.takes_closure
+    can_be_given = run_accumulate == 1 and engine.precision.takes_closure and engine.strategy.capabilities.takes_closure
     if needs_closure(optimizer) and not can_be_given:
         raise ValueError(
             f"configure_optimizers returned {type(optimizer).__name__}, whose step computes the loss several times; that "

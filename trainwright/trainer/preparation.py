@@ -65,7 +65,7 @@ def prepare_optimizers(run: TrainingRun) -> None:
     """Make the module's optimizers and schedulers, and have the strategy prepare them. Collective."""
     engine, module, state = run.engine, run.module, run.state
     returned = run.profiler.timed(module.configure_optimizers, "[module] configure_optimizers")()
-    makes_none = returned is None and engine.strategy.makes_optimizer
+    makes_none = returned is None and engine.strategy.capabilities.makes_optimizer
     optimizers, schedulers = ([], []) if makes_none else read_optimizers(returned, is_manual=run.is_manual)
     if not run.is_manual and len(optimizers) > 1:
         raise ValueError(

@@ -23,7 +23,7 @@ from trainwright.engine.window import AccumulationWindow
 from trainwright.module import Module
 from trainwright.profilers.base import is_measuring
 from trainwright.strategies.base import Clipping, Optimization, StepResult
-from trainwright.strategies.optimizer_proxy import unwrap_optimizer
+from trainwright.strategies.divided_optimizers import unwrap_optimizer
 from trainwright.trainer.checkpoint_choice import Choice
 from trainwright.trainer.clock import IntervalClock
 from trainwright.trainer.evaluate import Evaluation
@@ -198,7 +198,11 @@ class TrainingRun(Run):
     def watch_backwards(self) -> None:
         """Refuse plain backwards of manual optimization, if the strategy or the precision does a part of a backward."""
         strategy, is_scaled = self.engine.strategy, self.engine.precision.has_scaler
-        if self.is_manual and (is_scaled or self.engine.world_size > 1) and strategy.gradients_are_parameters:
+        if (
+            self.is_manual
+            and (is_scaled or self.engine.world_size > 1)
+            and strategy.capabilities.gradients_are_parameters
+        ):
             self.plain_backwards.watch(self.module)
 
     def wait_with(self, generators: dict[str, Any]) -> None:
@@ -305,7 +309,7 @@ class TrainingRun(Run):
         if self.engine.world_size > 1:
             if is_secondary_failure(error):
                 return "another rank failed first"
-            is_whole = strategy.holds_modules and not strategy.divides_optimizers
+            is_whole = strategy.capabilities.holds_modules and not strategy.capabilities.divides_optimizers
             if not is_whole or phase not in (Phase.BATCH, Phase.BETWEEN_BATCHES):
                 return f"it would take all {self.engine.world_size} ranks"
         if self.window.is_open:

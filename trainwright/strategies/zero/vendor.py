@@ -19,7 +19,8 @@ from trainwright.compiled_names import clean_name, is_compiled
 from trainwright.devices import cuda
 from trainwright.distributed.environment import Environment, announce_local_rank, announced
 from trainwright.precision.base import Precision
-from trainwright.strategies.base import changed, parameters_of, trained
+from trainwright.strategies.divided_optimizers import parameters_of
+from trainwright.strategies.module_checks import changed, trained
 from trainwright.strategies.zero.master_optimizer import MasterOptimizer
 
 ACCELERATORS = ("cpu", cuda.NAME, "xpu")

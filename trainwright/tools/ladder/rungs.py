@@ -67,7 +67,7 @@ def settings_of(name: str, results: Mapping[str, Result], num_devices: int) -> d
     if name == COMPILE:
         return {"precision": precision, "compile": True}
     # False where it cannot hold, in case the script compiles.
-    compiles = None if resolve_strategy(name, num_devices).takes_compile else False
+    compiles = None if resolve_strategy(name, num_devices).capabilities.takes_compile else False
     return {
         "precision": precision,
         "compile": True if helps and compiles is None else compiles,
