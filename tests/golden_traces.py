@@ -88,7 +88,7 @@ def trace_of(jobs: Any, name: str, number: int, config: Any) -> dict[str, Any]:
 
 
 def first_difference(one: Any, other: Any, ignore: re.Pattern[str] | None, field: str = "") -> str:
-    """Return the field in which two traces first differ, and its values; "" if there is none."""
+    """Return the first field in which two traces differ, and its values; "" if there is none."""
     if one == other or (ignore is not None and ignore.search(field)):
         return ""
     if isinstance(one, list) and isinstance(other, list):
@@ -108,7 +108,7 @@ def read(path: Path) -> dict[int, Any]:
 
 
 def compare(options: argparse.Namespace) -> int:
-    """Print the first difference of each kind. Return 1 if there is any, or if the records have no case in common."""
+    """Print the first difference of every kind. Return 1 if there is any, or if the records have no case in common."""
     compared = different = 0
     for name in KINDS:
         one, other = (read(folder / f"{name}.jsonl") for folder in (options.one, options.other))

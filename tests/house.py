@@ -240,7 +240,7 @@ def circles(package: list[Source]) -> Iterator[Measure]:
 
 
 def imports(file: Source, modules: Mapping[str, Source]) -> Iterator[tuple[str, bool]]:
-    """Yield the package's modules that a file imports, and whether at import time; these come last."""
+    """Yield the package's modules that a file imports, and whether at import time. Late imports come last."""
     guards = [node for node in file.of(ast.If) if "TYPE_CHECKING" in ast.unparse(node.test)]
     late = {child for node in (*guards, *file.of(*FUNCTIONS)) for child in ast.walk(node)}
     above = file.module.split(".")[: None if file.stem == "__init__" else -1]

@@ -75,7 +75,7 @@ def name_of(path: Path) -> str:
 
 
 def imports(tree: ast.Module) -> Iterator[tuple[str, int, bool]]:
-    """Yield (module, line, whether at import time); what stands under TYPE_CHECKING is never imported."""
+    """Yield (module, line, whether at import time). Imports under TYPE_CHECKING never run."""
     checked: set[ast.AST] = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
@@ -94,21 +94,22 @@ def imports(tree: ast.Module) -> Iterator[tuple[str, int, bool]]:
 
 @dataclass
 class ClassFacts:
-    """What the source says of a class: its files, its bases, and its attributes with the classes their types name."""
+    """A class in the source: its files, its bases, and its attributes with the classes that their types name."""
 
     files: set[str] = field(default_factory=set)
     bases: set[str] = field(default_factory=set)
     is_protocol: bool = False
-    """Whether it only names what another class declares."""
+    """Whether it only names attributes that another class declares."""
     attributes: dict[str, set[str]] = field(default_factory=lambda: defaultdict(set))
     declared_in: dict[str, set[str]] = field(default_factory=lambda: defaultdict(set))
 
 
 class Declarations:
-    """Which class of the package declares which attribute, and a rough type of an expression: the package's classes in it.
+    """The attributes that the classes of the package declare, and rough types of expressions.
 
-    A type is the set of the package's classes that an annotation names, so `list[Callback]` and `Callback | None` are both
-    {Callback}; an element of a list has the type of the list. Where a name has no such type the attribute's name decides.
+    A type is the set of the package's classes that an annotation names, so `list[Callback]` and `Callback | None` are
+    both {Callback}. An element of a list has the type of the list. Where a name has no such type the attribute's name
+    decides.
     """
 
     def __init__(self) -> None:
@@ -201,7 +202,7 @@ class Declarations:
         return found
 
     def scope_of(self, function: ast.FunctionDef, outer: Scope, own: str | None) -> Scope:
-        """Return the types of a function's names: its parameters', and those of what it assigns or loops over, in order."""
+        """Return the types of a function's names: its parameters, its variables and its loop targets, in order."""
         scope = {**outer, **self.parameters(function)}
         if own is not None:
             scope |= {name: {own} for name in SELF}
@@ -232,7 +233,7 @@ def is_self(node: ast.expr) -> bool:
 
 
 def scoped_nodes(path: Path, known: Declarations) -> Iterator[tuple[ast.AST, Scope]]:
-    """Yield each node of a file once, with the types of the names around it."""
+    """Yield the nodes of a file once, with the types of the names around them."""
 
     def walk(node: ast.AST, scope: Scope, own: str | None) -> Iterator[tuple[ast.AST, Scope]]:
         yield node, scope

@@ -1,8 +1,8 @@
-"""Every name that the package takes from inside its dependencies, where no version promises it, and what it is for.
+"""Every name that the package takes from inside its dependencies, where no version promises it, with its purpose.
 
-The first to look at when a new version of torch, DeepSpeed, FairScale or torchmetrics comes out: `test_private_names.py`
-says which of them are gone, and that none is missing here. Names with an underscore are private by their makers' word; ZeRO's
-have none, but its optimizers are documented nowhere.
+Look here first when a new version of torch, DeepSpeed, FairScale or torchmetrics comes out: `test_private_names.py`
+names those that are gone or missing here. Names with an underscore are private. ZeRO's optimizers have public names,
+but no documentation.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ import trainwright as tw
 from trainwright.data.transfer import to_device
 
 ACCELERATOR = os.environ.get("TRAINWRIGHT_TEST_ACCELERATOR", "cpu")
-"""What the tests train on: `make test-device` sets it."""
+"""The kind of device that the tests train on. `make test-device` sets it."""
 ON_HOST = ACCELERATOR == "cpu"
 DEVICE = torch.device("cpu") if ON_HOST else torch.accelerator.current_accelerator() or torch.device("cpu")
 
@@ -53,7 +53,7 @@ def loss_of(net: nn.Module, batch: Any) -> Tensor:
 
 
 class Classifier(tw.Module):
-    """A small classifier; every hook of the loop may be given as an attribute of a subclass."""
+    """A small classifier. Hooks of the loop may be attributes of a subclass."""
 
     def __init__(self, dropout: float = 0.0, lr: float = 0.05) -> None:
         super().__init__()
@@ -103,7 +103,7 @@ class Averaging(torch.optim.SGD):
 
 
 class Packing(Tensor):
-    """Keeps its values in a way of its own, as the states of optimizers in 8 bits do."""
+    """Stores its values in an inner tensor, as the states of optimizers in 8 bits do."""
 
     @staticmethod
     def __new__(cls, inner: Tensor) -> Any:

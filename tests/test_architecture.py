@@ -1,4 +1,4 @@
-"""The shape of the code: who imports whom, how long a file may be, and what stays in one place."""
+"""The shape of the code: the order of imports, the length of files, and code that stays in one place."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ LAYERS = [
     {"trainer", "raw_loop"},
     {"cli", "tools"},
 ]
-"""Each layer imports the ones before it; within a layer a part imports itself alone."""
+"""A layer imports the layers before it. Within a layer a part imports only itself."""
 LAUNCH_MAY_IMPORT = {"devices", "distributed", "errors", "launch"}
 LONGEST_FILE = 400
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef)
@@ -76,14 +76,15 @@ def _may_import(part: str, target: str, at_import: bool) -> bool:
 
 
 def test_only_the_command_line_names_the_tools() -> None:
-    """`__main__.py` registers them; the ladder's file of overrides names its own observer."""
+    """`__main__.py` registers them, and the ladder's file of overrides names its observer."""
     for path in FILES:
         if part_of(path) not in ("tools", "__main__"):
             assert "trainwright.tools" not in path.read_text(), path
 
 
 def test_tools_import_public_names_only() -> None:
-    """A name is public if the `__all__` of its module has it; of a module that is imported, the attributes that are read."""
+    """A name is public if the `__all__` of its module has it. For an imported module, the attributes that are read
+    count."""
     private = []
     for path in FILES:
         if part_of(path) != "tools":
@@ -165,7 +166,7 @@ UNSAFE = {"torch.save", "torch.package", "torch.serialization.load", "yaml.load"
 
 
 def test_nothing_is_pickled_or_loaded_unsafely() -> None:
-    """Checkpoints hold no pickle, and what is read of others goes through torch's restricted reader alone."""
+    """Checkpoints contain no pickle, and foreign files are read only by torch's restricted reader."""
     for path in FILES:
         if path.relative_to(ROOT).as_posix() == "launch/packing.py":
             continue  # work on its way between two processes of one user, of which nothing is kept
@@ -232,7 +233,7 @@ def test_importing_starts_nothing_writes_nothing_changes_no_other_package_and_is
 
 
 def test_kinds_of_accelerators_are_named_in_one_place() -> None:
-    """What is CUDA's alone stands in devices/cuda.py; precisions and docstrings may speak of it."""
+    """Code for CUDA is in devices/cuda.py. Precisions and docstrings may mention it."""
     allowed = {"data/seeding.py": {"include_cuda"}}  # an argument that peers have, under their name
     for path in FILES:
         relative = str(path.relative_to(ROOT))
@@ -254,7 +255,7 @@ def test_kinds_of_accelerators_are_named_in_one_place() -> None:
 
 
 def test_where_tests_of_devices_lie() -> None:
-    """`make test-device` looks for them in these folders alone."""
+    """`make test-device` looks for them only in these folders."""
     (line,) = re.findall(r'-m "device or gpu" .*', (ROOT.parent / "Makefile").read_text())
     folders = [ROOT.parent / each.rstrip(")") for each in line.split() if each.startswith("tests/")]
     marked = re.compile(r"\bmark\.(?:gpu|device)\b")

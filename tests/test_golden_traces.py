@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.host]
 
 
 def test_two_records_are_equal_and_a_changed_loss_is_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Each record has ten seeds of the kind peer and ten compatibility cases."""
+    """The records have ten seeds of the kind peer and ten compatibility cases."""
     folders = [tmp_path / "one", tmp_path / "other"]
     command = [sys.executable, "-W", "ignore", str(Path(__file__).with_name("golden_traces.py")), "record"]
     options = ["--kinds", "peer", "cases", "--seeds", "0:10"]

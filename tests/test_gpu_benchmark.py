@@ -1,4 +1,4 @@
-"""The benchmark for a machine with a GPU, run on the CPU: each kind of case, what fails in it, and how its table is made."""
+"""The benchmark for a machine with a GPU, run on the CPU: all kinds of cases, failures, and the table."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_loops_do_the_same_work_and_a_run_is_resumed_with_the_cases_that_were_no
     lines = (tmp_path / "records.jsonl").read_text().splitlines()
     visited = [json.loads(line)["case"] for line in lines[1:]]
     assert list(dict.fromkeys(visited)) == list(cases)
-    assert len(visited) == len(rows)  # each once
+    assert len(visited) == len(rows)  # once
     (tmp_path / "records.jsonl").write_text(json.dumps({**json.loads(lines[0]), "torch": "1.0"}) + "\n")
     done = run_python(
         FOLDER / "gpu.py",
@@ -90,7 +90,7 @@ def test_loops_do_the_same_work_and_a_run_is_resumed_with_the_cases_that_were_no
 
 @pytest.mark.slow
 @pytest.mark.timeout(PATIENCE + 60)
-def test_compiled_saved_and_started(tmp_path: Path) -> None:
+def test_cases_can_compile_save_and_start(tmp_path: Path) -> None:
     rows = small_run(tmp_path, "gpt,save,start", "by_hand,trainwright,trainwright_background")
     expected = {(case, name) for case in ("gpt", "save", "start") for name in ("by_hand", "trainwright")}
     assert set(rows) == {*expected, ("save", "trainwright_background")}
@@ -132,7 +132,7 @@ class Accelerator:
     },
     "transformers": {"__init__.py": "raise ImportError('a broken installation')"},
 }
-"""Packages that stand before those of the same names, and fail each in its way."""
+"""Packages that hide others of the same names, and fail in different ways."""
 
 
 @pytest.mark.slow
@@ -202,7 +202,7 @@ def test_a_trace_tells_what_was_under_way(records: ModuleType) -> None:
     assert read_trace(json.dumps({"traceEvents": events[4:]}), 2) == {}
 
 
-def test_rows_of_records(records: ModuleType, tmp_path: Path) -> None:
+def test_records_become_rows(records: ModuleType, tmp_path: Path) -> None:
     from gpu_cases import Case
     from gpu_picture import draw
     from gpu_table import markdown

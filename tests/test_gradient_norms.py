@@ -13,7 +13,7 @@ import trainwright as tw
 from trainwright.gradient_norms import grad_norm
 
 
-def test_norms_of_gradients() -> None:
+def test_norms_of_gradients_are_exact() -> None:
     net = nn.Linear(2, 1)
     assert grad_norm(net, 2) == {}
     net.weight.grad, net.bias.grad = torch.tensor([[3.0, 0.0]]), torch.tensor([-4.0])

@@ -21,7 +21,7 @@ LISTED = {name for use in USES for name in (*use.names.split(), *use.owner.split
 DOCUMENTED = {"_exit", "_getframe", "_fields", "_replace", "_asdict"}
 """Of os, sys and named tuples, whose underscores hide nothing."""
 BEGINNINGS = {"_fsdp", "_ds_"}
-"""What engines' names for what they put on a module begin with."""
+"""Prefixes of the names that engines put on a module."""
 ENDINGS = re.compile(r"_(dataloader|dataset|model|batch|batches|epoch|step|hooks|start|end|next|eval|train|_)+")
 """Of hooks' and steps' names, which are joined to a stage's: `f"on_{stage}_batch_end"`."""
 MINE = {"_fsdp_root", "_running_module", "_has_warned_of_its_state"}
@@ -54,7 +54,7 @@ def parsed(source: str) -> frozenset[str]:
 
 
 def find(path: str) -> Any:
-    """Return what a full path stands for."""
+    """Return the object at a full path."""
     found: Any = None
     module = ""
     for part in path.split("."):
@@ -83,7 +83,7 @@ def has(owner: Any, name: str) -> bool:
     return False
 
 
-@pytest.mark.filterwarnings("ignore")  # what other packages say as they are imported
+@pytest.mark.filterwarnings("ignore")  # warnings of other packages at their import
 @pytest.mark.parametrize(
     ("use", "name"), [pytest.param(use, name, id=f"{use.owner}-{name}") for use in USES for name in use.names.split()]
 )
@@ -119,7 +119,7 @@ def private_uses() -> Iterator[tuple[str, str]]:
 
 
 def stored(tree: ast.AST) -> set[str]:
-    """Return the attributes that methods give their own object."""
+    """Return the attributes that methods assign to `self`."""
     return {
         node.attr
         for node in ast.walk(tree)
@@ -130,7 +130,7 @@ def stored(tree: ast.AST) -> set[str]:
 
 @functools.cache
 def own_names() -> set[str]:
-    """Return the private names that the package's own classes and modules define."""
+    """Return the private names that the package's classes and modules define."""
     own: set[str] = set()
     for tree in trees().values():
         for node in ast.walk(tree):
@@ -154,7 +154,7 @@ def attributes_and_classes() -> tuple[frozenset[str], list[ast.ClassDef]]:
 
 
 def within_reach(kinds: Sequence[type]) -> set[str]:
-    """Return the private names that may be these classes': of any object but `self`, and of what has one as its base."""
+    """Return the private names that may belong to these classes: of objects other than `self`, and of subclasses."""
     attributes, classes = attributes_and_classes()
     bases, names = {kind.__name__ for kind in kinds}, set(attributes)
     for node in classes:

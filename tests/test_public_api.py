@@ -1,4 +1,4 @@
-"""The public names and their arguments; a change here is a change for every user, so it is made on purpose."""
+"""The public names and their arguments. A change here is a change for every user, so it is made on purpose."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ CALLBACKS_MAY_USE = """accumulate_grad_batches batch_indices callback_metrics ca
     log_every_n_steps loggers lr_scheduler_configs max_epochs max_steps metrics num_predict_batches
     num_sanity_val_batches num_test_batches num_training_batches num_val_batches optimizers print profiler
     progress_bar_metrics resume_source sanity_checking save_checkpoint should_stop state stop_soon strategy
-    train_dataloader world_size"""
+    train_dataloader trial world_size"""
 COUNTERS = "batch batches_that_stepped epoch_ended is_where logged_step progress total_batches validations"
 SAVING = "connection finish_save finiteness ranks reduce seed writer"
 METRICS = "is_outdated monitored record"
@@ -79,7 +79,7 @@ def public_methods(kind: type) -> list[str]:
     )
 
 
-def test_names() -> None:
+def test_public_names_are_listed() -> None:
     assert sorted(tw.__all__) == sorted(NAMES.split())
     for name in tw.__all__:
         assert getattr(tw, name) is not None
@@ -87,17 +87,15 @@ def test_names() -> None:
         tw.Trainr  # type: ignore[attr-defined]
 
 
-def test_the_trainers_arguments() -> None:
+def test_arguments_of_the_trainer_are_listed() -> None:
     parameters = inspect.signature(tw.Trainer).parameters
     assert list(parameters) == TRAINER.split()
-    kinds = {
-        each.kind for each in parameters.values() if each.name != "unknown"
-    }  # which is there to name what is wrong
+    kinds = {each.kind for each in parameters.values() if each.name != "unknown"}  # an alias that names mistakes
     assert kinds == {inspect.Parameter.KEYWORD_ONLY}
 
 
 @pytest.mark.parametrize("kind", METHODS, ids=lambda kind: kind.__name__)
-def test_methods(kind: type) -> None:
+def test_public_methods_have_their_arguments(kind: type) -> None:
     assert public_methods(kind) == METHODS[kind].split()
 
 
@@ -116,11 +114,11 @@ def test_what_callbacks_may_use(protocol: type, names: str) -> None:
     assert sorted(name for name in members if not name.startswith("_")) == names.split()
 
 
-def test_the_arguments_of_log() -> None:
+def test_arguments_of_log_are_lightnings() -> None:
     assert list(inspect.signature(tw.Module.log).parameters)[1:] == LOG.split()
 
 
-def test_the_arguments_of_saves() -> None:
+def test_arguments_of_saves_are_listed() -> None:
     saves = {
         tw.Trainer.save_checkpoint: "filepath weights_only storage_options blocking overwrite",
         tw.Accelerator.save_state: "output_dir safe_serialization blocking overwrite unknown",

@@ -351,7 +351,7 @@ FIT = [
     ("configure_optimizers: a name", optimizers(lambda m: "adam"), TypeError,
      r"returned a str; expected an Optimizer"),
     ("configure_optimizers: a class", optimizers(lambda m: [CLASS]), TypeError,
-     r"item 0 .* a type.*expected.*Make one of Adam"),
+     r"item 0 .* a type.*expected.*Make an instance of Adam"),
     ("configure_optimizers: the class", optimizers(lambda m: CLASS), TypeError,
      r"returned the class Adam, .* an instance; expected"),
     ("configure_optimizers: a list", optimizers(lambda m: [adam(m), "a"]), TypeError,

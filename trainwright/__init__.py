@@ -55,7 +55,7 @@ if TYPE_CHECKING:
     from trainwright.data.datamodule import DataModule as LightningDataModule
     from trainwright.data.seeding import isolate_rng, seed_everything
     from trainwright.engine.engine import Engine
-    from trainwright.engine.memory import estimate_memory
+    from trainwright.engine.memory_estimate import estimate_memory
     from trainwright.errors import CheckpointError, LaunchError, RunStopped, TrainwrightError, WorkerFailed
     from trainwright.loggers import CometLogger, CSVLogger, Logger, MLFlowLogger, TensorBoardLogger, WandbLogger
     from trainwright.module import Module
@@ -109,7 +109,7 @@ _HOMES = {
     "trainwright.data.datamodule": "DataModule",
     "trainwright.data.seeding": "isolate_rng seed_everything",
     "trainwright.engine.engine": "Engine",
-    "trainwright.engine.memory": "estimate_memory",
+    "trainwright.engine.memory_estimate": "estimate_memory",
     "trainwright.errors": "CheckpointError LaunchError RunStopped TrainwrightError WorkerFailed",
     "trainwright.loggers": "CSVLogger CometLogger Logger MLFlowLogger TensorBoardLogger WandbLogger",
     "trainwright.module": "Module",

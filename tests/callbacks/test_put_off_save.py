@@ -20,10 +20,10 @@ class Killed(Exception):
 class DiesBeforeItsSave(tw.ModelCheckpoint):
     """Ends the run between the save of another callback and its own, at the same step."""
 
-    def save_due(self, trainer: Any) -> None:
+    def on_save_point(self, trainer: Any, module: Any) -> None:
         if trainer.global_step == KILLED_AT and trainer.resume_source is None:
             raise Killed
-        super().save_due(trainer)
+        super().on_save_point(trainer, module)
 
 
 def run(folder: Path, second: type[tw.ModelCheckpoint], ckpt_path: str | None = None) -> Any:

@@ -1,4 +1,4 @@
-"""Habits: what real projects do around the framework, each a little project of its own."""
+"""Habits: small projects that do more around the framework, as real projects do."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Optimizers and schedulers: what configure_optimizers may return, when they step, and stepping by hand."""
+"""Optimizers and schedulers: forms of configure_optimizers, the moments of steps, and stepping by hand."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def case_wrong_forms_of_configure_optimizers(L: Any, folder: Any) -> Any:
 
 
 def _rates(L: Any, folder: Any, scheduler: Any, *, batches: int = 16, epochs: int = 3, **options: Any) -> Any:
-    """Return the learning rate with which each batch was trained, and the last."""
+    """Return the learning rates of the batches, and the last rate."""
     seen: list[float] = []
 
     class Module(regression(L)):  # type: ignore[misc]

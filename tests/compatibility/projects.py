@@ -114,7 +114,7 @@ def scripted(L: Any, name: str, values: Iterable[float], **log_options: Any) -> 
 
 
 def recording(base: type[Any], names: Iterable[str], record: Callable[[str], Any]) -> type[Any]:
-    """Return a subclass whose methods of these names are recorded before they do what they do."""
+    """Return a subclass that records its calls of these methods."""
 
     def made(name: str) -> Callable[..., Any]:
         def method(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -145,11 +145,11 @@ def hooks_of(stage: str) -> list[str]:
 
 
 OWN_FILES = ("trainwright_run.json", "hparams.json", "report.html")
-"""What our runs write besides: no project looks for it."""
+"""Files that only our runs write. No project reads them."""
 
 
 def files(folder: Any) -> list[str]:
-    """Return the files and checkpoints below a folder; a checkpoint is one entry, whether file or folder."""
+    """Return the files and checkpoints below a folder. A checkpoint is one entry, whether it is a file or a folder."""
     found = []
     for path in sorted(each for each in folder.rglob("*") if each.name not in OWN_FILES):
         above = path.relative_to(folder).parents

@@ -200,7 +200,7 @@ def test_a_device_that_is_not_there_is_refused(device: torch.device) -> None:
         tw.Trainer(**{**ON_DEVICE, "devices": count + 1})
     other = "xpu" if device.type != "xpu" else "mps"
     with pytest.raises(
-        RuntimeError, match=rf"accelerator='{other}' was asked for, but torch .* has '{device.type}' here"
+        RuntimeError, match=rf"accelerator='{other}' was requested, but torch .* has '{device.type}' here"
     ):
         tw.Trainer(**{**ON_DEVICE, "accelerator": other})
 

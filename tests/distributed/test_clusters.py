@@ -15,7 +15,7 @@ from started import Started, python
 import trainwright as tw
 from trainwright.distributed.clusters import expand_hosts, read_slurm_job, requeue
 from trainwright.distributed.environment import Environment
-from trainwright.engine.devices import warn_of_missing_srun
+from trainwright.engine.job import warn_of_missing_srun
 
 SLURM = {
     "SLURM_JOB_ID": "100",

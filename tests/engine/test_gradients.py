@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from trainwright.engine.gradients import clear_gradients
+from trainwright.engine.optimizers import clear_gradients
 
 
 def with_gradients() -> nn.Module:

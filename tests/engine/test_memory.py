@@ -15,9 +15,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 import trainwright as tw
-from trainwright.engine import memory
+from trainwright.engine import memory_estimate as memory
 from trainwright.engine.finiteness import Finiteness
-from trainwright.engine.memory import available_memory
+from trainwright.engine.memory_estimate import available_memory
 
 GIB = 2**30
 PARAMETERS = 1000 * 1000 + 1000

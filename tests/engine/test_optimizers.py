@@ -81,7 +81,7 @@ def test_forms(returned: Any, optimizers: list[Any], schedulers: list[Any]) -> N
         ([{"optimizer": SGD}, SGD], TypeError, "item 1 of .* is a SGD, but the first is a dict"),
         ([{"optimizer": SGD}, {"optimizer": None}], TypeError, "'optimizer' of item 1 of .* is a NoneType"),
         (torch.optim.SGD, TypeError, "the class SGD, .*; expected"),
-        ([torch.optim.SGD], TypeError, "item 0 .* Make one of SGD"),
+        ([torch.optim.SGD], TypeError, "item 0 .* Make an instance of SGD"),
         ({"lr_scheduler": STEP}, ValueError, "expected 'optimizer'"),
         ({"optimizer": SGD, "scheduler": STEP}, ValueError, "Did you mean 'lr_scheduler'"),
         (

@@ -1,7 +1,7 @@
-"""Runs one case for golden_traces.py and writes its trace: a line for each call of a Trainer or loop, and one for the files.
+"""Runs one case for golden_traces.py and writes its trace: a line per call of a Trainer or loop, and one for the files.
 
-The case is one of a fuzz kind or of the compatibility cases. A trace contains no path, time or host name, and does not depend
-on how a checkpoint is divided into files.
+The case is one of a fuzz kind or of the compatibility cases. A trace contains no path, time or host name, and does not
+depend on how a checkpoint is divided into files.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ import trainwright as tw
 from trainwright.checkpoint.reader import open_checkpoint
 
 assert Path(tw.__file__).parents[1] == Path(os.environ["TRACED_TREE"]), f"the package traced is {tw.__file__}"
-for kind in os.environ["TRACED_KINDS"].split():  # imported before the worker forks for each case
+for kind in os.environ["TRACED_KINDS"].split():  # imported before the worker forks for a case
     driver.cases() if kind == "cases" else importlib.import_module(f"fuzz.{kind}")
 
 LIMIT = 240.0
@@ -47,7 +47,7 @@ current: Trace | None = None
 
 
 class Witness(tw.Callback):
-    """A callback that overrides every hook, so that each one appears in the trace."""
+    """A callback that overrides every hook, so that all of them appear in the trace."""
 
 
 for name in dir(tw.Callback):
@@ -62,7 +62,7 @@ class Trace:
         self.path = Path(config["parts"], f"{processes()}-{os.environ.get('RANK', '0')}")
         self.folder, self.has_witness = str(folder), config["witness"]
         self.calls: list[tuple[Any, list[str]]] = []
-        """The Trainer, or None, and the hooks of each call that has not ended; a hook may call a Trainer again."""
+        """The Trainer, or None, and the hooks of the calls that have not ended. A hook may call a Trainer again."""
 
     def write(self, **line: Any) -> None:
         """Append a line. A forked run appends to the same file, so the trace also has the runs of the kind cuts."""
@@ -89,7 +89,7 @@ class Trace:
         return str(value).replace(self.folder, "FOLDER") if isinstance(value, (str, Path)) else type(value).__name__
 
     def digest(self, value: Any, depth: int = 0) -> Any:
-        """Return a digest of a value; of a dict, one for each item to this depth. A Timer's state is a time."""
+        """Return a digest of a value. A dict has a digest per item to this depth. A Timer's state is a time."""
         if depth and isinstance(value, Mapping):
             items = ((self.exact(str(key)), each) for key, each in value.items())
             return {key: self.digest(each, depth - 1) for key, each in items if not key.startswith("Timer")}
@@ -159,7 +159,7 @@ def watch_call(name: str) -> None:
 
 
 def watch_hooks(part: type) -> None:
-    """Record the calls of the hooks that users' classes define. The hooks of the package's own classes may move."""
+    """Record the calls of the hooks that users' classes define. The hooks of the package's classes may move."""
     for owner in part.__mro__:
         if owner.__module__.partition(".")[0] not in LIBRARIES:
             for name, function in list(vars(owner).items()):

@@ -16,7 +16,7 @@ from deadlines import deadline
 from started import Started, python
 
 from trainwright.__main__ import check_names
-from trainwright.devices import accelerator
+from trainwright.devices import hardware
 from trainwright.launch.cli import main
 
 SCRIPT = """
@@ -206,7 +206,7 @@ def test_logs_are_not_written_through_a_link(tmp_path: Path, capsys: pytest.Capt
 def test_devices_that_are_not_there_are_refused(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(accelerator, "built_for", lambda: "cuda")
+    monkeypatch.setattr(hardware, "built_for", lambda: "cuda")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     with pytest.raises(SystemExit):
         main(["launch", "--devices", "4", __file__], check_names)

@@ -416,7 +416,7 @@ def test_hooks_are_actions(tmp_path: Path) -> None:
         "save_checkpoint": 2,
         "[module] on_train_epoch_end": 1,
     }
-    slow, saving = durations["[callback] Slow.on_train_batch_end"], "[callback] ModelCheckpoint.save_due"
+    slow, saving = durations["[callback] Slow.on_train_batch_end"], "[callback] ModelCheckpoint.on_save_point"
     assert slow.own_seconds == slow.seconds >= 0.02
     for outer, inner in ((saving, "save_checkpoint"), ("[module] optimizer_step", "optimizer_step")):
         assert durations[outer].own_seconds <= durations[outer].seconds - durations[inner].seconds + 1e-9

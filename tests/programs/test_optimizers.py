@@ -103,7 +103,7 @@ def schedule_free_on_two_ranks(folder: Path) -> dict[str, Any]:
     return found
 
 
-def test_schedule_free(tmp_path: Path) -> None:
+def test_schedule_free_is_evaluated_at_its_average(tmp_path: Path) -> None:
     pytest.importorskip("schedulefree")
     expected = schedule_free_by_hand()
     for each in schedule_free(tmp_path, "auto", 4).values():
@@ -130,7 +130,7 @@ def lion_on_two_ranks(folder: Path) -> dict[str, Any]:
     }
 
 
-def test_lion(tmp_path: Path) -> None:
+def test_lion_resumes_under_the_strategies(tmp_path: Path) -> None:
     lion_pytorch = pytest.importorskip("lion_pytorch")
     by_hand = Classifier()
     optimizer = lion_pytorch.Lion(by_hand.parameters(), lr=0.003, weight_decay=0.01)
@@ -147,7 +147,7 @@ def test_lion(tmp_path: Path) -> None:
 
 
 class Averaged(Classifier):
-    """An average of torch-ema, updated at each step, validated with, and stored in the module's own hooks."""
+    """Has an average of torch-ema that is updated after a step, validated with, and stored in hooks."""
 
     def on_fit_start(self) -> None:
         import torch_ema
@@ -178,7 +178,7 @@ class Shown(Averaged):
 
 
 class CopiesInACallback(tw.Callback):
-    """Keeps an average of its own in a copy of the module, as timm's examples do."""
+    """Keeps an average in a copy of the module, as timm's examples do."""
 
     copied: Any = None
 
@@ -212,7 +212,7 @@ def averaged_on_two_ranks(folder: Path) -> dict[str, Any]:
     return found
 
 
-def test_an_average_of_torch_ema(tmp_path: Path) -> None:
+def test_an_average_of_torch_ema_is_restored(tmp_path: Path) -> None:
     torch_ema = pytest.importorskip("torch_ema")
     by_hand = Classifier()
     optimizer = by_hand.configure_optimizers()

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from trainwright.__main__ import check_names
-from trainwright.devices import accelerator
+from trainwright.devices import hardware
 from trainwright.tools import config as command
 from trainwright.tools import machine
 from trainwright.tools.config import as_yaml, config_command
@@ -20,8 +20,8 @@ FILE = Path("folder/config.yaml")
 
 @pytest.fixture(autouse=True)
 def _answers(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(accelerator, "accelerator_type", lambda: None)
-    monkeypatch.setattr(accelerator, "count", lambda *_: 0)
+    monkeypatch.setattr(hardware, "accelerator_type", lambda: None)
+    monkeypatch.setattr(hardware, "count", lambda *_: 0)
     yield
     left = [path.name for path in FILE.parent.glob(".config-*")]
     assert not left
@@ -184,7 +184,7 @@ def test_show_without_a_config(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
 
 
 def test_the_defaults_follow_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(accelerator, "accelerator_type", lambda: "gpu_of_a_test")
+    monkeypatch.setattr(hardware, "accelerator_type", lambda: "gpu_of_a_test")
     monkeypatch.setattr(machine.abilities, "autocasts", lambda kind, dtype: "bfloat16" not in str(dtype))
     assert command.suggested() == {"precision": "16-mixed"}
     asked = answer(monkeypatch, *7 * [""])

@@ -1,7 +1,7 @@
-"""A script that is run again with ckpt_path="auto" until it has come to its end, each time in a process of its own.
+"""A script with ckpt_path="auto" that starts again in new processes until it has finished.
 
-`python rerun_job.py FOLDER SEEDS` runs it without interruption and then, in a folder for each seed, killed at random places;
-what they have left is for the test to compare. The processes are forked, so that torch is imported once.
+`python rerun_job.py FOLDER SEEDS` runs it without interruption. Then it runs the script in a folder per seed and kills
+it at random places. The test compares the folders. The processes are forked, so that torch is imported once.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ for name in MOMENTS:
 class KilledLate(Killed):
     """The same after the checkpoint of that moment is saved."""
 
-    runs_last = True
+    priority = -10
 
 
 def script(after: int = 0, late: bool = False) -> None:
-    """What a user writes."""
+    """The user's script."""
     tw.seed_everything(5)
     module = Classifier(dropout=0.3)
     saving = tw.ModelCheckpoint(every_n_train_steps=4)
@@ -73,7 +73,7 @@ def script(after: int = 0, late: bool = False) -> None:
 
 
 def attempt(folder: Path, *args: Any) -> int:
-    """Run the script in a process of its own; return how it ended."""
+    """Run the script in a new process and return its exit code."""
     folder.mkdir(exist_ok=True)
     pid = os.fork()
     if pid == 0:
@@ -91,7 +91,7 @@ def attempt(folder: Path, *args: Any) -> int:
 
 
 def rerun(folder: Path, seed: int) -> int:
-    """Run until the end, killed again and again; return how often."""
+    """Run the script until it finishes, with kills in between, and return the number of kills."""
     draw = random.Random(seed)
     kills = 0
     while (code := attempt(folder, draw.randint(3, 25), draw.random() < 0.5)) != 0:
@@ -102,7 +102,7 @@ def rerun(folder: Path, seed: int) -> int:
 
 
 def together(folder: Path) -> list[list[int]]:
-    """Start the same script twice, 0 to 200 ms apart, several times; return how they ended."""
+    """Start the same script twice, 0 to 200 ms apart, several times. Return the exit codes."""
     folder.mkdir()
     endings = []
     for number, pause in enumerate((0.0, 0.0, 0.05, 0.2)):
@@ -119,7 +119,7 @@ def together(folder: Path) -> list[list[int]]:
 
 
 def fixed(number: int) -> int:
-    """Train in one and the same folder; 3 where it was refused, before it wrote anything."""
+    """Train in the shared folder. Return 3 if the run was rejected before it wrote anything."""
 
     class Waits(tw.Callback):
         """Goes on training until the other one has been refused."""

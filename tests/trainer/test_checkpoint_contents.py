@@ -1,4 +1,4 @@
-"""What a Trainer's checkpoint holds, what the hooks make of it, and what is taken back."""
+"""The contents of a Trainer's checkpoint, the hooks that change them, and their restore."""
 
 from __future__ import annotations
 
@@ -244,7 +244,7 @@ def test_a_module_is_made_from_a_checkpoint(tmp_path: Path) -> None:
     assert_equal({name: value for name, value in weights(wider).items() if "head" not in name}, weights(module))
 
 
-def test_a_module_that_loads_what_fits(tmp_path: Path) -> None:
+def test_strict_loading_false_loads_matching_tensors(tmp_path: Path) -> None:
     """strict_loading = False: a checkpoint may lack tensors of the module, and have others."""
     path = saved(fit(Tuned(0.1, extra=True)), tmp_path / "with a head.ckpt")
     module = Tuned(0.1)
@@ -341,7 +341,7 @@ def test_a_resumed_run_ends_where_the_other_one_does(tmp_path: Path, stop: int) 
             "kept": {Path(path).name: float(score) for path, score in keeping.best_k_models.items()},
             "best": (Path(keeping.best_model_path).name, float(keeping.best_model_score)),
             "last": Path(keeping.last_model_path).name,
-            # The one that a run was resumed from is never deleted.
+            # The checkpoint that a run was resumed from is never deleted.
             "folder": {path.name for path in (tmp_path / folder).iterdir()} - {Path(trainer.resume_source or "").name},
             "schedulers": json.loads(json.dumps(schedulers, default=str)),
         }

@@ -1,4 +1,4 @@
-"""The loop: when it validates and ends, the kinds of loaders and steps, and the errors of each."""
+"""The loop: when it validates and ends, kinds of loaders and steps, and their errors."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ LENGTH = 11  # batches of make_loader()
 
 
 class Diary(Classifier):
-    """Writes down what is run: (epoch, batches trained when a validation began), and what each step was given."""
+    """Records the validations as (epoch, batches trained before it), and the inputs of the steps."""
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -78,7 +78,7 @@ def test_when_it_validates(settings: dict[str, Any], validations: list[tuple[int
     assert module.validations == validations
 
 
-def test_validation_each_so_many_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_validations_follow_an_interval_in_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = SimpleNamespace(now=0.0, monotonic=lambda: clock.now)
     monkeypatch.setattr("trainwright.trainer.clock.time", clock)
     moments: list[float] = []
@@ -102,8 +102,8 @@ def test_validation_each_so_many_seconds(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.parametrize(("steps", "batches"), [(0, 0), (1, 1), (-1, 3), (None, 2), (9, 3)])
-def test_the_sanity_check(steps: int | None, batches: int) -> None:
-    """It runs that many batches of each loader, and leaves neither metrics nor generators behind."""
+def test_the_sanity_check_leaves_no_trace(steps: int | None, batches: int) -> None:
+    """The check runs the given number of batches per loader, and leaves neither metrics nor random draws behind."""
     seen: list[Any] = []
 
     class Checked(Diary):
@@ -140,7 +140,7 @@ def test_overfit_batches_replaces_other_limits_with_a_warning() -> None:
         trainer = tw.Trainer(max_epochs=1, limit_train_batches=3, **options, **QUIET)
     trainer.fit(Classifier(), make_loader(), make_loader())
     assert (trainer.global_step, trainer.num_val_batches) == (2, [2])
-    tw.Trainer(limit_train_batches=1.0, **options, **QUIET)  # what each limit is by default is no choice
+    tw.Trainer(limit_train_batches=1.0, **options, **QUIET)  # the default of a limit is no choice
 
 
 def test_a_trial_run_goes_through_everything_and_writes_nothing(tmp_path: Path) -> None:
@@ -178,7 +178,7 @@ def test_a_trial_run_goes_through_everything_and_writes_nothing(tmp_path: Path) 
 
 
 class Stop(tw.Callback):
-    """Asks for the end after each batch from the first on."""
+    """Requests a stop after every batch."""
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         trainer.should_stop = True
@@ -220,7 +220,7 @@ def test_a_run_that_stops_within_an_epoch_is_not_validated_there() -> None:
     assert run(val=make_loader(4), check_val_every_n_epoch=2, max_steps=5)[0].validations == []
 
 
-def test_the_time_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_max_time_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = SimpleNamespace(now=0.0, monotonic=lambda: clock.now)
     monkeypatch.setattr("trainwright.callbacks.timer.time", clock)
 
@@ -236,7 +236,7 @@ def test_the_time_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_minus_one_from_a_hook_of_the_module_ends_the_epoch() -> None:
-    """Batches 0 and 1 make a step; batch 2 opens a window that is dropped."""
+    """Batches 0 and 1 make a step. Batch 2 opens a window that is dropped."""
 
     class Short(Diary):
         def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
@@ -272,7 +272,7 @@ class Pairs(Diary):
     ],
 )
 @pytest.mark.parametrize("kind", ["list", "dict"])
-def test_several_training_loaders(mode: Any, expected: list[Any], kind: str) -> None:
+def test_training_loaders_are_combined_by_mode(mode: Any, expected: list[Any], kind: str) -> None:
     loaders: Any = [flags(4), flags(2, 10)] if kind == "list" else {"a": flags(4), "b": flags(2, 10)}
     module, trainer = run(Pairs(), loaders if mode is None else tw.CombinedLoader(loaders, mode), max_epochs=2)
 
@@ -298,7 +298,7 @@ class Unmeasured(IterableDataset[Any]):
             index += 1
 
 
-def test_data_of_unknown_or_endless_length() -> None:
+def test_streams_of_unknown_length_are_trained() -> None:
     module, trainer = run(loader=DataLoader(Unmeasured(), batch_size=4), val=make_loader(4), max_epochs=2)
     assert (trainer.global_step, trainer.num_training_batches) == (22, math.inf)
     assert module.validations == [(0, 11), (1, 22)]
@@ -353,7 +353,7 @@ def test_validation_loaders_are_made_again_only_for_a_validation() -> None:
 
 
 def test_a_batch_that_is_none_is_skipped_and_counted() -> None:
-    """Each second batch is None: windows of two have one batch, and validation scores the rest."""
+    """Every second batch is None: windows of two have one batch, and validation scores the rest."""
     calls = iter(range(100))
 
     def collate(rows: Any) -> Any:
@@ -387,7 +387,7 @@ def test_a_batch_that_is_none_is_skipped_and_counted() -> None:
         skip_none(2)
 
 
-def test_loaders_that_were_made_again_are_let_go_of() -> None:
+def test_reloaded_loaders_are_freed() -> None:
     alive: weakref.WeakSet[Any] = weakref.WeakSet()
     counts: list[int] = []
 
@@ -414,8 +414,8 @@ def test_loaders_that_were_made_again_are_let_go_of() -> None:
 # -- steps ---------------------------------------------------------------------------------------------------------------
 
 
-def test_steps_that_take_their_batches_themselves() -> None:
-    """Each training step takes two batches; the last of 11 has one."""
+def test_steps_can_take_several_batches_from_an_iterator() -> None:
+    """A training step takes two batches, and the last of 11 has one."""
     seen: list[Any] = []
 
     class Pulling(Classifier):
@@ -447,7 +447,7 @@ def test_steps_that_take_their_batches_themselves() -> None:
 # -- what surrounds it ---------------------------------------------------------------------------------------------------
 
 
-def test_an_interrupt_is_told_and_comes_out(tmp_path: Path) -> None:
+def test_an_interrupt_reaches_on_exception_and_the_caller(tmp_path: Path) -> None:
     told: list[str] = []
 
     class Interrupted(Diary):
@@ -476,7 +476,7 @@ def test_an_interrupt_is_told_and_comes_out(tmp_path: Path) -> None:
     assert not trainer.interrupted
 
 
-def test_barebones() -> None:
+def test_barebones_has_no_callbacks_and_loggers() -> None:
     trainer = tw.Trainer(max_epochs=1, accelerator=ACCELERATOR, barebones=True)
     assert (trainer.callbacks, trainer.loggers) == ([], [])
     module = Diary()
@@ -497,7 +497,7 @@ def test_anomalies_are_detected() -> None:
     assert not torch.is_anomaly_enabled()
 
 
-def test_deterministic_algorithms() -> None:
+def test_deterministic_enables_the_algorithms_of_torch() -> None:
     try:
         run(deterministic=True)
         assert torch.are_deterministic_algorithms_enabled()
@@ -531,8 +531,8 @@ def test_the_steps_to_come_are_known_when_optimizers_are_made() -> None:
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
-def test_a_run_that_is_resumed_within_an_epoch_goes_on_as_it_would_have(tmp_path: Path, accumulate: int) -> None:
-    """Validated after each third batch, or at the end of its window, and saved before that, at each step."""
+def test_a_run_resumed_within_an_epoch_validates_at_the_same_batches(tmp_path: Path, accumulate: int) -> None:
+    """Validates after every third batch or at the end of its window, and saves before it, at every step."""
     common = {
         "max_epochs": 2, "val_check_interval": 3, "accumulate_grad_batches": accumulate,
         **QUIET, "enable_checkpointing": True,
@@ -617,7 +617,7 @@ def test_loaders_of_other_kinds_train_alike(accumulate: int) -> None:
             torch.testing.assert_close(value, weights(expected)[key], rtol=1e-6, atol=1e-6)
 
 
-def test_the_scheduler_is_left_out_with_a_skipped_step() -> None:
+def test_a_skipped_step_skips_its_scheduler() -> None:
     class Overflowing(Classifier):
         def training_step(self, batch: Any, batch_idx: int) -> Tensor:
             return loss_of(self.net, batch) * (float("inf") if batch_idx == 2 else 1.0)
@@ -648,7 +648,7 @@ def test_training_flags_are_kept_through_validation() -> None:
 # Torch's compiler meets these itself, and hides them where they are no errors.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")
-def test_compiled_children_keep_the_names_of_the_state(tmp_path: Any) -> None:
+def test_compiling_does_not_change_the_names_of_the_state(tmp_path: Any) -> None:
     class Compiled(Classifier):
         def __init__(self) -> None:
             super().__init__()
@@ -780,7 +780,7 @@ def test_an_epoch_that_ends_within_a_window_is_saved(tmp_path: Any) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["epoch=1-step=2.ckpt"]
 
 
-def test_an_empty_compile_says_so() -> None:
+def test_compiling_a_module_without_submodules_warns() -> None:
     class Flat(tw.Module):
         def __init__(self) -> None:
             super().__init__()

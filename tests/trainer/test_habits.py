@@ -1,4 +1,4 @@
-"""What a script from Lightning does around a run: hooks switched off, settings read and set, copies, interruptions."""
+"""Habits of Lightning scripts around a run: hooks that are off, settings that are read and set, copies, advice."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_a_datamodules_hooks_are_switched_off_too() -> None:
     assert module.seen == ["start"]
 
 
-def test_hooks_of_earlier_versions() -> None:
+def test_hooks_of_earlier_versions_are_named() -> None:
     class Old(Classifier):
         def training_step_end(self, outputs: Any) -> None:
             raise AssertionError
@@ -200,7 +200,7 @@ def test_copies_of_a_trainer_leave_the_engine_behind(tmp_path: Path) -> None:
         assert other.global_step == 4
 
 
-def test_loader_indices_of_steps_that_pull() -> None:
+def test_the_loader_index_is_passed_to_steps_that_pull() -> None:
     class Pulls(Classifier):
         def predict_step(self, dataloader_iter: Any) -> Any:
             return next(dataloader_iter)[1:]
@@ -254,7 +254,7 @@ class Odd:
         self.number = number
 
 
-def test_a_strategy_and_predictions_on_two_ranks(tmp_path: Path) -> None:
+def test_two_ranks_use_the_methods_of_the_strategy(tmp_path: Path) -> None:
     expected = ({"rank": 1}, 1.0, [[0], [1]], False, True, True, True, small.ACCELERATOR)
     assert run_job(job, 2, tmp_path) == [(expected, 2, [0, 2]), (expected, 2, [1, 3])]
     strategy = trainer_of().strategy
@@ -452,7 +452,7 @@ def test_a_line_of_the_trainer_reaches_a_file_at_once(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.* is deprecated:DeprecationWarning")
-def test_a_module_that_torch_has_compiled_is_refused_with_the_argument_that_compiles() -> None:
+def test_a_compiled_module_is_rejected_and_compile_is_named() -> None:
     with pytest.raises(TypeError, match="Pass the module itself, and compile=True to the Trainer"):
         trainer_of().fit(torch.compile(Classifier()), make_loader(8))
 
@@ -491,7 +491,7 @@ def test_waiting_for_data_beside_idle_cores_is_named(seconds: float, is_named: b
         assert list(pairs) == list(range(50))
 
 
-def test_what_is_of_lightnings_own_is_pointed_on() -> None:
+def test_objects_of_lightnings_classes_are_named() -> None:
     theirs = type("RichThing", (), {"__module__": "lightning.pytorch.callbacks.rich"})()
     for use in (
         lambda: trainer_of(callbacks=[theirs]),
@@ -560,7 +560,7 @@ def test_a_trial_has_a_logger_and_takes_overfit_batches(tmp_path: Path) -> None:
     assert trainer.trial().strategy is not trainer.trial().strategy
 
 
-def test_norms_of_sparse_and_low_precision_gradients() -> None:
+def test_norms_of_sparse_and_low_precision_gradients_are_exact() -> None:
     embedding = torch.nn.Embedding(10, 3, sparse=True)
     embedding(torch.tensor([1, 1, 2])).sum().backward()
     assert grad_norm(embedding, 2)["grad_2.0_norm_total"] == pytest.approx((3 * 4 + 3) ** 0.5)
@@ -622,6 +622,6 @@ def test_an_export_leaves_the_mode_of_each_child(monkeypatch: pytest.MonkeyPatch
         (lambda: tw.SimpleProfiler(dir_path="runs"), r"SimpleProfiler has no argument dir_path= .*dirpath="),
     ],
 )
-def test_misspelt_arguments_name_the_nearest(call: Any, meant: str) -> None:
+def test_a_misspelt_argument_names_the_nearest(call: Any, meant: str) -> None:
     with pytest.raises(TypeError, match=meant):
         call()

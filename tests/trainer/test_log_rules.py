@@ -1,4 +1,4 @@
-"""Where self.log may be called, its defaults there, the names it gives, and what it refuses."""
+"""The hooks that may call self.log, its defaults in them, its names and its errors."""
 
 from __future__ import annotations
 
@@ -144,7 +144,9 @@ def test_the_other_hooks_say_where_to_log(hook: str) -> None:
         ((1, "noisy"), (True, True), True, tuple(f"{each}/dataloader_idx_1" for each in ("w", "w_step", "w_epoch"))),
     ],
 )
-def test_names(loader: Any, levels: tuple[bool, bool], add: bool, names: tuple[str, str, str]) -> None:
+def test_names_have_suffixes_of_step_epoch_and_loader(
+    loader: Any, levels: tuple[bool, bool], add: bool, names: tuple[str, str, str]
+) -> None:
     collector = collector_in("validation_step")
     collector.loader = loader
     logged = log(collector, "w", 1.0, on_step=levels[0], on_epoch=levels[1], add_dataloader_idx=add)
@@ -203,7 +205,7 @@ def test_the_graph_of_the_latest_value_is_kept_where_asked_for() -> None:
     assert left.last == 2.0
 
 
-def test_what_is_rank_zeros_alone_is_collected_there() -> None:
+def test_rank_zero_only_values_are_collected_on_rank_zero() -> None:
     first, second = collector_in("training_step"), collector_in("training_step", rank=1)
     for collector in (first, second):
         log(collector, "x", 1.0, rank_zero_only=True)
@@ -244,7 +246,9 @@ def test_a_hook_may_log_a_name_of_another_hook_with_other_settings() -> None:
         ("x", MeanMetric(), {"rank_zero_only": True}, ValueError, "gathers its state over all ranks"),
     ],
 )
-def test_refusals(name: Any, value: Any, settings: dict[str, Any], error: type[Exception], match: str) -> None:
+def test_wrong_values_and_settings_are_rejected(
+    name: Any, value: Any, settings: dict[str, Any], error: type[Exception], match: str
+) -> None:
     with pytest.raises(error, match=match):
         log(collector_in("training_step", Measured()), name, value, **settings)
 

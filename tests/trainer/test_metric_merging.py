@@ -1,4 +1,4 @@
-"""What several ranks had logged becomes one rank's: sums, extremes, and the states of torchmetrics."""
+"""Merging the metrics of several ranks into one: sums, extremes and states of torchmetrics."""
 
 from __future__ import annotations
 

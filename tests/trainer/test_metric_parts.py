@@ -29,7 +29,7 @@ def metrics_of(metric: Any, loaders: Any = None) -> list[dict[str, float]]:
     return tw.Trainer(**QUIET).validate(Judged(metric), loaders or make_loader(), verbose=False)
 
 
-def test_vectors_and_dicts() -> None:
+def test_vectors_and_dicts_are_logged_by_part() -> None:
     whole = MulticlassAccuracy(3, average=None)
     module = Judged(whole)
     for batch in make_loader():

@@ -1,4 +1,4 @@
-"""self.log: names, reductions, defaults and what it refuses."""
+"""self.log: names, reductions, defaults and dtypes."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def fit(log: Callable[[Any, Any, int, Tensor], None], **settings: Any) -> tw.Tra
     return trainer
 
 
-def test_names_of_step_and_epoch_values() -> None:
+def test_step_and_epoch_values_have_names() -> None:
     trainer = fit(lambda m, b, i, loss: m.log("both", loss, prog_bar=True, on_step=True, on_epoch=True))
     assert set(trainer.callback_metrics) == {"both", "both_step", "both_epoch"}
     assert set(trainer.logged_metrics) == {"both_step", "both_epoch"}
@@ -93,7 +93,7 @@ def test_a_torchmetrics_object_is_computed_and_reset_each_epoch() -> None:
         module.log("metric", module.metric, on_step=False, on_epoch=True)
 
     class Watch(tw.Callback):
-        runs_last = True
+        priority = -10
 
         def on_train_epoch_end(self, trainer: Any, *args: Any) -> None:
             epochs.append(trainer.callback_metrics["metric"].item())
@@ -103,7 +103,7 @@ def test_a_torchmetrics_object_is_computed_and_reset_each_epoch() -> None:
 
 
 def test_metrics_have_the_precision_that_was_logged() -> None:
-    """A user compares them with tensors of his own; what is compared and written is not rounded."""
+    """Users compare them with their tensors, so values for comparisons and files are not rounded."""
 
     def log(module: Any, batch: Any, index: int, loss: Tensor) -> None:
         for name, value in (("single", loss), ("half", loss.bfloat16()), ("double", loss.double()), ("number", 0.1)):
@@ -119,7 +119,7 @@ def test_metrics_have_the_precision_that_was_logged() -> None:
     assert torch.allclose(trainer.callback_metrics["single"], trainer.callback_metrics["double"].float())
 
 
-def test_rows_of_the_csv_logger(tmp_path: Path) -> None:
+def test_the_csv_logger_writes_step_and_epoch_rows(tmp_path: Path) -> None:
     logger = tw.CSVLogger(str(tmp_path))
     trainer = fit(
         lambda m, b, i, loss: m.log("both", loss, on_step=True, on_epoch=True), logger=logger, log_every_n_steps=5
@@ -140,7 +140,7 @@ def test_unequal_leading_sizes_warn_and_name_the_remedy() -> None:
         tw.Trainer(**QUIET).validate(Odd(), [(torch.zeros(3, 8), torch.zeros(5))])
 
 
-def test_numbers_of_other_kinds_and_batches_without_tensors() -> None:
+def test_numbers_of_other_kinds_are_logged() -> None:
     def log(module: Any, batch: Any, index: int, loss: Tensor) -> None:
         module.log("numpy", np.float32(2.0))
         module.log("flag", True)

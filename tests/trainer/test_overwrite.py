@@ -53,7 +53,7 @@ def test_a_save_that_waits_for_its_windows_end_overwrites_too(tmp_path: Path) ->
     assert os.listdir(tmp_path) == ["newest.ckpt"]
 
 
-def test_a_loop_of_ones_own(tmp_path: Path) -> None:
+def test_save_state_replaces_an_earlier_checkpoint(tmp_path: Path) -> None:
     path = str(tmp_path / "state")
     accelerator = tw.Accelerator(cpu=ON_HOST)
     net: Any = torch.nn.Linear(2, 2)

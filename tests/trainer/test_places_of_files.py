@@ -86,7 +86,7 @@ def test_loggers_write_through_no_link(tmp_path: Path) -> None:
     assert [(tmp_path / path.name).read_bytes() for path in files] == before
 
 
-def test_a_manual_backward_before_the_first_run() -> None:
+def test_manual_backward_works_before_the_first_run() -> None:
     class Manual(Classifier):
         def __init__(self) -> None:
             super().__init__()

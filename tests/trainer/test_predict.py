@@ -18,11 +18,11 @@ import trainwright as tw
 from trainwright.checkpoint.shards import as_bytes
 from trainwright.distributed.collectives import _split
 
-SAMPLES = 21  # in batches of 4: two ranks have three batches each, the last of which has one sample
+SAMPLES = 21  # in batches of 4: two ranks have three batches, and the last one has one sample
 
 
 class Forward(tw.Module):
-    """Has no predict_step: what forward returns is the prediction."""
+    """Has no predict_step, so forward makes the predictions."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ def numbers(samples: int = SAMPLES, start: int = 0, **kwargs: Any) -> DataLoader
 
 
 def predictions(folder: Path) -> dict[str, Any]:
-    """Every prediction of this rank, which has those of all."""
+    """All predictions on this rank, which include the other ranks'."""
     trainer = tw.Trainer(**{**QUIET, "devices": "auto"})
     found = {
         "forward": trainer.predict(Forward(), numbers()),
@@ -118,11 +118,11 @@ def check(found: dict[str, Any], ranks: int) -> None:
         assert torch.equal(logits.as_subclass(Tensor), right)
 
 
-def test_predictions_on_one_process(tmp_path: Path) -> None:
+def test_one_process_returns_predictions_in_order(tmp_path: Path) -> None:
     check(predictions(tmp_path), 1)
 
 
-def test_predictions_on_two_ranks(tmp_path: Path) -> None:
+def test_two_ranks_return_all_predictions(tmp_path: Path) -> None:
     for found in run_job(predictions, 2, tmp_path):
         check(found, 2)
 
@@ -172,7 +172,7 @@ def test_a_predict_step_passes_its_arguments_on() -> None:
     assert len(own) == len(passed)
 
 
-def test_what_cannot_be_predicted() -> None:
+def test_a_module_without_forward_cannot_predict() -> None:
     class Silent(tw.Module):
         pass
 

@@ -1,4 +1,5 @@
-"""A script with ckpt_path="auto" that is killed and run again until its end leaves what an uninterrupted run leaves."""
+"""A script with ckpt_path="auto" that is killed and restarted until its end writes the same files as an uninterrupted
+run."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ JOB = Path(__file__).with_name("rerun_job.py")
 
 
 def newest(folder: Path) -> Path:
-    """Return the run folder in which the run came to its end; others were left before their first checkpoint."""
+    """Return the run folder in which the run finished. Other folders belong to runs killed before their first
+    checkpoint."""
     runs = sorted((folder / "trainwright_logs").iterdir(), key=lambda each: int(each.name.rpartition("_")[2]))
     for each in runs[:-1]:  # the lock, and perhaps the half of a save
         assert all(name.startswith(".") for name in os.listdir(each / "checkpoints"))
@@ -24,7 +26,7 @@ def newest(folder: Path) -> Path:
 
 @pytest.mark.launch
 @pytest.mark.parametrize("seeds", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_killed_and_run_again(seeds: int, tmp_path: Path) -> None:
+def test_a_killed_script_ends_like_an_uninterrupted_one_when_it_is_rerun(seeds: int, tmp_path: Path) -> None:
     done = run_python(JOB, tmp_path, seeds, seconds=240.0)
     assert done.returncode == 0, done.stdout + done.stderr
     told = json.loads((tmp_path / "told.json").read_text())

@@ -123,7 +123,7 @@ def test_resume_is_exact_with_a_scaler_and_with_windows(tmp_path: Path, settings
 
 
 def test_a_checkpoint_of_max_steps_goes_on_within_the_epoch(tmp_path: Path) -> None:
-    """12 batches an epoch; stopped after 17 steps, in the middle of the second."""
+    """12 batches per epoch, stopped after 17 steps, in the middle of the second epoch."""
     whole, _ = run(tmp_path / "whole", 3)
     run(tmp_path / "part", 3, max_steps=17)
     resumed, trainer = run(tmp_path / "part", 3, ckpt_path="last")
@@ -228,7 +228,7 @@ def test_the_order_of_the_data_is_the_saved_runs_whatever_seed_the_process_has(t
     assert not torch.equal(train(3, 2, "other")["net.0.weight"], whole["net.0.weight"])
 
 
-def test_from_the_trainer_to_a_loop_and_back(tmp_path: Path) -> None:
+def test_a_run_can_move_from_the_trainer_to_a_loop_and_back(tmp_path: Path) -> None:
     loader = make_loader(45, 4, shuffle=True)
 
     def fit(epochs: int, ckpt_path: str | None) -> dict[str, Tensor]:
@@ -281,7 +281,7 @@ def test_extra_states_are_kept(tmp_path: Path) -> None:
     assert again.tensor.count.tolist() == [1, 2]
 
 
-def test_what_a_save_needs(tmp_path: Path) -> None:
+def test_a_save_needs_a_run(tmp_path: Path) -> None:
     trainer = tw.Trainer(**QUIET)
     with pytest.raises(RuntimeError, match="nothing to save"):
         trainer.save_checkpoint(str(tmp_path / "x.ckpt"))
@@ -419,7 +419,7 @@ def test_what_an_optimizer_keeps_for_all_parameters(tmp_path: Path) -> None:
     assert_equal(weights(resumed.model), weights(whole.model))
 
 
-def test_a_key_of_an_optimizers_state_that_cannot_be_stored(tmp_path: Path) -> None:
+def test_an_optimizer_key_with_a_slash_is_rejected(tmp_path: Path) -> None:
     class Slashed(torch.optim.SGD):
         def step(self, closure: Any = None) -> Any:
             for parameter in self.param_groups[0]["params"]:

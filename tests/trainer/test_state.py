@@ -6,7 +6,7 @@ from trainwright.checkpoint.codec import decode, encode
 from trainwright.trainer.state import OpenEpoch, TrainerState
 
 
-def test_plain_data_give_the_same_state_back() -> None:
+def test_the_state_is_restored_from_plain_data() -> None:
     epoch = OpenEpoch({"loss": 1.0}, {"values": []}, [{"rows": 3}], {"Timer": {"time": 2.0}}, {"python": [1, 2]})
     for state in (TrainerState(), TrainerState(epoch=2, batch=3, step=9, open_epoch=epoch)):
         plain = decode(*encode(state.plain(), "state"))

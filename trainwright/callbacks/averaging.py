@@ -337,12 +337,12 @@ class Averaging(Callback):
         if self._pieces is not None and self._pieces.are_shown and not self._is_final:
             self._pieces.put_back(trainer.strategy, module, refreshes=trainer.world_size == 1)  # a rank may be gone
 
-    def _parts_to_save(self, trainer: Trainer, module: Module) -> Mapping[str, Mapping[str, Tensor]]:
+    def sharded_state_dict(self, trainer: Trainer, module: Module) -> Mapping[str, Mapping[str, Tensor]]:
         if self._pieces is None or not self.n_averaged:
             return {}
         return self._pieces.parts(trainer.strategy, module, self._is_model, self._is_final)
 
-    def _load_parts(
+    def load_sharded_state_dict(
         self, trainer: Trainer, module: Module, checkpoint: StoredCheckpoint, edited: Mapping[str, Tensor] | None
     ) -> None:
         if self.n_averaged and not {AVERAGE, TRAINING} & set(checkpoint.sections):  # saved by a copy without its pieces
@@ -350,7 +350,7 @@ class Averaging(Callback):
         if self.n_averaged:
             self.pieces.load(trainer.strategy, module, checkpoint, edited, self._is_model)
 
-    def _on_restored(self, trainer: Trainer) -> None:
+    def on_resume_start(self, trainer: Trainer, module: Module) -> None:
         if not self._is_loaded:
             rank_zero_warn(
                 f"{trainer.resume_source} holds no average of {type(self).__name__}: the run resumes from its weights, and "

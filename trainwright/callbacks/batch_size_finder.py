@@ -12,7 +12,7 @@ from trainwright.callbacks.learning_rate_search import MakeTrial, trial_copy
 from trainwright.callbacks.tuned_setting import TunedSetting, refuse_within_run
 from trainwright.data.datamodule import DataModule
 from trainwright.data.seeding import isolate_rng
-from trainwright.devices.out_of_memory import give_back, is_out_of_memory
+from trainwright.devices.hardware import free_unused_memory, is_out_of_memory
 from trainwright.rank_zero import rank_zero_info, rank_zero_warn
 
 if TYPE_CHECKING:
@@ -109,8 +109,8 @@ class BatchSizeFinder(Callback):
         owners = [module] if datamodule is None else [module, datamodule]
         return TunedSetting((self.batch_arg_name,), owners, "The search for a batch size")
 
-    def _tune(self, make_trial: MakeTrial, module: Module, data: Mapping[str, Any]) -> None:
-        self.search(make_trial, module, data)
+    def on_tune(self, trainer: Trainer, module: Module, data: Mapping[str, Any]) -> None:
+        self.search(trainer.trial, module, data)
 
     def search(self, make_trial: MakeTrial, module: Module, data: Mapping[str, Any]) -> int:
         """Search, set the attribute, and return the size."""
@@ -140,7 +140,7 @@ class BatchSizeFinder(Callback):
         for _ in range(self.max_trials):
             setting.set(size)
             # Memory that torch keeps of the last trial would make this size seem too large.
-            give_back()
+            free_unused_memory()
             batches = self._fits(make_trial, module, data)
             if batches is None:
                 too_large = size
@@ -154,7 +154,7 @@ class BatchSizeFinder(Callback):
             if fits and too_large and (self.mode == "power" or too_large - fits <= 1):
                 break
             size = (fits + too_large) // 2 if too_large else min(2 * size, self.max_val)
-        give_back()
+        free_unused_memory()
         if not fits:
             raise RuntimeError(
                 f"No batch size fits into memory in {self.max_trials} trials; pass a smaller init_val than {self.init_val}."

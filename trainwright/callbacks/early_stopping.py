@@ -63,7 +63,7 @@ class EarlyStopping(Callback):
     True
     """
 
-    runs_last = True
+    priority = -10  # the reduced metrics of an epoch are there
 
     @refuses_unknown
     def __init__(
@@ -134,7 +134,7 @@ class EarlyStopping(Callback):
         if stage == "fit":
             self._reset()
 
-    def _on_restored(self, trainer: TrainerProtocol) -> None:
+    def on_resume_start(self, trainer: TrainerProtocol, module: Module) -> None:
         """Stop a run again that had been stopped, unless the current settings would not stop it."""
         if not self._still_stops():
             self.stopping_reason, self.stopping_reason_message = EarlyStoppingReason.NOT_STOPPED, None
@@ -143,8 +143,7 @@ class EarlyStopping(Callback):
         if trainer.is_global_zero:
             say(str(self.stopping_reason_message))
 
-    @property
-    def _has_asked_to_stop(self) -> bool:
+    def has_requested_stop(self, trainer: TrainerProtocol, module: Module) -> bool:
         return self.stopping_reason is not EarlyStoppingReason.NOT_STOPPED
 
     def _still_stops(self) -> bool:

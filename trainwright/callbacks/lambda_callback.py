@@ -6,10 +6,8 @@ import difflib
 from collections.abc import Callable
 from typing import Any
 
-from trainwright.callbacks.base import Callback
+from trainwright.callbacks.base import HOOKS, Callback
 from trainwright.errors import a_type_of
-
-HOOKS = tuple(name for name in vars(Callback) if name in ("setup", "teardown") or name.startswith("on_"))
 
 
 class LambdaCallback(Callback):

@@ -84,8 +84,8 @@ class LearningRateFinder(Callback):
         names = (self.attr_name,) if self.attr_name else NAMES
         return TunedSetting(names, [module], "The search for a learning rate")
 
-    def _tune(self, make_trial: MakeTrial, module: Module, data: Mapping[str, Any]) -> None:
-        self.optimal_lr = self.search(make_trial, module, data)
+    def on_tune(self, trainer: Trainer, module: Module, data: Mapping[str, Any]) -> None:
+        self.optimal_lr = self.search(trainer.trial, module, data)
 
     def lr_find(self, trainer: Trainer, pl_module: Module) -> NoReturn:
         """Raise RuntimeError: a search within a run, as Lightning has it, is not possible."""

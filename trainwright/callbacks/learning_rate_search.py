@@ -8,12 +8,13 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from trainwright.callbacks.base import Callback
+from trainwright.callbacks.trainer_protocol import TrialTrainer
 from trainwright.data.combined_loader import is_read_once, leaves
 from trainwright.data.seeding import isolate_rng
 from trainwright.rank_zero import rank_zero_warn
@@ -27,18 +28,6 @@ MODES = ("exponential", "linear")
 SMOOTHING = 0.98
 NEVER = 2**62
 """A frequency at which no scheduler steps."""
-
-
-class TrialTrainer(Protocol):
-    """The Trainer of a trial, as far as a search uses it."""
-
-    @property
-    def world_size(self) -> int:
-        """The number of processes of the job."""
-
-    @property
-    def fit(self) -> Callable[..., None]:
-        """Train a module."""
 
 
 MakeTrial = Callable[..., TrialTrainer]

@@ -115,6 +115,7 @@ class ModelCheckpoint(Checkpoint):
     CHECKPOINT_EQUALS_CHAR = "="
     FILE_EXTENSION = ".ckpt"
 
+    priority = -20  # its checkpoints contain the states of the other callbacks
     reads_outputs, counts_rounds = False, True
 
     @refuses_unknown
@@ -153,7 +154,6 @@ class ModelCheckpoint(Checkpoint):
         self.save_on_train_epoch_end, self.enable_version_counter = save_on_train_epoch_end, enable_version_counter
         self._is_fitting = self._has_warned_of_weights = False
         self._score, self._ranking = MonitoredScore(monitor), Ranking(monitor, self.mode, save_top_k)
-        self.watches_batches = self.every_n_train_steps > 0 or self.train_time_interval is not None
         self._begin()
 
     def _begin(self) -> None:
@@ -260,21 +260,21 @@ class ModelCheckpoint(Checkpoint):
         if self.train_time_interval is not None and self._is_fitting:
             self._sync_point = trainer.engine.connection.sync_point(self.state_key)
 
-    def _make_up(self, trainer: Trainer) -> None:
+    def on_resume_end(self, trainer: Trainer, module: Module) -> None:
         """Make the save that was due when another callback wrote the checkpoint that the run resumes from."""
         self._has_validated = self._has_validated or trainer.state.validations > 0
         self._is_due = self._is_fitting and self._is_deferred
-        self.save_due(trainer)
+        self.on_save_point(trainer, module)
 
-    def save_due(self, trainer: Trainer) -> None:
-        """Make the save that a hook has found due. Called once all callbacks have run that hook. Collective."""
+    def on_save_point(self, trainer: Trainer, module: Module) -> None:
+        """Make the save that an earlier hook has found due. Collective."""
         if self._is_due:
             self._save(trainer)
 
     def on_train_batch_end(self, trainer: Trainer, module: Module, outputs: Any, batch: Any, batch_idx: int) -> None:
         if self._pending is not None and self._pending.waits:
             self._pending.remove_dropped(trainer)  # what all ranks have to do waits for the next save
-        if not self.watches_batches or not self._is_fitting:
+        if not self._is_fitting or (self.every_n_train_steps == 0 and self.train_time_interval is None):
             return
         previous, self._step = self._step, trainer.global_step
         if self._step != previous and self._reaches_interval(trainer, previous):
@@ -306,19 +306,17 @@ class ModelCheckpoint(Checkpoint):
             self._is_due = is_scored or (not self.save_on_train_epoch_end and self._is_chosen(trainer))
 
     def on_train_epoch_end(self, trainer: Trainer, module: Module) -> None:
-        if self._is_fitting:
-            self._end(trainer)
-
-    def _end(self, trainer: Trainer) -> None:
-        """Save at the end of an epoch, or of a run that stops within it."""
+        if not self._is_fitting or not trainer.state.epoch_ended:
+            return
         is_validated, self._is_validated = self._is_validated, False
-        is_whole = trainer.state.epoch_ended
         ends = not trainer.enable_validation if self.save_on_train_epoch_end is None else self.save_on_train_epoch_end
-        is_due = self._is_deferred or (self._is_chosen(trainer) and (is_validated or ends or not is_whole))
-        if is_whole:
-            self._is_due = is_due
-        elif is_due or (self.save_last and not self._latest.is_current(trainer)):
-            # Not later, since a run that resumes here trains on without it.
+        self._is_due = self._is_deferred or (self._is_chosen(trainer) and (is_validated or ends))
+
+    def on_train_epoch_stop(self, trainer: Trainer, module: Module) -> None:
+        self._is_validated = False
+        is_due = self._is_deferred or self._is_chosen(trainer)
+        if self._is_fitting and (is_due or (self.save_last and not self._latest.is_current(trainer))):
+            # Not at the next save point, since a run that resumes from here trains on without on_train_epoch_end.
             self._save(trainer, is_left=True)
 
     def _is_chosen(self, trainer: Trainer) -> bool:

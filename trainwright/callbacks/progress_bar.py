@@ -27,7 +27,7 @@ class ProgressBar(Callback):
     ...             print(f"{(batch_idx + 1) / self.total_train_batches:.0%}", end="\\r")
     """
 
-    runs_last = True  # so that the epoch's own metrics are shown at its end
+    priority = -10  # the reduced metrics of an epoch are shown at its end
     counts_rounds = True
 
     sanity_check_description = "Sanity check"

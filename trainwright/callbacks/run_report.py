@@ -22,7 +22,7 @@ from trainwright.callbacks.model_checkpoint import ModelCheckpoint
 from trainwright.callbacks.model_summary import count_parameters
 from trainwright.callbacks.work_tree import describe_work_tree
 from trainwright.data.combined_loader import leaves
-from trainwright.devices.inventory import MISSING, describe_devices, package_versions, peak_memory
+from trainwright.devices.hardware import MISSING, describe_devices, package_versions, peak_memory
 from trainwright.distributed.environment import Environment
 from trainwright.distributed.failures import is_secondary_failure
 from trainwright.distributed.masking import Masked, masked, shown
@@ -102,7 +102,7 @@ class RunReport(Callback):
     def teardown(self, trainer: Trainer, module: Module, stage: str) -> None:
         self._times.end_training()
 
-    def _report_run(self, trainer: Trainer, module: Module, result: RunResult, error: BaseException | None) -> None:
+    def on_run_end(self, trainer: Trainer, module: Module, result: RunResult, error: BaseException | None) -> None:
         point, self._point = self._point, None
         loggers = [each for each in trainer.loggers if isinstance(each, FolderLogger) and each.log_dir]
         is_own = trainer.is_global_zero or (error is not None and not is_secondary_failure(error))

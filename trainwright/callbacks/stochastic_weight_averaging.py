@@ -137,7 +137,7 @@ class StochasticWeightAveraging(Averaging):
                 "one for each group."
             )
 
-    def _make_scheduler(self, optimizer: Optimizer) -> Any:
+    def configure_lr_scheduler(self, trainer: Trainer, module: Module, optimizer: Optimizer) -> Any:
         # Until the first average the module's scheduler stays.
         if self._swa_scheduler is None and self.n_averaged:
             rates: Any = self._swa_lrs if len(self._swa_lrs) > 1 else self._swa_lrs[0]
@@ -152,7 +152,7 @@ class StochasticWeightAveraging(Averaging):
         self._update(trainer, module)
         self._latest_update_epoch = epoch
 
-    def _after_training(self, trainer: Trainer, module: Module, pass_over: Callable[[], bool]) -> None:
+    def on_before_train_end(self, trainer: Trainer, module: Module, run_epoch: Callable[[], bool]) -> None:
         if not self.n_averaged and not trainer.fast_dev_run:
             rank_zero_warn(
                 f"StochasticWeightAveraging averaged nothing: it begins after {self._start} epochs, and the run had "
@@ -167,7 +167,7 @@ class StochasticWeightAveraging(Averaging):
         names_by_tensor = names_of(module)
         names = {names_by_tensor[each] for layer in layers.values() for each in _statistics(layer)}
         if self._show(trainer, module, names) and layers:
-            _renew(layers, pass_over, trainer.engine.reduce)
+            _renew(layers, run_epoch, trainer.engine.reduce)
 
     def state_dict(self) -> dict[str, Any]:
         return {**super().state_dict(), "latest_update_epoch": self._latest_update_epoch}
@@ -183,7 +183,7 @@ def _is_number(value: object) -> bool:
 
 @torch.no_grad()
 def _renew(
-    layers: Mapping[str, _BatchNorm], pass_over: Callable[[], bool], reduce: Callable[[Tensor, str], Tensor]
+    layers: Mapping[str, _BatchNorm], run_epoch: Callable[[], bool], reduce: Callable[[Tensor, str], Tensor]
 ) -> None:
     """Compute the statistics of batch norm again, as the mean over the batches of all ranks. Collective."""
     before = {name: ([each.clone() for each in _statistics(layer)], layer.momentum) for name, layer in layers.items()}
@@ -191,7 +191,7 @@ def _renew(
         for layer in layers.values():
             layer.reset_running_stats()
             layer.momentum = None  # the mean of all batches
-        is_made = pass_over()
+        is_made = run_epoch()
     finally:
         for name, layer in layers.items():
             layer.momentum = before[name][1]

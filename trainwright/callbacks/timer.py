@@ -90,11 +90,10 @@ class Timer(Callback):
             self._offset, self._is_over = 0.0, False
             self._start["train"] = self._end["train"] = None
 
-    @property
-    def _has_asked_to_stop(self) -> bool:
+    def has_requested_stop(self, trainer: TrainerProtocol, module: Module) -> bool:
         return self._is_over
 
-    def _on_restored(self, trainer: TrainerProtocol) -> None:
+    def on_resume_start(self, trainer: TrainerProtocol, module: Module) -> None:
         self._decide(trainer)  # the run may have used up its time before
 
     def on_train_start(self, trainer: Trainer, module: Module) -> None:

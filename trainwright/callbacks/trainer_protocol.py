@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from trainwright.profilers import Profiler
     from trainwright.strategies import Strategy
 
+AnyTrainer: TypeAlias = Any
+"""The `trainer` of a hook. A class of a user may annotate it with TrainerProtocol or with `tw.Trainer`."""
 Batches = int | float
 """A number of batches; math.inf if it is unknown until the loader ends."""
 
@@ -125,10 +127,22 @@ class SavingEngine(Protocol):
         """Wait for the save in flight and raise its error. Collective."""
 
 
+class TrialTrainer(Protocol):
+    """The Trainer of a trial run, as far as a callback uses it."""
+
+    @property
+    def world_size(self) -> int:
+        """The number of processes of the job."""
+
+    @property
+    def fit(self) -> Callable[..., None]:
+        """Train a module."""
+
+
 class TrainerProtocol(Protocol):
     """What hooks get as `trainer`. A callback that uses nothing else keeps working when the Trainer's internals change.
 
-    Annotate the parameter with this class or with `tw.Trainer`, which has all of it: hooks of `Callback` accept both.
+    Annotate the parameter with this class or with `tw.Trainer`, which has all of its members: `Callback` accepts both.
     """
 
     should_stop: bool
@@ -276,6 +290,9 @@ class TrainerProtocol(Protocol):
         self, filepath: str, weights_only: bool = False, *, blocking: bool = True, overwrite: bool = False
     ) -> bool:
         """Write a checkpoint. Collective; see `Trainer.save_checkpoint`."""
+
+    def trial(self, **changes: Any) -> TrialTrainer:
+        """Return a Trainer with the same arguments for a trial run; see `Trainer.trial`."""
 
     def print(self, *args: Any, **kwargs: Any) -> None:
         """Print on rank 0, above a progress bar."""

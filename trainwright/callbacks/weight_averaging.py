@@ -112,12 +112,12 @@ class WeightAveraging(Averaging):
             self._update(trainer, module)
             self._latest_update_epoch = epoch
 
-    def _make_up(self, trainer: Trainer) -> None:
+    def on_resume_end(self, trainer: Trainer, module: Module) -> None:
         """Make the update that was due when an earlier callback wrote the checkpoint that the run resumes from."""
-        self._follow_step(trainer, self._module())
+        self._follow_step(trainer, module)
 
-    def _on_restored(self, trainer: Trainer) -> None:
-        super()._on_restored(trainer)
+    def on_resume_start(self, trainer: Trainer, module: Module) -> None:
+        super().on_resume_start(trainer, module)
         if not self._is_loaded:
             self._latest_step = trainer.global_step
 

@@ -40,7 +40,7 @@ from trainwright.checkpoint.shards import check_storable
 from trainwright.checkpoint.tensors import Piece, TensorEntry, assign_writers, tied_groups
 from trainwright.compiled_names import clean_name, own_name
 from trainwright.devices.abilities import has_pinned_memory
-from trainwright.devices.accelerator import HOST
+from trainwright.devices.hardware import HOST
 from trainwright.devices.locked_memory import LockedMemory
 from trainwright.errors import CheckpointError, a_type_of
 from trainwright.tensor_names import EXTRA_STATE, is_extra_state

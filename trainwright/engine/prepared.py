@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 
 from trainwright.data.transfer import map_tensors
 from trainwright.engine.engine import Engine
-from trainwright.engine.gradients import clear_gradients
+from trainwright.engine.optimizers import clear_gradients
 from trainwright.engine.prepared_loader import PreparedLoader
 from trainwright.engine.window import AccumulationWindows, ModelWindow
 from trainwright.precision.base import Closure

@@ -13,23 +13,9 @@ import torch
 from trainwright.checkpoint.codec import decode, encode
 from trainwright.data.seeding import rng_state, set_rng_state
 from trainwright.distributed.environment import JOB_VARIABLE, Environment, announced
-from trainwright.strategies import SPAWNING, Strategy
 
 if TYPE_CHECKING:
     from trainwright.launch.nodes import Nodes
-
-
-def start_job(num_processes: int, num_nodes: int, strategy: str | Strategy, can_call_workers: bool) -> int:
-    """Replace this process with the launcher, or return how many workers each call starts; LaunchError if it can do neither."""
-    from trainwright.launch.command import calls_workers, check_worker_calls
-    from trainwright.launch.processes import launch
-
-    reason = f"devices={num_processes}"
-    spawns = isinstance(strategy, str) and strategy in SPAWNING
-    if can_call_workers and num_nodes == 1 and (spawns or calls_workers()):  # workers are on this machine only
-        check_worker_calls(reason)
-        return num_processes
-    launch(num_processes, num_nodes=num_nodes, reason=reason)
 
 
 def call_in_workers(

@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
-from trainwright.devices.cores import num_cores
+from trainwright.devices import num_cores
 from trainwright.distributed.environment import JOB_VARIABLE
 from trainwright.distributed.masking import shown
 from trainwright.distributed.network import DEFAULT_PORT, LOOPBACK
@@ -198,11 +198,11 @@ def resolve(sources: Sources) -> dict[str, Setting]:
             "script without trainwright launch here, or unset the variable."
         )
     # Not at the top: it imports torch, which looks for GPUs as the config's variables say.
-    from trainwright.devices import accelerator
+    from trainwright.devices import hardware
 
     on_cpu = sources.on_cpu()
-    num_gpus = 0 if on_cpu else accelerator.count()
-    kind = (accelerator.built_for() if num_gpus else None) or "cpu"
+    num_gpus = 0 if on_cpu else hardware.count()
+    kind = (hardware.built_for() if num_gpus else None) or "cpu"
     cpu = sources.find("cpu")
     settings = {
         "devices": _devices(sources.find("devices"), num_gpus, kind),

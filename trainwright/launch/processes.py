@@ -15,7 +15,7 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
-from trainwright.devices.cores import num_cores
+from trainwright.devices import num_cores
 from trainwright.distributed.environment import JOB_VARIABLE
 from trainwright.distributed.network import LOOPBACK, loopback_interface
 from trainwright.launch.command import own_command

@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from trainwright.devices.out_of_memory import give_back, is_out_of_memory
+from trainwright.devices.hardware import free_unused_memory, is_out_of_memory
 from trainwright.distributed.connection import open_connection
 from trainwright.distributed.environment import Environment
 from trainwright.distributed.ranks import Ranks
@@ -71,7 +71,7 @@ def find_executable_batch_size(
     def searching(*args: Any, **kwargs: Any) -> Any:
         nonlocal size
         _check_arguments(function, name, size, args, kwargs)
-        give_back()
+        free_unused_memory()
         while True:
             result, failure = None, ""
             try:
@@ -85,7 +85,7 @@ def find_executable_batch_size(
                 return result
             # On a rank whose try has succeeded, the result may hold a model.
             result = None
-            give_back()
+            free_unused_memory()
             smaller = int(size * REDUCED_TO) if reduce_batch_size_fn is None else reduce_batch_size_fn()
             if smaller == 0:
                 raise RuntimeError(
@@ -143,5 +143,5 @@ def release_memory(*objects: Any) -> Any:
     count = len(objects)
     # This tuple would keep them alive.
     del objects
-    give_back()
+    free_unused_memory()
     return [None] * count

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from trainwright.arguments import refuses_unknown
-from trainwright.devices import accelerator
+from trainwright.devices import hardware
 from trainwright.distributed.collectives import count_issued
 from trainwright.distributed.connection import open_connection
 from trainwright.distributed.environment import Environment
@@ -190,7 +190,7 @@ def broadcast(tensor: Any, from_process: int = 0) -> Any:
     >>> tw.broadcast({"folder": f"run-{accelerator.process_index}"})
     {'folder': 'run-0'}
     """
-    return nests.broadcast(tensor, from_process, _ranks(), accelerator.current() or torch.device("cpu"))
+    return nests.broadcast(tensor, from_process, _ranks(), hardware.current() or torch.device("cpu"))
 
 
 def pad_across_processes(tensor: Any, dim: int = 0, pad_index: float = 0, pad_first: bool = False) -> Any:

@@ -6,7 +6,7 @@ import difflib
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from trainwright.devices import accelerator
+from trainwright.devices import hardware
 from trainwright.devices.abilities import num_together
 from trainwright.distributed.network import DEFAULT_PORT, LOOPBACK
 from trainwright.engine.worker_calls import call_in_job
@@ -76,7 +76,7 @@ def notebook_launcher(
         )
     defaults = {} if mixed_precision == "no" else {"precision": MIXED[mixed_precision]}
     if num_processes is None:
-        num_processes = num_together(accelerator.built_for() or "cpu") or 1
+        num_processes = num_together(hardware.built_for() or "cpu") or 1
     node = (num_nodes, node_rank, master_addr, _port(use_port, num_nodes))
     return _launch("notebook_launcher", function, args, num_processes, node, defaults)
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from trainwright.devices.accelerator import resolve_device_type
+from trainwright.devices.hardware import resolve_device_type
 from trainwright.errors import a_type_of, did_you_mean
 from trainwright.overrides import overridden
 from trainwright.precision import MIXED, Precision, resolve_precision

@@ -11,8 +11,8 @@ import tempfile
 from collections.abc import Mapping, Sequence
 
 import trainwright as tw
-from trainwright.devices import accelerator
-from trainwright.devices.inventory import describe_devices
+from trainwright.devices import hardware
+from trainwright.devices.hardware import describe_devices
 from trainwright.distributed.masking import shown
 from trainwright.distributed.network import DEFAULT_PORT, LOOPBACK
 from trainwright.launch.cli import Parser, check_config
@@ -118,7 +118,7 @@ class Questions:
         remarks = {"strategy": f" ({', '.join(each for each in CHOICES if each == 'auto' or not why_missing(each))})"}
         remarks |= {name: f" ({value} suits this machine)" for name, value in suggested().items()}
         for name, default in DEFAULTS.items():
-            if name == "cpu" and accelerator.accelerator_type() is None:
+            if name == "cpu" and hardware.accelerator_type() is None:
                 continue  # nothing to choose
             self._ask(name, default, remarks.get(name, ""), is_needed=False)
         if self.answers.get("num_nodes", "1") != "1":

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 
 import trainwright as tw
-from trainwright.devices import abilities, accelerator
-from trainwright.devices.inventory import describe_devices, package_versions
+from trainwright.devices import abilities, hardware
+from trainwright.devices.hardware import describe_devices, package_versions
 from trainwright.distributed.masking import HIDDEN
-from trainwright.engine.memory import available_memory, size_text
+from trainwright.engine.memory_estimate import available_memory, size_text
 from trainwright.launch.cli import Parser, check_config
 from trainwright.launch.config import Config, config_path, find_config, of_jobs
 from trainwright.launch.setting_sources import NameCheck
@@ -34,7 +34,7 @@ def env_command(arguments: Sequence[str], check_names: NameCheck) -> int:
 
 def report(check_names: NameCheck) -> dict[str, Any]:
     """Return the versions, devices, strategies, variables and the config as plain data."""
-    kind = accelerator.accelerator_type() or "cpu"
+    kind = hardware.accelerator_type() or "cpu"
     return {
         "trainwright": tw.__version__,
         "python": platform.python_version(),

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from trainwright import estimate_memory
-from trainwright.engine.memory import MOST_USED, available_memory, size_text
+from trainwright.engine.memory_estimate import MOST_USED, available_memory, size_text
 from trainwright.launch.cli import Parser
 from trainwright.launch.columns import fill, lay_out, terminal_width
 from trainwright.launch.config import nearest

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from trainwright.devices import abilities, accelerator
+from trainwright.devices import abilities, hardware
 from trainwright.strategies import resolve_strategy
 from trainwright.strategies.memory_plan import ALONE, MEMORY_PLANS
 
@@ -14,7 +14,7 @@ LISTED_STRATEGIES = (ALONE, *MEMORY_PLANS)
 
 def best_precision() -> str:
     """Return a mixed precision that the accelerator here computes in, or else "32-true"."""
-    kind = accelerator.accelerator_type()
+    kind = hardware.accelerator_type()
     for name, dtype in (("bf16-mixed", torch.bfloat16), ("16-mixed", torch.float16)):
         if kind is not None and abilities.autocasts(kind, dtype):
             return name

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 from safetensors.torch import load_file
 from torch import Tensor
 
-from trainwright.devices import accelerator
-from trainwright.devices.inventory import describe_devices
+from trainwright.devices import hardware
+from trainwright.devices.hardware import describe_devices
 from trainwright.distributed.environment import Environment
 from trainwright.launch.cli import Parser
 from trainwright.launch.config import find_config, set_variables_of
@@ -91,7 +91,7 @@ class Trials:
 
     def run(self, strategies: Sequence[str]) -> int:
         """Print a row for each strategy as it is done, then what failed and what is missing; return the exit code."""
-        has_gpu = accelerator.accelerator_type() is not None and not self.on_cpu
+        has_gpu = hardware.accelerator_type() is not None and not self.on_cpu
         print(f"This machine has {describe_devices()}; the test computes on the {'GPU' if has_gpu else 'CPU'}.")
         print(f"{'strategy':<20}{'1 process':<26}{'2 processes':<26}")
         failed: list[tuple[str, str]] = []
@@ -107,7 +107,7 @@ class Trials:
                 continue
             print(f"{name:<20}", end="", flush=True)
             for count in (1, 2):
-                if count == 2 and (name == ALONE or (has_gpu and accelerator.count() < 2)):
+                if count == 2 and (name == ALONE or (has_gpu and hardware.count() < 2)):
                     print("-" if name == ALONE else "needs 2 GPUs", end="", flush=True)
                     continue
                 outcome = alone if name == ALONE else self._trial(name, count)

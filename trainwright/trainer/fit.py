@@ -26,12 +26,10 @@ from typing import Any
 
 from torch import Tensor
 
-from trainwright.callbacks.base import after_training
 from trainwright.data.seeding import rng_state
 from trainwright.engine.fused import use_fused
-from trainwright.engine.gradients import clear_gradients
+from trainwright.engine.optimizers import clear_gradients
 from trainwright.trainer.evaluate import sanity_check, skip_none
-from trainwright.trainer.hooks import RUN_LAST, SAVE
 from trainwright.trainer.optimization import (
     backward,
     begin_window,
@@ -93,7 +91,7 @@ def fit(run: TrainingRun, resumption: Resumption | None) -> None:
     run.set_waiting_generators()  # nothing was left to train
     stop.finish()
     if not stop.number:
-        after_training(run.callbacks, run.trainer, run.module, partial(pass_over, run))
+        hooks.call("on_before_train_end", partial(pass_over, run))
     logbook.stop_collecting()
     hooks.call("on_train_end")
 
@@ -193,9 +191,9 @@ def finish_epoch(run: TrainingRun, is_complete: bool) -> None:
         leave_epoch(run)
     with run.progress.during(Phase.EPOCH_END if is_complete else Phase.EPOCH_LEFT):
         close_epoch(run, is_complete)
-    run.hooks.call(RUN_LAST)
+    run.hooks.call_late()
     if is_complete:
-        run.hooks.call(SAVE)
+        run.hooks.call("on_save_point")
     save_waiting(run)  # with what early stopping has made of the epoch
     run.stop.agree()
     run.logbook.flush()
@@ -209,7 +207,8 @@ def leave_epoch(run: TrainingRun) -> None:
     """
     run.state.leave_epoch(open_epoch(run))
     run.logbook.reduce(run.module)  # the score of a checkpoint may be a metric of this epoch
-    run.hooks.call(SAVE)
+    run.hooks.call("on_train_epoch_stop")
+    run.hooks.call("on_save_point")
     if run.choice.is_rerunnable:
         run.stop.save_end()
 

@@ -10,8 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from trainwright.data.transfer import map_tensors
-from trainwright.engine.gradients import clear_gradients
-from trainwright.engine.optimizers import SchedulerConfig, may_use_closure, needs_closure
+from trainwright.engine.optimizers import SchedulerConfig, clear_gradients, may_use_closure, needs_closure
 from trainwright.engine.window import in_float32
 from trainwright.errors import a_type_of
 from trainwright.rank_zero import rank_zero_warn

@@ -20,7 +20,7 @@ from trainwright.callbacks.base import Callback
 from trainwright.callbacks.early_stopping import EarlyStopping
 from trainwright.callbacks.timer import Timer
 from trainwright.data.combined_loader import CombinedLoader, is_collection
-from trainwright.devices.accelerator import wait_for
+from trainwright.devices.hardware import wait_for
 from trainwright.engine.optimizers import AFTER_VALIDATIONS, SchedulerConfig
 from trainwright.errors import did_you_mean
 from trainwright.rank_zero import rank_zero_warn

@@ -9,7 +9,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from trainwright.engine.fused import use_fused
-from trainwright.engine.memory import warn_of_memory
+from trainwright.engine.memory_estimate import warn_of_memory
 from trainwright.engine.optimizers import read_optimizers
 from trainwright.engine.prepared import PreparedOptimizer
 from trainwright.engine.replicas import warn_of_unlike_settings

@@ -8,11 +8,11 @@ from typing import Any
 
 from torch import Tensor
 
-from trainwright.callbacks.base import load_parts, load_states, make_up, note_restored
-from trainwright.callbacks.checkpoint_policy import monitor_of
+from trainwright.callbacks.base import Callback
+from trainwright.callbacks.checkpoint_policy import are_similar, monitor_of
 from trainwright.checkpoint.reader import StoredCheckpoint
 from trainwright.data.seeding import isolate_rng, set_rng_state
-from trainwright.engine.engine import OpenCheckpoint
+from trainwright.engine.checkpoints import OpenCheckpoint
 from trainwright.engine.named_state import hold_gradients
 from trainwright.rank_zero import rank_zero_warn
 from trainwright.trainer.metrics import merged
@@ -69,7 +69,7 @@ class Resumption:
         strict = run.module.strict_loading is not False
         check = partial(run.engine.script.check, path=path, fresh=self._fresh)
         restored = run.engine.load(self._opened, strict=strict, check=check, fresh=self._fresh)
-        load = partial(load_parts, run.callbacks, run.trainer, run.module, self._checkpoint, self._opened.tensors)
+        load = partial(run.hooks.call, "load_sharded_state_dict", self._checkpoint, self._opened.tensors)
         run.engine.ranks.run_on_all(load, "the load of a checkpoint")
         state, own = restored.state, restored.rank_state or {}
         run.state.resume(state["position"], own.get("epoch_rng"))
@@ -103,7 +103,7 @@ class Resumption:
 
     def begin(self) -> None:
         """Let callbacks that had stopped the run stop it again, and the loggers drop the rows after the checkpoint."""
-        note_restored(self._run.callbacks, self._run.trainer)
+        self._run.hooks.call("on_resume_start")
         self._run.stop.agree()
         self._run.logbook.drop_later_rows()
 
@@ -115,7 +115,7 @@ class Resumption:
         run.state.load_generators(None)
         with isolate_rng(), run.state.at_loaded_end():
             set_rng_state(generators)
-            make_up(run.callbacks, run.trainer)
+            run.hooks.call("on_resume_end")
         set_rng_state(run.state.epoch_generators or generators)
         if run.state.batch:
             run.wait_with(generators)
@@ -151,6 +151,16 @@ class Resumption:
                 stacklevel=2,
             )
         return together
+
+
+def load_states(callbacks: Sequence[Callback], states: Mapping[str, Any]) -> list[str]:
+    """Load the states of callbacks, of a ModelCheckpoint also under a similar key; return the keys of the unused states."""
+    unused, keys = dict(states), [callback.state_key for callback in callbacks]
+    for callback, key in zip(callbacks, keys, strict=True):
+        similar = (other for other in unused if other not in keys and are_similar(key, other))
+        if (stored := key if key in unused else next(similar, None)) is not None:
+            callback.load_state_dict(unused.pop(stored))
+    return list(unused)
 
 
 def open_with_hooks(run: Run, checkpoint: StoredCheckpoint) -> OpenCheckpoint:

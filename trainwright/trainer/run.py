@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from trainwright.callbacks.base import Callback, attach, detach, report
+from trainwright.callbacks.base import Callback, attach, detach
 from trainwright.callbacks.model_checkpoint import ModelCheckpoint
 from trainwright.callers import say
 from trainwright.checkpoint.foreign_formats import is_plain
@@ -167,7 +167,8 @@ class Run:
     @property
     def checkpoint_callbacks(self) -> list[ModelCheckpoint]:
         """Return each ModelCheckpoint among the callbacks."""
-        return [each for each in self.callbacks if isinstance(each, ModelCheckpoint)]
+        checkpoints: list[ModelCheckpoint] = self.trainer.checkpoint_callbacks
+        return checkpoints
 
     @property
     def ckpt_path(self) -> str | None:
@@ -414,7 +415,8 @@ class Run:
         """Let callbacks report on a fit or an evaluation that has begun, once its loggers and its profiler are closed."""
         if self.call != "predict" and self.logbook.has_begun:
             result, error = self._result(outcome), outcome.error
-            outcome.after(report, self.callbacks, self.trainer, self.module, result, error)
+            for hook in self.hooks["on_run_end"]:
+                outcome.after(hook, result, error)
 
     def _result(self, outcome: Outcome) -> RunResult:
         if self.stop.interrupted or self.stop.number:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from trainwright.callbacks.base import Callback, parts_to_save, stop_themselves
-from trainwright.callbacks.model_checkpoint import ModelCheckpoint
+from trainwright.callbacks.base import Callback
 from trainwright.checkpoint.contents import encode_state, extra_states
 from trainwright.checkpoint.editing import Edit
 from trainwright.checkpoint.foreign_formats import is_plain
@@ -85,6 +84,14 @@ def position_in_data(run: Run) -> LoaderState:
     """Return the position in the training data of the current or the latest fit."""
     assert run.trained.data is not None
     return run.trained.data.state_dict()
+
+
+def sharded_state(run: Run) -> dict[str, Mapping[str, Tensor]]:
+    """Return the tensors that callbacks store in pieces, by section and name."""
+    parts: dict[str, Mapping[str, Tensor]] = {}
+    for sections in run.hooks.call("sharded_state_dict") if run.module is not None else ():
+        parts |= sections or {}
+    return parts
 
 
 def callback_states(callbacks: Iterable[Callback]) -> dict[str, Any]:
@@ -168,7 +175,6 @@ def save_checkpoint(run: Run, path: str, weights_only: bool, blocking: bool, ove
     # Before the state is read, because the checkpoint holds its own number.
     run.state.count_save()
     data = None if weights_only else position_in_data(run)
-    callbacks = run.trainer.callbacks
     run.engine.save(
         path,
         step=run.state.step,
@@ -180,7 +186,7 @@ def save_checkpoint(run: Run, path: str, weights_only: bool, blocking: bool, ove
         edit=edit_with_hooks(run, SAVE_HOOK),
         blocking=blocking,
         overwrite=overwrite,
-        parts=parts_to_save(callbacks, run.trainer, run.module) if callbacks else None,
+        parts=sharded_state(run),
     )
     return True
 
@@ -195,7 +201,7 @@ def rank_state(run: Run, data: LoaderState) -> dict[str, Any]:
     """Return what a checkpoint holds of this rank alone, such as what it has logged in the epoch and its data's sources."""
     assert run.module is not None
     # A callback that has stopped the run stops a resumed one again by itself.
-    own_stop = run.stop.requested and not stop_themselves(run.trainer.callbacks)
+    own_stop = run.stop.requested and not any(run.hooks.call("has_requested_stop"))
     epoch = run.state.open_epoch
     return {
         "rng": epoch.generators if epoch is not None else run.state.loaded_generators or rng_state(),
@@ -211,7 +217,7 @@ def open_epoch(run: Run) -> OpenEpoch:
     """Return what a checkpoint holds of an epoch that the run stops within."""
     logbook, callbacks = run.logbook, None
     if any(each.keeps_any for each in run.checkpoint_callbacks):  # whose states can be stored, so they can be copied
-        states = callback_states(each for each in run.trainer.callbacks if not isinstance(each, ModelCheckpoint))
+        states = callback_states(each for each in run.trainer.callbacks if each not in run.checkpoint_callbacks)
         callbacks = map_leaves(lambda leaf: leaf.detach().clone() if isinstance(leaf, Tensor) else leaf, states)
     return OpenEpoch(logbook.state_dict(), logbook.epoch_state(), logbook.logger_states(), callbacks, rng_state())
 

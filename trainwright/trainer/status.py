@@ -19,8 +19,8 @@ from trainwright.callbacks.gradient_accumulation_scheduler import GradientAccumu
 from trainwright.callbacks.model_checkpoint import ModelCheckpoint
 from trainwright.callbacks.progress_bar import ProgressBar
 from trainwright.data.datamodule import DataModule
-from trainwright.engine.devices import device_numbers
 from trainwright.engine.engine import Engine
+from trainwright.engine.job import device_numbers
 from trainwright.engine.optimizers import SchedulerConfig
 from trainwright.loggers.base import Logger
 from trainwright.module import Module

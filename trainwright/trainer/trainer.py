@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from trainwright.arguments import refuse_unknown, refuses_unknown
-from trainwright.callbacks.base import Callback, tune
+from trainwright.callbacks.base import Callback
 from trainwright.checkpoint.reader import Verify
 from trainwright.data.datamodule import DataModule
 from trainwright.engine.engine import Engine
@@ -236,17 +236,16 @@ class Trainer(Status):
         path = self._ckpt_path if ckpt_path is None else ckpt_path
         request = read_fit(model, train_dataloaders, val_dataloaders, datamodule, path, verify, fresh)
         parts, choice = self._begin(request)
-        if choice.path is None and not self.fast_dev_run and not self.engine.num_workers:
-            loaders = {"train_dataloaders": train_dataloaders, "val_dataloaders": val_dataloaders}
-            tune(self.callbacks, self.trial, model, {**loaders, "datamodule": datamodule})
         if self.engine.num_workers:
             options = {"val_dataloaders": val_dataloaders, "verify": verify, "fresh": request.fresh}
             run = Run(parts, "fit", model, request.datamodule, choice, self.run)
             self._call_workers(run, {"train_dataloaders": request.loaders, **options})
             return
-        self.run = run = TrainingRun(
-            parts, model, request.datamodule, choice, self.run, request.source, val_dataloaders
-        )
+        run = TrainingRun(parts, model, request.datamodule, choice, self.run, request.source, val_dataloaders)
+        if choice.path is None and not self.fast_dev_run:
+            loaders = {"train_dataloaders": train_dataloaders, "val_dataloaders": val_dataloaders}
+            run.hooks.call("on_tune", {**loaders, "datamodule": datamodule})
+        self.run = run
         # The stop is outermost, because it raises RunStopped once everything else is closed.
         with run.stop, run.opened(), torch.autograd.set_detect_anomaly(self._settings.detect_anomaly):
             run.stop.open()

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from trainwright.callbacks.base import make_scheduler
 from trainwright.data.datamodule import DataModule
 from trainwright.data.loaders import with_last
 from trainwright.data.seeding import set_rng_state
@@ -146,8 +145,10 @@ class TrainingRun(Run):
 
     def replace_schedulers(self) -> None:
         """Replace the schedulers by the one of a callback, if it has one."""
-        optimizer = self.optimizer
-        scheduler = None if optimizer is None else make_scheduler(self.callbacks, unwrap_optimizer(optimizer))
+        if self.optimizer is None:
+            return
+        returned = self.hooks.call("configure_lr_scheduler", unwrap_optimizer(self.optimizer))
+        scheduler = next((each for each in returned if each is not None), None)
         # It is returned at each epoch's start, and replaces the others once.
         if scheduler is not None and all(each.scheduler is not scheduler for each in self.schedulers):
             self.take_schedulers([SchedulerConfig(scheduler)])

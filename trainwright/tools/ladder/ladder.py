@@ -12,8 +12,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from trainwright.devices.accelerator import resolve_device_type
-from trainwright.devices.inventory import describe_devices
+from trainwright.devices.hardware import describe_devices, resolve_device_type
 from trainwright.distributed.environment import Environment, rung_file
 from trainwright.launch.cli import Parser, check_script, split_command
 from trainwright.launch.columns import fill, terminal_width

@@ -8,7 +8,7 @@ import shlex
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from trainwright.engine.memory import size_text
+from trainwright.engine.memory_estimate import size_text
 from trainwright.launch.columns import lay_out
 from trainwright.precision import MIXED
 from trainwright.tools.ladder.attempt import Attempt, Figure, Result

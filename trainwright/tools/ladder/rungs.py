@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from trainwright.devices import abilities, accelerator
+from trainwright.devices import abilities, hardware
 from trainwright.precision import NAMES
 from trainwright.strategies import SPAWNING, STRATEGIES, VARIANTS, resolve_strategy
 from trainwright.strategies.memory_plan import ALONE, MEMORY_PLANS
@@ -34,7 +34,7 @@ def usual_rungs(device_type: str, num_devices: int) -> list[str]:
 
 def choose_devices(given: str, device_type: str) -> int:
     """Return on how many devices the strategies run: a number, -1 for all, or "auto" (ValueError)."""
-    present = accelerator.count(device_type) if device_type != "cpu" else None
+    present = hardware.count(device_type) if device_type != "cpu" else None
     if given == "auto":
         return 2 if present is None else max(1, abilities.num_together(device_type))
     if given == "-1":

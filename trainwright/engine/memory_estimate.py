@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from trainwright.devices import accelerator
+from trainwright.devices import hardware
 from trainwright.engine.engine import Engine
 from trainwright.rank_zero import rank_zero_warn
 from trainwright.strategies.fsdp2.wrap_policy import WrapPolicy, check_policy, choose_groups, made_groups
@@ -124,7 +124,7 @@ def estimate_memory(
     strategy='fsdp' would need 384.9 MiB of the 1.0 GiB.
     """
     if num_devices is None:
-        num_devices = accelerator.count() or 1
+        num_devices = hardware.count() or 1
     if isinstance(num_devices, bool) or not isinstance(num_devices, int) or num_devices < 1:
         raise ValueError(f"num_devices={num_devices!r} is not accepted; pass an integer of at least 1.")
     if not isinstance(module, nn.Module):
@@ -187,8 +187,8 @@ def warn_of_memory(engine: Engine, module: nn.Module, optimizers: Sequence[Optim
 def available_memory(device: torch.device | None = None, processes: int = 1) -> int:
     """Return the bytes that this process may use: those of its GPU that are free or its own, else its part of the machine's."""
     if device is None:
-        device = torch.device(accelerator.accelerator_type() or "cpu")
-    if device.type != "cpu" and (free := accelerator.free_memory(device)) is not None:
+        device = torch.device(hardware.accelerator_type() or "cpu")
+    if device.type != "cpu" and (free := hardware.free_memory(device)) is not None:
         return free
     limits = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
     for path in CGROUP_LIMITS:

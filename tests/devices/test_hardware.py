@@ -7,33 +7,33 @@ import re
 import pytest
 import torch
 
-from trainwright.devices import abilities, accelerator, generators
+from trainwright.devices import abilities, generators, hardware
 
 
 @pytest.fixture(autouse=True)
 def _no_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(accelerator, "accelerator_type", lambda: None)
+    monkeypatch.setattr(hardware, "accelerator_type", lambda: None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
 
 
 def test_auto_is_the_accelerator_that_is_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert accelerator.resolve_device_type("auto") == "cpu"
-    assert accelerator.resolve_device_type("cpu") == "cpu"
-    monkeypatch.setattr(accelerator, "accelerator_type", lambda: "mps")
+    assert hardware.resolve_device_type("auto") == "cpu"
+    assert hardware.resolve_device_type("cpu") == "cpu"
+    monkeypatch.setattr(hardware, "accelerator_type", lambda: "mps")
     monkeypatch.setattr(torch.mps, "is_available", lambda: True)
-    assert {accelerator.resolve_device_type(name) for name in ("auto", "gpu", "mps")} == {"mps"}
-    assert accelerator.resolve_device_type("cpu") == "cpu"
+    assert {hardware.resolve_device_type(name) for name in ("auto", "gpu", "mps")} == {"mps"}
+    assert hardware.resolve_device_type("cpu") == "cpu"
     with pytest.raises(
-        RuntimeError, match=r"accelerator='cuda' was asked for, but torch .* has 'mps' here; .*'auto' for 'mps', or"
+        RuntimeError, match=r"accelerator='cuda' was requested, but torch .* has 'mps' here; .*'auto' for 'mps', or"
     ):
-        accelerator.resolve_device_type("cuda")
+        hardware.resolve_device_type("cuda")
 
 
 @pytest.mark.parametrize("name", ["gpu", "cuda", "mps", "xpu"])
 def test_an_accelerator_that_is_not_here_is_refused(name: str) -> None:
-    text = f"accelerator='{name}' was asked for, but torch {torch.__version__} has no accelerator here"
+    text = f"accelerator='{name}' was requested, but torch {torch.__version__} has no accelerator here"
     with pytest.raises(RuntimeError, match=re.escape(text)):
-        accelerator.resolve_device_type(name)
+        hardware.resolve_device_type(name)
 
 
 @pytest.mark.parametrize(
@@ -49,14 +49,14 @@ def test_an_accelerator_that_is_not_here_is_refused(name: str) -> None:
     ],
 )
 def test_an_unknown_accelerator_is_refused_with_the_nearest_name(name: str, close: str | None) -> None:
-    hint = f" Did you mean '{close}'?" if close else " A backend of another package has to be imported first."
+    hint = f" Did you mean '{close}'?" if close else " Import the package of another backend first."
     with pytest.raises(
         ValueError,
         match=rf"accelerator='{name}' is unknown; choose from auto, cpu, gpu, cuda, mps, xpu.*\.{re.escape(hint)}$",
     ):
-        accelerator.resolve_device_type(name)
+        hardware.resolve_device_type(name)
     with pytest.raises(TypeError, match="accelerator=1 is an int; expected auto, cpu"):
-        accelerator.resolve_device_type(1)  # type: ignore[arg-type]
+        hardware.resolve_device_type(1)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -70,17 +70,17 @@ def test_an_unknown_accelerator_is_refused_with_the_nearest_name(name: str, clos
 )
 def test_a_devices_number_is_no_part_of_its_kind(name: str, told: str) -> None:
     with pytest.raises(ValueError, match=rf"accelerator='{name}' {told}"):
-        accelerator.resolve_device_type(name)
+        hardware.resolve_device_type(name)
 
 
 def test_a_second_kind_of_accelerator_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(accelerator, "accelerator_type", lambda: "xpu")
-    monkeypatch.setattr(accelerator, "is_available", lambda kind: True)
-    assert accelerator.resolve_device_type("gpu") == "xpu"
+    monkeypatch.setattr(hardware, "accelerator_type", lambda: "xpu")
+    monkeypatch.setattr(hardware, "is_available", lambda kind: True)
+    assert hardware.resolve_device_type("gpu") == "xpu"
     with pytest.raises(
-        RuntimeError, match=r"'mps' was asked for, but torch .* takes 'xpu' for this process's accelerator"
+        RuntimeError, match=r"'mps' was requested, but torch .* uses 'xpu' as this process's accelerator"
     ):
-        accelerator.resolve_device_type("mps")
+        hardware.resolve_device_type("mps")
 
 
 def test_earlier_checkpoints_hold_generators_by_number(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,7 +92,7 @@ def test_earlier_checkpoints_hold_generators_by_number(monkeypatch: pytest.Monke
     earlier = {"cuda": [state(0), state(40)]}
     zero = torch.device("cuda", 0)
     for present, own in ((2, 0), (1, 1)):
-        monkeypatch.setattr(accelerator, "count", lambda kind, present=present: present)
+        monkeypatch.setattr(hardware, "count", lambda kind, present=present: present)
         found = generators.state_in(earlier, zero)
         assert found is not None
         assert (found["index"], set(found["others"])) == (own, {str(1 - own)})

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from trainwright.distributed.environment import Environment
-from trainwright.engine.devices import check_nodes, device_index, resolve_num_processes
+from trainwright.engine.job import check_nodes, device_index, resolve_num_processes
 
 
 def task(launched_by: str, local_rank: int = 1) -> Environment:
@@ -58,8 +58,6 @@ def test_an_accelerator_without_a_process_group_has_one_process(monkeypatch: pyt
 def test_nodes_are_those_of_the_job() -> None:
     for launched_by in ("torchrun", "slurm"):
         check_nodes(1, task(launched_by))
-        with pytest.raises(
-            ValueError, match="num_nodes=2 was given, but this job was launched on 1; leave num_nodes out"
-        ):
+        with pytest.raises(ValueError, match="num_nodes=2 was passed, but this job was launched on 1; omit num_nodes"):
             check_nodes(2, task(launched_by))
     check_nodes(2, Environment())  # the launcher will ask for this node's place
