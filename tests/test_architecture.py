@@ -14,28 +14,13 @@ from package import FILES, ROOT, imports, part_of, tree_of
 from trainwright.strategies import STRATEGIES
 
 LAYERS = [
-    {"errors", "replaced_names"},
-    {
-        "arguments",
-        "callers",
-        "compiled_names",
-        "duration",
-        "metric_direction",
-        "observer",
-        "paths",
-        "plain_forms",
-        "plots",
-        "process_identity",
-        "step_types",
-        "value_kinds",
-    },
-    {"gradient_norms", "tensor_names"},
+    {"errors"},
+    {"arguments", "duration", "metric_direction", "paths", "plain_forms", "plots", "tensor_names", "value_kinds"},
+    {"gradient_norms"},
     {"devices"},
-    {
-        "distributed",
-        "hyperparameters",
-    },
-    {"precision", "checkpoint", "loggers", "profilers", "rank_zero"},
+    {"distributed"},
+    {"rank_zero"},
+    {"hyperparameters", "precision", "checkpoint", "loggers", "profilers"},
     {"overrides"},
     {"data"},
     {"module_hooks"},
@@ -238,7 +223,7 @@ def test_kinds_of_accelerators_are_named_in_one_place() -> None:
     for path in FILES:
         relative = str(path.relative_to(ROOT))
         # Names of peers are theirs.
-        if relative in ("devices/cuda.py", "replaced_names.py") or part_of(path) == "precision":
+        if relative in ("devices/cuda.py", "arguments.py") or part_of(path) == "precision":
             continue
         tree = tree_of(path)
         texts = {ast.get_docstring(node, clean=False) for node in ast.walk(tree) if isinstance(node, DOCUMENTED)}

@@ -8,7 +8,7 @@ from package import ROOT
 from small import QUIET
 
 import trainwright as tw
-from trainwright.replaced_names import ELSEWHERE
+from trainwright.arguments import replaced_names
 from trainwright.trainer.missing_names import MISSING
 
 
@@ -34,7 +34,7 @@ def test_lightnings_package_is_the_package_itself() -> None:
 
 def test_the_pages_list_every_missing_name() -> None:
     pages = "".join((ROOT.parent / "docs" / f"{page}.md").read_text() for page in ("missing_names", "from_accelerate"))
-    assert [name for name in ELSEWHERE if f"`{name.rpartition('.')[2]}`" not in pages] == []
+    assert [name for name in replaced_names() if f"`{name.rpartition('.')[2]}`" not in pages] == []
     assert [name for name in MISSING if f"`{name}`" not in pages] == []
 
 

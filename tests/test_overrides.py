@@ -100,7 +100,7 @@ def test_accumulation_reaches_trainer_and_accelerator(launched: Callable[..., No
 
 
 def write_file(monkeypatch: pytest.MonkeyPatch, path: Path, *overrides: Override) -> None:
-    OverrideFile.write(path, overrides, "trainwright.observer:Observer")
+    OverrideFile.write(path, overrides, "trainwright.overrides:Observer")
     monkeypatch.setenv(RUNG_VARIABLE, str(path))
 
 

@@ -1,4 +1,4 @@
-"""Trainwright: train PyTorch models; one changed argument speeds the training up, or lets a larger model fit.
+"""Trainwright trains PyTorch models. One changed argument speeds the training up, or lets a larger model fit.
 
 >>> import trainwright as tw
 
@@ -11,90 +11,13 @@ from __future__ import annotations
 import dis
 import importlib
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 try:
     import fcntl  # noqa: F401
 except ImportError as error:
     raise ImportError("trainwright needs Linux or macOS; Windows is not supported. Use WSL there.") from error
 
-if TYPE_CHECKING:
-    from trainwright.callbacks import (
-        BackboneFinetuning,
-        BaseFinetuning,
-        BasePredictionWriter,
-        BatchSizeFinder,
-        Callback,
-        ClassificationReport,
-        DeviceStatsMonitor,
-        EarlyStopping,
-        EMAWeightAveraging,
-        GradientAccumulationScheduler,
-        LambdaCallback,
-        LearningRateFinder,
-        LearningRateMonitor,
-        ModelCheckpoint,
-        ModelPruning,
-        ModelSummary,
-        OnExceptionCheckpoint,
-        ProgressBar,
-        RichModelSummary,
-        RichProgressBar,
-        RunReport,
-        SpikeDetection,
-        StochasticWeightAveraging,
-        TensorPredictionWriter,
-        ThroughputMonitor,
-        Timer,
-        TQDMProgressBar,
-        WeightAveraging,
-        load_predictions,
-    )
-    from trainwright.data.combined_loader import CombinedLoader
-    from trainwright.data.datamodule import DataModule
-    from trainwright.data.datamodule import DataModule as LightningDataModule
-    from trainwright.data.seeding import isolate_rng, seed_everything
-    from trainwright.engine.engine import Engine
-    from trainwright.engine.memory_estimate import estimate_memory
-    from trainwright.errors import CheckpointError, LaunchError, RunStopped, TrainwrightError, WorkerFailed
-    from trainwright.loggers import CometLogger, CSVLogger, Logger, MLFlowLogger, TensorBoardLogger, WandbLogger
-    from trainwright.module import Module
-    from trainwright.module import Module as LightningModule
-    from trainwright.precision import Precision
-    from trainwright.profilers import AdvancedProfiler, Profiler, PyTorchProfiler, SimpleProfiler
-    from trainwright.rank_zero import rank_zero_info, rank_zero_only, rank_zero_warn
-    from trainwright.raw_loop.accelerator import Accelerator
-    from trainwright.raw_loop.bare_models import extract_model_from_parallel, init_empty_weights, init_on_device
-    from trainwright.raw_loop.batch_size import find_executable_batch_size, release_memory
-    from trainwright.raw_loop.dataloaders import DataLoaderConfiguration, set_seed, skip_first_batches
-    from trainwright.raw_loop.gathering import (
-        broadcast,
-        gather,
-        pad_across_processes,
-        reduce,
-        synchronize_rng_states,
-    )
-    from trainwright.raw_loop.job_states import AcceleratorState, DistributedType, GradientState, PartialState
-    from trainwright.raw_loop.launchers import debug_launcher, notebook_launcher
-    from trainwright.raw_loop.local_sgd import LocalSGD
-    from trainwright.raw_loop.options import (
-        AutocastKwargs,
-        DDPCommunicationHookType,
-        DistributedDataParallelKwargs,
-        GradScalerKwargs,
-        InitProcessGroupKwargs,
-        ProfileKwargs,
-    )
-    from trainwright.raw_loop.plugins import DeepSpeedPlugin, FullyShardedDataParallelPlugin, GradientAccumulationPlugin
-    from trainwright.raw_loop.project import ProjectConfiguration
-    from trainwright.strategies import Strategy
-    from trainwright.strategies.ddp.strategy import DDPStrategy
-    from trainwright.strategies.fsdp2.strategy import FSDPStrategy
-    from trainwright.strategies.oss.strategy import ShardedDDPStrategy
-    from trainwright.strategies.whole_module import gather_module
-    from trainwright.strategies.zero.strategy import DeepSpeedStrategy
-    from trainwright.trainer.trainer import Trainer
-    from trainwright.trainer.tuner import Tuner
 
 __version__ = "0.1.0"
 
@@ -137,109 +60,11 @@ _HOMES = {
     "trainwright.trainer.trainer": "Trainer",
     "trainwright.trainer.tuner": "Tuner",
 }
-"""The modules of the public names."""
+"""The modules of the public names. __init__.pyi has them for type checkers."""
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}
 _ALIASES = {"LightningModule": "Module", "LightningDataModule": "DataModule"}
 
-__all__ = [
-    "Accelerator",
-    "AcceleratorState",
-    "AdvancedProfiler",
-    "AutocastKwargs",
-    "BackboneFinetuning",
-    "BaseFinetuning",
-    "BasePredictionWriter",
-    "BatchSizeFinder",
-    "CSVLogger",
-    "Callback",
-    "CheckpointError",
-    "ClassificationReport",
-    "CombinedLoader",
-    "CometLogger",
-    "DDPCommunicationHookType",
-    "DDPStrategy",
-    "DataLoaderConfiguration",
-    "DataModule",
-    "DeepSpeedPlugin",
-    "DeepSpeedStrategy",
-    "DeviceStatsMonitor",
-    "DistributedDataParallelKwargs",
-    "DistributedType",
-    "EMAWeightAveraging",
-    "EarlyStopping",
-    "Engine",
-    "FSDPStrategy",
-    "FullyShardedDataParallelPlugin",
-    "GradScalerKwargs",
-    "GradientAccumulationPlugin",
-    "GradientAccumulationScheduler",
-    "GradientState",
-    "InitProcessGroupKwargs",
-    "LambdaCallback",
-    "LaunchError",
-    "LearningRateFinder",
-    "LearningRateMonitor",
-    "LightningDataModule",
-    "LightningModule",
-    "LocalSGD",
-    "Logger",
-    "MLFlowLogger",
-    "ModelCheckpoint",
-    "ModelPruning",
-    "ModelSummary",
-    "Module",
-    "OnExceptionCheckpoint",
-    "PartialState",
-    "Precision",
-    "ProfileKwargs",
-    "Profiler",
-    "ProgressBar",
-    "ProjectConfiguration",
-    "PyTorchProfiler",
-    "RichModelSummary",
-    "RichProgressBar",
-    "RunReport",
-    "RunStopped",
-    "ShardedDDPStrategy",
-    "SimpleProfiler",
-    "SpikeDetection",
-    "StochasticWeightAveraging",
-    "Strategy",
-    "TQDMProgressBar",
-    "TensorBoardLogger",
-    "TensorPredictionWriter",
-    "ThroughputMonitor",
-    "Timer",
-    "Trainer",
-    "TrainwrightError",
-    "Tuner",
-    "WandbLogger",
-    "WeightAveraging",
-    "WorkerFailed",
-    "__version__",
-    "broadcast",
-    "debug_launcher",
-    "estimate_memory",
-    "extract_model_from_parallel",
-    "find_executable_batch_size",
-    "gather",
-    "gather_module",
-    "init_empty_weights",
-    "init_on_device",
-    "isolate_rng",
-    "load_predictions",
-    "notebook_launcher",
-    "pad_across_processes",
-    "rank_zero_info",
-    "rank_zero_only",
-    "rank_zero_warn",
-    "reduce",
-    "release_memory",
-    "seed_everything",
-    "set_seed",
-    "skip_first_batches",
-    "synchronize_rng_states",
-]
+__all__ = sorted([*_HOME_OF, *_ALIASES, "__version__"])
 
 
 _PACKAGES = ("callbacks", "cli", "loggers", "profilers", "strategies")
@@ -265,7 +90,7 @@ def __getattr__(name: str) -> Any:
 def _near(name: str) -> str:
     import difflib
 
-    from trainwright.replaced_names import instead_of
+    from trainwright.arguments import instead_of
 
     if name in ("core", "utilities", "utils"):
         return ". `trainwright migrate SCRIPT` rewrites the imports of a Lightning or Accelerate script."

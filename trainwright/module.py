@@ -13,18 +13,17 @@ from torch import Tensor, nn
 from torch.compiler import is_compiling
 from torch.optim import Optimizer
 
-from trainwright.callers import warn
 from trainwright.checkpoint.conversion import export_tensors
 from trainwright.checkpoint.editing import load_state
 from trainwright.checkpoint.foreign_formats import read_weights
 from trainwright.checkpoint.reader import Verify
-from trainwright.compiled_names import register_clean_names
 from trainwright.data.transfer import map_leaves, to_device
 from trainwright.distributed import collectives
 from trainwright.errors import a_type_of
 from trainwright.hyperparameters import HyperParameters, build, classonly, read_hyper_parameters
 from trainwright.module_hooks import ModuleHooks
-from trainwright.rank_zero import rank_zero_only
+from trainwright.rank_zero import rank_zero_only, warn
+from trainwright.tensor_names import register_clean_names
 from trainwright.value_kinds import is_collection, is_dtensor, is_metric
 
 if TYPE_CHECKING:

@@ -1,14 +1,35 @@
-"""The hooks of a Module: methods that it may override and that a run calls, in the order of trainer/hooks.py."""
+"""The hooks of a Module, in the order of trainer/hooks.py, and the types of its methods' arguments and results."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from trainwright.data.transfer import to_device
+
+STEP_OUTPUT: TypeAlias = Tensor | Mapping[str, Any] | None
+"""What a step returns: a loss, a dict with one under "loss", or None to skip the batch."""
+TRAIN_DATALOADERS: TypeAlias = Any
+EVAL_DATALOADERS: TypeAlias = Any
+"""A loader, or a nested structure of them."""
+LRSchedulerTypeUnion: TypeAlias = LRScheduler
+LRSchedulerPLType: TypeAlias = LRScheduler
+OptimizerLRSchedulerConfig: TypeAlias = Mapping[str, Any]
+"""A dict with "optimizer", and if it has a scheduler "lr_scheduler"."""
+OptimizerLRScheduler: TypeAlias = (
+    Optimizer
+    | Sequence[Optimizer]
+    | tuple[Sequence[Optimizer], Sequence[LRScheduler | Mapping[str, Any]]]
+    | OptimizerLRSchedulerConfig
+    | Sequence[OptimizerLRSchedulerConfig]
+    | None
+)
+"""What configure_optimizers returns."""
 
 
 class ModuleHooks:

@@ -1,9 +1,13 @@
-"""Paths that do not depend on the working directory, and opening of files that are not symbolic links."""
+"""Paths that do not depend on the working directory, and the identity of the process that wrote a file."""
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import hashlib
 import os
+import socket
+from pathlib import Path
 
 __all__ = ["absolute"]
 
@@ -32,3 +36,32 @@ def open_no_link(path: str, flags: int, mode: int = 0o666) -> int:
             raise
         text = "it is a symbolic link, which is never written through; remove it, or give another folder"
         raise OSError(errno.ELOOP, text, path) from error
+
+
+def machine() -> str:
+    """Return an identifier of this machine and its namespace of process ids, for file names and records."""
+    # Containers may share a host name; the namespace of process ids then differs.
+    namespace = ""
+    with contextlib.suppress(OSError):
+        namespace = os.readlink("/proc/self/ns/pid")
+    return hashlib.sha256(f"{socket.gethostname()} {namespace}".encode()).hexdigest()[:8]
+
+
+def process_start_time(pid: int) -> str:
+    """Return when a process of this machine started; empty if it has ended."""
+    # Process ids are reused, so the start time (ticks since boot) is stored with them; "0" if unknown.
+    with contextlib.suppress(OSError, IndexError):
+        fields = Path(f"/proc/{pid}/stat").read_text("utf-8", errors="replace").rpartition(")")[2].split()
+        return "" if fields[0] in "ZX" else fields[19]  # a zombie no longer writes
+    return "0"
+
+
+def is_process_alive(pid: int, start: str) -> bool:
+    """Return whether the process of this machine with this id and start time is alive."""
+    try:
+        os.kill(pid, 0)
+    except (ProcessLookupError, OverflowError):
+        return False
+    except PermissionError:  # another user's process: the id is in use
+        pass
+    return process_start_time(pid) == start

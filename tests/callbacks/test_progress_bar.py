@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from tqdm import tqdm
 
 import trainwright as tw
-from trainwright.callers import warn
+from trainwright.rank_zero import warn
 
 SETTINGS = {**QUIET, "enable_progress_bar": True}
 

@@ -20,7 +20,7 @@ from deadlines import deadline, wait_until
 from trainwright.checkpoint import lock
 from trainwright.checkpoint.lock import LOCK_NAME, lock_folder
 from trainwright.errors import CheckpointError
-from trainwright.process_identity import machine, process_start_time
+from trainwright.paths import machine, process_start_time
 
 
 def forked(work: Callable[[], object]) -> int:

@@ -20,7 +20,7 @@ from small import QUIET, Classifier, make_loader
 import trainwright as tw
 from trainwright.loggers import run_record
 from trainwright.loggers.run_record import RunRecord, RunRecorder, read_record
-from trainwright.process_identity import machine, process_start_time
+from trainwright.paths import machine, process_start_time
 from trainwright.tools.runs import list_runs
 
 

@@ -9,7 +9,6 @@ from itertools import chain, count
 from typing import TYPE_CHECKING, Any
 
 from trainwright.callbacks.checkpoint_policy import Kept
-from trainwright.callers import say, warn
 from trainwright.checkpoint.discovery import (
     is_checkpoint,
     is_replaceable,
@@ -25,6 +24,7 @@ from trainwright.errors import CheckpointError
 from trainwright.loggers.base import KeptCheckpoints
 from trainwright.loggers.position import CHECKPOINTS
 from trainwright.loggers.remote import RemoteLogger
+from trainwright.rank_zero import say, warn
 
 if TYPE_CHECKING:
     from trainwright.callbacks.trainer_protocol import TrainerProtocol

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
 import torch
 from torch import Tensor
 
-from trainwright.callers import warn
 from trainwright.checkpoint.discovery import same_path
 from trainwright.duration import to_seconds
 from trainwright.errors import a_type_of
+from trainwright.rank_zero import warn
 
 if TYPE_CHECKING:
     from trainwright.callbacks.trainer_protocol import TrainerProtocol

@@ -12,8 +12,8 @@ from torch import Tensor
 from trainwright.arguments import refuses_unknown
 from trainwright.callbacks.base import Callback
 from trainwright.callbacks.chosen_mode import chosen_mode
-from trainwright.callers import say, warn
 from trainwright.errors import a_type_of
+from trainwright.rank_zero import say, warn
 
 if TYPE_CHECKING:
     from trainwright.callbacks.trainer_protocol import TrainerProtocol

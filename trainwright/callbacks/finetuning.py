@@ -13,9 +13,8 @@ from torch.optim.swa_utils import SWALR
 
 from trainwright.arguments import refuses_unknown
 from trainwright.callbacks.base import Callback
-from trainwright.callers import warn
-from trainwright.compiled_names import clean_name
-from trainwright.tensor_names import names_of
+from trainwright.rank_zero import warn
+from trainwright.tensor_names import clean_name, names_of
 
 if TYPE_CHECKING:
     from trainwright.module import Module

@@ -46,11 +46,10 @@ from trainwright.callbacks.checkpoint_policy import (
     scalar,
 )
 from trainwright.callbacks.chosen_mode import chosen_mode
-from trainwright.callers import say
 from trainwright.checkpoint.filesystem import sweep_temporaries
 from trainwright.errors import CheckpointError
 from trainwright.paths import absolute
-from trainwright.rank_zero import rank_zero_warn
+from trainwright.rank_zero import rank_zero_warn, say
 
 if TYPE_CHECKING:
     from trainwright.module import Module

@@ -13,9 +13,9 @@ from torch.nn.parameter import is_lazy
 
 from trainwright.arguments import refuses_unknown
 from trainwright.callbacks.base import Callback
-from trainwright.compiled_names import clean_name
 from trainwright.data.seeding import isolate_rng
 from trainwright.data.transfer import to_device
+from trainwright.tensor_names import clean_name
 
 if TYPE_CHECKING:
     from trainwright.module import Module

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from trainwright.callbacks.base import Callback
-from trainwright.callers import above_bars
+from trainwright.rank_zero import above_bars
 
 if TYPE_CHECKING:
     from trainwright.callbacks.trainer_protocol import Batches

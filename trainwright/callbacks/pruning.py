@@ -15,9 +15,9 @@ from torch.optim import Optimizer
 from trainwright.arguments import refuses_unknown
 from trainwright.callbacks.averaging import Averaging
 from trainwright.callbacks.base import Callback
-from trainwright.compiled_names import clean_name
 from trainwright.data.seeding import derive_seed, isolate_rng, seed_generators
 from trainwright.errors import a_type_of, did_you_mean
+from trainwright.tensor_names import clean_name
 
 if TYPE_CHECKING:
     from trainwright.callbacks.trainer_protocol import TrainerProtocol

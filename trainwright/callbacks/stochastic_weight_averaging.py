@@ -14,9 +14,8 @@ from torch.optim.swa_utils import SWALR
 
 from trainwright.arguments import refuses_unknown
 from trainwright.callbacks.averaging import LOW, AverageFunction, Averaging, Fold, fold_of
-from trainwright.compiled_names import clean_name
 from trainwright.rank_zero import rank_zero_warn
-from trainwright.tensor_names import names_of
+from trainwright.tensor_names import clean_name, names_of
 
 if TYPE_CHECKING:
     from trainwright.module import Module

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from trainwright.arguments import refuses_unknown
 from trainwright.callbacks.base import Callback
-from trainwright.callers import say
 from trainwright.duration import to_seconds
+from trainwright.rank_zero import say
 
 if TYPE_CHECKING:
     from trainwright.callbacks.trainer_protocol import TrainerProtocol

@@ -38,12 +38,11 @@ from trainwright.checkpoint.codec import encode_stored
 from trainwright.checkpoint.manifest import rank_section
 from trainwright.checkpoint.shards import check_storable
 from trainwright.checkpoint.tensors import Piece, TensorEntry, assign_writers, tied_groups
-from trainwright.compiled_names import clean_name, own_name
 from trainwright.devices.abilities import has_pinned_memory
 from trainwright.devices.hardware import HOST
 from trainwright.devices.locked_memory import LockedMemory
 from trainwright.errors import CheckpointError, a_type_of
-from trainwright.tensor_names import EXTRA_STATE, is_extra_state
+from trainwright.tensor_names import EXTRA_STATE, clean_name, is_extra_state, own_name
 
 MODEL, TRAINING, AVERAGE = "model", "training", "average"
 """The sections that hold tensors of the model's names and shapes."""

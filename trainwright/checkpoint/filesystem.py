@@ -24,7 +24,7 @@ import fsspec.core
 
 from trainwright.distributed.environment import rung_file
 from trainwright.errors import CheckpointError
-from trainwright.process_identity import is_process_alive, machine, process_start_time
+from trainwright.paths import is_process_alive, machine, process_start_time
 
 __all__ = ["NEW_PATHS"]
 

@@ -25,8 +25,7 @@ from typing import Any
 
 from trainwright.checkpoint.filesystem import Files, describe, resolve
 from trainwright.errors import CheckpointError
-from trainwright.paths import open_no_link
-from trainwright.process_identity import is_process_alive, machine, process_start_time
+from trainwright.paths import is_process_alive, machine, open_no_link, process_start_time
 
 LOCK_NAME = ".lock"
 ATTEMPTS = 20

@@ -20,7 +20,6 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
-from trainwright.callers import say
 from trainwright.data.combined_loader import is_read_once
 from trainwright.data.seeding import IsolatedGenerators, derive_seed, read_isolated
 from trainwright.data.source_state import SourceState, SourceStates
@@ -28,7 +27,7 @@ from trainwright.data.stateful_iterable import END, ReaderState, StateRejected
 from trainwright.data.stream_shard import Mode, StreamPosition, StreamShard
 from trainwright.data.workers import SeededIterable
 from trainwright.errors import a_type_of
-from trainwright.rank_zero import rank_zero_warn
+from trainwright.rank_zero import rank_zero_warn, say
 
 __all__ = ["sample_counts"]
 

@@ -15,13 +15,12 @@ from weakref import WeakSet
 from torch import Tensor
 from torch.utils.data import Dataset, Subset
 
-from trainwright.callers import warn
 from trainwright.data.batch_stream import BatchStream
 from trainwright.data.fingerprint import fingerprint, matches
 from trainwright.data.stateful_iterable import StatefulBatch
 from trainwright.distributed.ranks import Ranks
 from trainwright.errors import a_type_of
-from trainwright.rank_zero import rank_zero_warn
+from trainwright.rank_zero import rank_zero_warn, warn
 
 FEW = 16  # items of each collection
 COMPARED: WeakSet[Any] = WeakSet()

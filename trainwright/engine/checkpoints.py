@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from trainwright.callers import warn
 from trainwright.checkpoint.contents import MODEL, TRAINING, extra_states, with_parts
 from trainwright.checkpoint.editing import Edit, check_model, edit_for_load, edit_for_save, fill
 from trainwright.checkpoint.filesystem import describe
@@ -34,7 +33,7 @@ from trainwright.engine.optimizer_state import check_optimizers, describe_optimi
 from trainwright.engine.script_settings import ScriptSettings
 from trainwright.errors import CheckpointError
 from trainwright.precision import Precision
-from trainwright.rank_zero import rank_zero_info
+from trainwright.rank_zero import rank_zero_info, warn
 from trainwright.strategies import Strategy
 
 Shapes = dict[str, tuple[int, ...]]

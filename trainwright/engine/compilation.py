@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from trainwright.compiled_names import is_compiled
 from trainwright.devices.cuda import GraphGradients, makes_graphs
+from trainwright.tensor_names import is_compiled
 from trainwright.value_kinds import is_metric
 
 

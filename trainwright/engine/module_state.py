@@ -22,11 +22,10 @@ from trainwright.checkpoint.contents import (
     set_extra_states,
 )
 from trainwright.checkpoint.reader import StoredCheckpoint
-from trainwright.compiled_names import clean_name, own_name
 from trainwright.engine.named_state import computed_keys, prefix_of
 from trainwright.errors import CheckpointError
 from trainwright.strategies import Strategy
-from trainwright.tensor_names import is_extra_state
+from trainwright.tensor_names import clean_name, is_extra_state, own_name
 
 KNOWN = ("torch", "torchmetrics", "trainwright", "deepspeed", "fairscale")
 """Packages whose layers and hooks load nothing else than the tensors that are read in place."""

@@ -11,7 +11,7 @@ from trainwright.data.loaders import with_last
 from trainwright.data.source_state import SPACING
 from trainwright.data.transfer import to_device
 from trainwright.engine.engine import Engine
-from trainwright.observer import LoopObserver
+from trainwright.overrides import LoopObserver
 
 
 class PreparedLoader:

@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from trainwright.compiled_names import clean_name
 from trainwright.distributed.ranks import Ranks
 from trainwright.errors import a_type_of
 from trainwright.rank_zero import rank_zero_warn
 from trainwright.strategies.base import UNSAVED_KEYS
+from trainwright.tensor_names import clean_name
 
 Row = tuple[str, str]
 """A tensor's name, and its description for the comparison."""

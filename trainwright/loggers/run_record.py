@@ -20,8 +20,7 @@ import fsspec
 
 from trainwright.loggers.base import RunResult
 from trainwright.loggers.files import is_local, write_file
-from trainwright.paths import absolute
-from trainwright.process_identity import is_process_alive, machine, process_start_time
+from trainwright.paths import absolute, is_process_alive, machine, process_start_time
 
 __all__ = ["RunRecord", "RunState", "find_record", "read_record"]
 

@@ -15,9 +15,9 @@ from torch.nn.modules.module import (
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
-from trainwright.compiled_names import is_compiled
 from trainwright.engine.prepared import PreparedModule
 from trainwright.strategies.base import StepForward
+from trainwright.tensor_names import is_compiled
 
 
 @contextmanager

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from trainwright.arguments import refuses_unknown
+from trainwright.arguments import instead_of, refuses_unknown
 from trainwright.distributed.environment import Environment
 from trainwright.engine import nests
 from trainwright.engine.engine import Engine
@@ -19,7 +19,6 @@ from trainwright.engine.prepared_loader import Iterations, PreparedLoader
 from trainwright.engine.window import AccumulationWindows
 from trainwright.errors import a_type_of
 from trainwright.raw_loop.loop_settings import word_for
-from trainwright.replaced_names import instead_of
 
 
 class DistributedType(StrEnum):

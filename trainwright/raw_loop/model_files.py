@@ -18,13 +18,13 @@ from trainwright.checkpoint.filesystem import Files, describe, resolve, temporar
 from trainwright.checkpoint.manifest import load_json
 from trainwright.checkpoint.shards import check_storable, host_bytes, render_header
 from trainwright.checkpoint.tensors import Piece, tied_groups
-from trainwright.compiled_names import clean_name
 from trainwright.distributed.ranks import Ranks
 from trainwright.errors import CheckpointError, a_type_of
 from trainwright.paths import absolute
 from trainwright.rank_zero import rank_zero_warn
 from trainwright.raw_loop.bare_models import extract_model_from_parallel
 from trainwright.strategies.base import Strategy
+from trainwright.tensor_names import clean_name
 
 WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors", re.ASCII)

@@ -11,9 +11,9 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from trainwright.compiled_names import clean_name
 from trainwright.distributed.collectives import Exchange, gather_object
 from trainwright.strategies.module_checks import trained
+from trainwright.tensor_names import clean_name
 
 MOST_CHANGES = 1000
 """Of which parameters are used, that are kept to name the first backward at which the ranks differ."""

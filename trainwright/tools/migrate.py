@@ -15,10 +15,10 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 import trainwright
+from trainwright.arguments import instead_of
 from trainwright.launch.cli import Parser
 from trainwright.launch.config import printable
 from trainwright.loggers.files import write_file
-from trainwright.replaced_names import instead_of
 
 _PACKAGE = re.compile(
     r"(lightning\.pytorch|pytorch_lightning|lightning\.fabric|lightning_fabric|lightning|accelerate)(?:\.|$)"
@@ -36,7 +36,7 @@ _HOMES = {
     "trainwright.gradient_norms": "grad_norm",
     "trainwright.hyperparameters": "AttributeDict HyperParameters",
     "trainwright.rank_zero": "rank_zero_debug rank_zero_deprecation",
-    "trainwright.step_types": "EVAL_DATALOADERS LRSchedulerPLType LRSchedulerTypeUnion OptimizerLRScheduler "
+    "trainwright.module_hooks": "EVAL_DATALOADERS LRSchedulerPLType LRSchedulerTypeUnion OptimizerLRScheduler "
     "OptimizerLRSchedulerConfig STEP_OUTPUT TRAIN_DATALOADERS",
     "trainwright.trainer.states": "RunningStage TrainerFn TrainerStatus",
 }

@@ -9,7 +9,6 @@ from typing import Any
 from torch import nn
 
 from trainwright.arguments import foreign_hint
-from trainwright.compiled_names import WRAPPER
 from trainwright.data.combined_loader import CombinedLoader, is_collection, is_read_once
 from trainwright.errors import a_type_of
 from trainwright.module import Module, is_overridden
@@ -17,6 +16,7 @@ from trainwright.paths import absolute
 from trainwright.precision import Precision
 from trainwright.rank_zero import rank_zero_warn
 from trainwright.strategies import STRATEGIES, VARIANTS, Strategy
+from trainwright.tensor_names import WRAPPER
 
 GIVEN_OUTPUTS = {
     "training_epoch_end": "on_train_epoch_end",

@@ -16,10 +16,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from trainwright.callers import warn
 from trainwright.data.batch_stream import sample_counts
 from trainwright.errors import a_type_of
-from trainwright.rank_zero import rank_zero_warn
+from trainwright.rank_zero import rank_zero_warn, warn
 from trainwright.trainer.log_rules import (
     LogSettings,
     check_batch_size,

@@ -13,7 +13,6 @@ from torch.optim import Optimizer
 
 from trainwright.callbacks.base import Callback, attach, detach
 from trainwright.callbacks.model_checkpoint import ModelCheckpoint
-from trainwright.callers import say
 from trainwright.checkpoint.foreign_formats import is_plain
 from trainwright.data.datamodule import DataModule
 from trainwright.devices.abilities import has_pinned_memory
@@ -28,7 +27,7 @@ from trainwright.loggers.base import RunResult
 from trainwright.module import Module, hook_of, is_overridden, trainer_of
 from trainwright.profilers import Profiler
 from trainwright.profilers.base import instrument, is_measuring
-from trainwright.rank_zero import rank_zero_warn
+from trainwright.rank_zero import rank_zero_warn, say
 from trainwright.strategies.base import Clipping
 from trainwright.trainer.checkpoint_choice import Choice
 from trainwright.trainer.hooks import HookTable, check_hooks
@@ -384,7 +383,7 @@ class Run:
     def log_hyper_parameters(self) -> None:
         """Write the hyper-parameters to the loggers, on rank 0."""
         if self.settings.enable_autolog_hparams and self.loggers and self.engine.rank == 0:
-            plain, _ = logged_hyper_parameters((self.module, self.datamodule), is_plain)
+            plain = logged_hyper_parameters((self.module, self.datamodule), is_plain)
             for logger in self.loggers if plain else ():
                 logger.log_hyperparams(plain)
 

@@ -16,13 +16,13 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
-from trainwright.callers import say
 from trainwright.data.seeding import isolate_rng, set_rng_state
 from trainwright.distributed.environment import requeue_job
 from trainwright.distributed.signals import SignalWatch, exit_code, is_interactive
 from trainwright.distributed.sync_points import SyncPoint
 from trainwright.engine.engine import Engine
 from trainwright.errors import RunStopped
+from trainwright.rank_zero import say
 from trainwright.trainer.settings import Settings
 from trainwright.trainer.state import TrainerState
 

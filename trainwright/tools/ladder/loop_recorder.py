@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from trainwright.observer import LoopObserver
+from trainwright.overrides import LoopObserver
 from trainwright.tools.ladder.recording import Recording
 
 

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainwright import Callback
 from trainwright.data.batch_stream import sample_counts
-from trainwright.observer import Observer
-from trainwright.overrides import OverrideFile, active_file
+from trainwright.overrides import Observer, OverrideFile, active_file
 from trainwright.tools.ladder.loop_recorder import LoopRecorder
 from trainwright.tools.ladder.recording import Recording
 

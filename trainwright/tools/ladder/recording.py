@@ -17,8 +17,8 @@ from typing import Any
 import torch
 
 from trainwright import rank_zero_only
-from trainwright.callers import say
 from trainwright.overrides import OverrideFile
+from trainwright.rank_zero import say
 from trainwright.tools.ladder.rung import Rung
 from trainwright.tools.ladder.steady_rate import steady_rate, steady_steps
 from trainwright.tools.ladder.step_clock import StepClock
