@@ -16,7 +16,7 @@ from trainwright.strategies import STRATEGIES
 LAYERS = [
     {"errors"},
     {"arguments", "duration", "metric_direction", "paths", "plain_forms", "plots", "tensor_names", "value_kinds"},
-    {"gradient_norms"},
+    {"gradient_norms", "history"},
     {"devices"},
     {"distributed"},
     {"rank_zero"},
@@ -52,8 +52,6 @@ def _may_import(part: str, target: str, at_import: bool) -> bool:
         return True
     if part == "launch":
         return target in LAUNCH_MAY_IMPORT
-    if (part, target) == ("loggers", "plots"):
-        return not at_import  # FolderLogger.plot
     if target == "launch":
         return part == "tools" or (part == "engine" and not at_import)
     own, other = (next(i for i, layer in enumerate(LAYERS) if name in layer) for name in (part, target))

@@ -104,66 +104,6 @@ def test_cases_can_compile_save_and_start(tmp_path: Path) -> None:
     assert rows["gpt", "by_hand"]["mfu"] == ""  # no peak is known of a CPU
 
 
-PRETENDERS = {
-    "ignite": {
-        "__init__.py": "",
-        "engine.py": """
-import time
-class Engine:
-    def __init__(self, update): pass
-    def run(self, loader, max_epochs): time.sleep(600)
-""",
-    },
-    "lightning": {
-        "__init__.py": "",
-        "pytorch.py": """
-import os, signal
-class LightningModule: pass
-class Trainer:
-    def __init__(self, **settings): os.kill(os.getpid(), signal.SIGKILL)
-""",
-    },
-    "accelerate": {
-        "__init__.py": """
-class Accelerator:
-    def __init__(self, **settings): raise RuntimeError('CUDA error: made up')
-""",
-        "utils.py": "TorchDynamoPlugin = None",
-    },
-    "transformers": {"__init__.py": "raise ImportError('a broken installation')"},
-}
-"""Packages that hide others of the same names, and fail in different ways."""
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(PATIENCE + 60)
-def test_what_fails_is_a_row_with_the_reason(tmp_path: Path) -> None:
-    for package, files in PRETENDERS.items():
-        for name, text in files.items():
-            path = tmp_path / "path" / package / name
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(text)
-    names, patience = "by_hand,lightning,accelerate,hf_trainer,ignite", f"{deadline(10):.0f}"
-    rows = small_run(tmp_path / "out", "mlp", names, "--patience", patience, path=tmp_path / "path")
-    for name, reason in {
-        "lightning": "ended by itself (SIGKILL)",
-        "accelerate": "RuntimeError: CUDA error: made up",
-        "hf_trainer": "cannot be imported: a broken installation",
-        "ignite": f"no answer (warm) in {patience} s",
-    }.items():
-        assert rows["mlp", name]["rounds"] == "0"
-        assert reason in rows["mlp", name]["note"]
-    assert rows["mlp", "by_hand"]["note"] == ""
-    assert float(rows["mlp", "by_hand"]["ms"]) > 0
-    options = ("--cases", "mlp", "--implementations", "accelerate", "--visits", "3", "--out", str(tmp_path / "out"))
-    done = run("--device", "cpu", "--small", *options, path=tmp_path / "path")
-    assert done.returncode == 1
-    assert "nothing was measured" in done.stderr
-    lines = (tmp_path / "out" / "records.jsonl").read_text().splitlines()
-    assert len(lines) == 1 + 1  # a case of which nothing could be measured is not visited again
-    assert (tmp_path / "out" / "earlier-1" / "table.csv").read_text().count("mlp") == len(rows)
-
-
 @pytest.mark.launch
 def test_unknown_names_are_refused() -> None:
     done = run_python(FOLDER / "gpu.py", "--cases", "gtp")

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import ast
-import contextlib
 import functools
 import importlib
 import inspect
 import re
-import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -142,27 +140,6 @@ def own_names() -> set[str]:
     return {name for name in own if is_private(name)}
 
 
-@functools.cache
-def attributes_and_classes() -> tuple[frozenset[str], list[ast.ClassDef]]:
-    """Return the names of attributes of any object but `self`, and the package's classes."""
-    nodes = [node for tree in trees().values() for node in ast.walk(tree)]
-    attributes = [node for node in nodes if isinstance(node, ast.Attribute)]
-    return (
-        frozenset(each.attr for each in attributes if getattr(each.value, "id", "") not in ("self", "cls")),
-        [node for node in nodes if isinstance(node, ast.ClassDef)],
-    )
-
-
-def within_reach(kinds: Sequence[type]) -> set[str]:
-    """Return the private names that may belong to these classes: of objects other than `self`, and of subclasses."""
-    attributes, classes = attributes_and_classes()
-    bases, names = {kind.__name__ for kind in kinds}, set(attributes)
-    for node in classes:
-        if bases & {ast.unparse(each).rpartition(".")[2] for each in node.bases}:
-            names |= stored(node) | {each.name for each in node.body if isinstance(each, ast.FunctionDef)}
-    return {name for name in names if is_private(name)}
-
-
 @pytest.mark.slow
 def test_the_list_is_complete() -> None:
     known = LISTED | own_names() | DOCUMENTED | BEGINNINGS | MINE
@@ -183,41 +160,6 @@ def test_what_engines_are_asked_for_is_listed() -> None:
     assert not {each for each in used if each[1] not in LISTED | public}
 
 
-@pytest.mark.parametrize(
-    "path",
-    [
-        "torch.Tensor",
-        "torch.amp.GradScaler",
-        "torch.distributed.ProcessGroup",
-        "torch.distributed.elastic.agent.server.local_elastic_agent.LocalElasticAgent",
-        "torch.distributed.tensor.DTensor",
-        "torch.nn.Module",
-        "torch.nn.parallel.DistributedDataParallel",
-        "torch.optim.SGD",
-        "torch.utils.data.DataLoader",
-        "torchmetrics.Metric",
-    ],
-)
-def test_a_name_of_both_is_listed(path: str) -> None:
-    """A name that the package and a class of another both have would hide a use of the other's from the checks above."""
-    theirs: set[str] = set()
-    kinds = inspect.getmro(find(path))[:-1]
-    for kind in kinds:
-        theirs.update(vars(kind))
-        with contextlib.suppress(OSError, TypeError, SyntaxError):  # compiled, in part at least
-            theirs |= stored(ast.parse(textwrap.dedent(inspect.getsource(kind))))
-    both = (within_reach(kinds) & own_names() & theirs) - LISTED
-    assert not both, f"names of the package's own that {path} has too: give them others, or list them"
-
-
 def test_each_name_of_the_list_is_used() -> None:
     words = {word for path in trees() for word in re.findall(r"\w+", path.read_text())}
     assert not [name for use in USES for name in use.names.split() if name not in words]
-
-
-def test_a_name_that_is_gone_is_told_with_its_use() -> None:
-    use = Use("torch.nn.Module", "_no_such_name", "compile submodules in place")
-    with pytest.raises(
-        AssertionError, match=r"torch\.nn\.Module\._no_such_name is gone\. It .* to compile submodules in place\."
-    ):
-        test_a_private_name_is_there(use, "_no_such_name")

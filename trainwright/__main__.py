@@ -23,7 +23,10 @@ def check_names(strategy: str | None, precision: str | None, num_processes: int)
 
 
 COMMANDS = {
-    "config": ("trainwright.tools.config:config_command", "ask what launch should use, and write it; config show"),
+    "config": (
+        "trainwright.tools.config_command:config_command",
+        "ask what launch should use, and write it; config show",
+    ),
     "test": ("trainwright.tools.trials:trials_command", "train under every strategy here, and compare"),
     "ladder": (
         "trainwright.tools.ladder.ladder:ladder_command",

@@ -313,7 +313,7 @@ def test_training_is_never_lost_for_it(tmp_path: Path, monkeypatch: pytest.Monke
     assert page.facts()["width"] == "8"
     with monkeypatch.context() as patch:
         patch.setattr(run_report, "describe_devices", fails)
-        patch.setattr(run_report, "read_record", fails)
+        patch.setattr(run_report, "find_record", fails)
         folder = fitted("parts", r"the part 'Time' cannot be made .*; the part 'Environment' cannot be made")
         assert (folder / "report.html").exists()
 

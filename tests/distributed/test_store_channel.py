@@ -11,8 +11,7 @@ import pytest
 import torch.distributed as dist
 from deadlines import deadline, wait_until
 
-from trainwright.distributed.rank_positions import RankPositions
-from trainwright.distributed.store_channel import StoreChannel
+from trainwright.distributed.store_channel import RankPositions, StoreChannel
 
 
 def make_store() -> Any:

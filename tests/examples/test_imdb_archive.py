@@ -197,15 +197,6 @@ def test_a_download_that_was_cut_is_continued(tmp_path: Path, serve: Any, knows_
     assert len(server.asked) == 2
 
 
-def test_a_complete_part_is_not_downloaded_again(tmp_path: Path, serve: Any) -> None:
-    """As a start leaves it that was killed before it renamed the file."""
-    data, digest = pack()
-    server = serve(data)
-    (tmp_path / f"{digest[:8]}-aclImdb_v1.tar.gz.part").write_bytes(data)
-    assert found_in(archive.find_folder(server.url, digest, tmp_path)) == {0: 6, 1: 6}
-    assert server.asked == [f"bytes={len(data)}-"]
-
-
 def test_a_download_with_a_wrong_digest_is_set_aside(tmp_path: Path, serve: Any) -> None:
     data, digest = pack()
     server = serve(data[:-1] + b"!")

@@ -134,7 +134,7 @@ def test_an_experiment_that_another_one_has_ended(client: Client, tmp_path: Path
     log_steps(second, 1)
     second.finalize("success")
     with pytest.warns(
-        UserWarning, match="could not write: RuntimeError: the experiment was ended, as the client has one"
+        UserWarning, match="could not write: RuntimeError: another experiment was opened, which ended this one"
     ):
         log_steps(first, 2)
     log_steps(began(first), 3)

@@ -23,7 +23,7 @@ from small import QUIET, Classifier, make_loader
 
 import trainwright as tw
 from trainwright.loggers.csv import MetricsFile
-from trainwright.loggers.folder import claim_folder
+from trainwright.loggers.files import claim_folder
 
 
 def rows(logger: tw.CSVLogger) -> list[dict[str, str]]:
@@ -160,7 +160,7 @@ def test_what_user_code_logs(tmp_path: Path) -> None:
     assert [row["step"] for row in rows(logger)] == ["5", "5"]
     assert rows(logger)[0] == {"step": "5", "p-a": "2.0", "p-of/x": "1", "p-of/y": "True", "p-b": ""}
     assert rows(logger)[1]["p-b"] == "3"
-    with pytest.raises(TypeError, match=r"metric 'p-x' was given to a logger as a Tensor; expected numbers"):
+    with pytest.raises(TypeError, match=r"a logger got the metric 'p-x' as a Tensor; expected numbers"):
         logger.log_metrics({"x": torch.ones(2)})
     with pytest.raises(AttributeError, match=r"experiment of a CSVLogger has no 'add_text'.*TensorBoardLogger"):
         logger.experiment.add_text("note", "hello")
@@ -414,5 +414,5 @@ def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
     """The error says which argument to change."""
     (tmp_path / "file").touch()
     trainer = tw.Trainer(**QUIET | {"logger": True}, max_steps=1, default_root_dir=str(tmp_path / "file"))
-    with pytest.raises(OSError, match=r"file/trainwright_logs \(Not a directory\); set another default_root_dir"):
+    with pytest.raises(OSError, match=r"file/trainwright_logs \(Not a directory\)\. Set another default_root_dir"):
         trainer.fit(Classifier(), make_loader())

@@ -194,7 +194,7 @@ def test_values_that_mlflow_refuses(store: Store, tmp_path: Path) -> None:
     logger.flush()
     names = {each.key: each.value for each in store.metrics["r0"]}
     assert names == {"odd": 1, "a/b": 2, "_": 4, "__": 3, "__c/_/d": 5, "e_": 6, "__.": 7, "a.b/c d": 8}
-    with pytest.warns(UserWarning, match="MLflow refuses 'nnn.*It is left out, as are all other values") as caught:
+    with pytest.warns(UserWarning, match="MLflow rejects 'nnn.*It is skipped, like all other values") as caught:
         log_steps(logger, "n" * 300, 2, 3)
     log_steps(logger, "loss", 3)
     assert len(caught) == 1

@@ -262,7 +262,7 @@ def test_a_fit_from_an_older_checkpoint_of_a_given_run_is_refused(tmp_path: Path
     older, newest = (f"{tmp_path}/step={step}.ckpt" for step in (5, 10))
     again = Service(run_id="mine")
     with pytest.raises(
-        ValueError, match=r"given the run 'mine', in which .*step=5\.ckpt was saved, .* Leave out the id"
+        ValueError, match=r"got the run 'mine', which saved .*step=5\.ckpt and has later rows\. .* Omit the id"
     ):
         fit(again, tmp_path, ckpt_path=older)
     assert (again.rows, again.ends) == ([], [])
@@ -450,7 +450,7 @@ def test_without_a_login_a_run_is_offline(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
     logger = tw.WandbLogger(project="tests", save_dir=tmp_path)
-    with pytest.warns(UserWarning, match="No API key configured.*upload it with `wandb sync`"):
+    with pytest.warns(UserWarning, match="No API key configured.*Upload it with `wandb sync`"):
         logger.log_metrics({"a": 1.0}, 3)
     assert logger.experiment.offline
     logger.end_run()

@@ -61,9 +61,7 @@ def test_both_kinds_of_files_say_the_same(tmp_path: Path) -> None:
     image = loggers[0].plot(tmp_path / "new" / "curves.png")
     assert Path(image).read_bytes().startswith(b"\x89PNG")
     assert os.listdir(tmp_path / "new") == ["curves.png"]
-    with pytest.raises(
-        ValueError, match=r"curves\.svg' does not say what to draw: expected names that end in \.html or"
-    ):
+    with pytest.raises(ValueError, match=r"curves\.svg' has no known format; pass a name that ends in \.html or"):
         loggers[0].plot("curves.svg")
     with pytest.raises(ValueError, match="the metric 'nothing' was not logged"):
         loggers[0].plot(metrics=["nothing"])
@@ -136,17 +134,16 @@ def test_tables(tmp_path: Path) -> None:
     loss = history.series["loss"]
     assert loss.steps.tolist() == [0, 3, 5]  # in order, without the row that ends within a value
     assert [str(each) for each in loss.values] == ["nan", "inf", "2.5"]
-    assert loss.num_bad == 2
     assert history.series["flag"].values.tolist() == [0, 1]
     assert history.epochs.tolist() == [[5, 1], [0, 0], [3, 0]]
-    assert "1 rows without a step were left out" in history.problems[0]
+    assert "1 rows without a step were skipped" in history.problems[0]
     assert "1 damaged rows" in read_history(table(tmp_path / "run", "step,a\n1,2\n3,4,5\n")).problems[0]
     for empty in ("", "step", "step,epoch\n", "step,epoch,loss\n"):
         found = read_history(table(tmp_path / "empty", empty))
         assert (found.series, found.last_step, found.last_epoch) == ({}, None, None)
     for data in ("a,b\n1,2\n", b"\xff\xfe\x00step\n", 'step,"a\n' + "x" * 200_000 + "\n"):
         with pytest.raises(
-            ValueError, match=r"metrics\.csv is not a table of a CSVLogger: .* Give the folder of another run\."
+            ValueError, match=r"metrics\.csv is not a table of a CSVLogger: .* Pass the folder of another run\."
         ):
             read_history(table(tmp_path / "foreign", data))
 
@@ -189,7 +186,7 @@ def test_long_event_files_are_read_in_part(tmp_path: Path) -> None:
     assert 20 < len(loss.steps) < 200
     assert (np.diff(loss.steps) > 0).all()  # what the resumed run has replaced is not there
     assert (loss.values == np.where(loss.steps < 200, loss.steps, -loss.steps)).all()
-    assert "values of it one was read" in history.problems[0]
+    assert "values was read" in history.problems[0]
     assert set(history.series) == {"loss"}
 
 
@@ -205,12 +202,12 @@ def test_what_is_not_a_run(tmp_path: Path) -> None:
     assert not is_run(str(tmp_path))
     for path, text in (
         ("nowhere", r"nowhere is not a run folder: it does not exist\. A run folder is one that CSVLogger or"),
-        ("logs", r"logs is not a run folder: it holds 2 of them\. .*; did you mean .*/logs/version_10\?"),
+        ("logs", r"logs is not a run folder: it contains 2 of them\. .* Did you mean .*/logs/version_10\?"),
         (
             "logs/version_10/checkpoints",
-            r"it has no metrics\.csv and no event files\. .*; did you mean .*/version_10, which it",
+            r"it has no metrics\.csv and no event files\. .* Did you mean .*/version_10\?",
         ),
-        ("logs/version_2/metrics.csv", r"it is a file\. .*; give .*/logs/version_2\."),
+        ("logs/version_2/metrics.csv", r"it is a file\. .* Did you mean .*/logs/version_2\?"),
     ):
         with pytest.raises(ValueError, match=text):
             read_history(f"{tmp_path}/{path}")
@@ -236,12 +233,12 @@ def test_loggers_that_cannot_plot(tmp_path: Path) -> None:
         tw.CSVLogger(tmp_path).plot()
     assert os.listdir(tmp_path) == []
     with pytest.raises(
-        NotImplementedError, match=r"WandbLogger\.plot\(\) was called, but its rows are with its service; look at"
+        NotImplementedError, match=r"WandbLogger\.plot\(\) was called, but its service has the rows\. Look at"
     ):
         tw.WandbLogger(save_dir=tmp_path, offline=True).plot()
     with pytest.raises(NotImplementedError, match="the pages of MLflow"):
         tw.MLFlowLogger(save_dir=str(tmp_path)).plot()
-    with pytest.raises(NotImplementedError, match="writes no files to draw from; CSVLogger and TensorBoardLogger"):
+    with pytest.raises(NotImplementedError, match=r"writes no files to draw from\. CSVLogger and TensorBoardLogger"):
         tw.Logger().plot()
     assert SilentLogger().plot() == ""
 

@@ -19,7 +19,7 @@ from small import QUIET, Classifier, make_loader
 
 import trainwright as tw
 from trainwright.loggers import run_record
-from trainwright.loggers.run_record import RunRecord, RunRecorder, read_record
+from trainwright.loggers.run_record import RunRecord, RunRecorder, find_record
 from trainwright.paths import machine, process_start_time
 from trainwright.tools.runs import list_runs
 
@@ -42,7 +42,7 @@ def trainer_in(folder: Path, **options: Any) -> tw.Trainer:
 
 
 def record_in(folder: Path, run: str = "version_0") -> RunRecord:
-    found = read_record(str(folder / run))
+    found = find_record(str(folder / run)).record
     assert found is not None
     return found
 
@@ -118,7 +118,7 @@ def test_no_run_depends_on_its_record(tmp_path: Path, monkeypatch: pytest.Monkey
     (tmp_path / "folder/trainwright_run.json").mkdir()
     for name, what in (("other", "is not the record of a run"), ("folder", "is not a file")):
         with pytest.warns(
-            UserWarning, match=rf"trainwright_run\.json {what}, and is left alone; move it away\."
+            UserWarning, match=rf"trainwright_run\.json {what}, and stays as it is\. Move it away\."
         ) as seen:
             by_hand(name)
         assert len(seen) == 1
@@ -235,7 +235,7 @@ def test_loops_by_hand(tmp_path: Path) -> None:
 )
 def test_a_damaged_record_is_none(tmp_path: Path, text: str) -> None:
     (tmp_path / "trainwright_run.json").write_text(text)
-    assert read_record(str(tmp_path)) is None
+    assert find_record(str(tmp_path)).record is None
     trainer = tw.Trainer(**{**QUIET, "logger": tw.CSVLogger(tmp_path, name=None, version="")}, max_steps=1)
     if not text:
         trainer.fit(Classifier(), make_loader())

@@ -110,7 +110,7 @@ def test_the_graph_leaves_the_model_as_it_was(tmp_path: Path) -> None:
     names = [node.name for node in events(logger).Graph().node]
     assert any("Drawn/Linear[first]" in name for name in names), names
     for example, message in (
-        (None, "is a NoneType; set it to a tensor"),
+        (None, r"is a NoneType\. Set it to a tensor"),
         (torch.ones(2, 5), "not logged: RuntimeError"),
     ):
         with pytest.warns(UserWarning, match=message):
@@ -187,7 +187,7 @@ def test_loggers_of_one_run_share_a_folder(tmp_path: Path) -> None:
         "trainwright_logs/version_3",
         "other/version_0",
     ]
-    with pytest.raises(ValueError, match=r"two CSVLogger that write to .*mine; leave out one"):
+    with pytest.raises(ValueError, match=r"two CSVLogger that write to .*mine\. Remove one"):
         start(CSVLogger(root, version="mine"), CSVLogger(root, version="mine"))
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from html_page import LOADING, Page
 
-from trainwright.loggers.history import History, Series
+from trainwright.history import History, Series
 from trainwright.plots import draw, names_of_runs, panels_of
 from trainwright.plots.curves import line_of, log_ticks, smoothed, ticks, x_label
 
@@ -114,8 +114,8 @@ def test_axes() -> None:
     assert x_label("time", 4000) == ("time in minutes", 60.0)
     assert x_label("time", 9000) == ("time in hours", 3600.0)
     for axis, text in (
-        ("epoch", "names no epochs"),
-        ("time", "has no times: metrics.csv holds steps and epochs alone"),
+        ("epoch", "has no epochs"),
+        ("time", "has no times: only the event files"),
     ):
         with pytest.raises(ValueError, match=text):
             draw([history(loss=[1.0])], ".html", axis=axis)
@@ -166,7 +166,7 @@ def test_long_curves_keep_their_peaks() -> None:
     assert not any((part >= 100_000).any() and (part < 100_000).any() for part, _ in line.parts)
     page = draw([history(loss=values)], ".html").decode()
     assert "(up to 200,000 points)" in page
-    assert "smallest, largest and last value in each of 564 columns" in page
+    assert "smallest, largest and last value in 564 columns" in page
     assert len(page) < 120_000
     assert not line_of(curve, panel.x_range, count).is_thinned
 
@@ -203,7 +203,7 @@ def test_an_image(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="201 panels are too many"):
         draw([history(**{f"m{number}": [1.0] for number in range(201)})], ".png")
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(ImportError, match=r'pip install "trainwright\[plot\]", or give a name that ends in \.html'):
+    with pytest.raises(ImportError, match=r'pip install "trainwright\[plot\]", or pass a name that ends in \.html'):
         draw([history(loss=[1.0])], ".png")
     assert draw([history(loss=[1.0])], ".html")
 

@@ -14,7 +14,7 @@ from jobs import run_job
 from small import ON_HOST, make_net
 
 import trainwright as tw
-from trainwright.loggers.names import LOGGERS, NamedLogger, available_loggers
+from trainwright.loggers import LOGGERS, available_loggers
 
 
 class Recording(tw.Logger):
@@ -156,7 +156,7 @@ def test_names(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         with pytest.raises(TypeError, match="expected names, Logger instances"):
             make(log_with=other)
     for name in ("csv", "wandb", "mlflow", "comet_ml"):
-        monkeypatch.setitem(LOGGERS, name, NamedLogger("trainwright.loggers.csv:CSVLogger", "not_installed_here"))
+        monkeypatch.setitem(LOGGERS, name, (tw.CSVLogger, "not_installed_here"))
     with pytest.raises(ImportError, match="pip install not_installed_here"):
         make(log_with="csv")
     assert available_loggers() == ["tensorboard"]

@@ -11,9 +11,9 @@ import yaml
 
 from trainwright.__main__ import check_names
 from trainwright.devices import hardware
-from trainwright.tools import config as command
-from trainwright.tools import machine
-from trainwright.tools.config import as_yaml, config_command
+from trainwright.tools import choices
+from trainwright.tools import config_command as command
+from trainwright.tools.config_command import as_yaml, config_command
 
 FILE = Path("folder/config.yaml")
 
@@ -84,7 +84,7 @@ def test_a_wrong_answer_is_asked_for_again(monkeypatch: pytest.MonkeyPatch, caps
         "  gradient_accumulation_steps: 0: expected an integer of at least 1.",
         "  node_rank=2 is out of range for num_nodes=2",
         "  main_address needs a value.",
-        "  A: expected NAME=VALUE pairs, each name once.",
+        "  A: expected NAME=VALUE pairs with distinct names.",
         "  env has RANK, which trainwright launch sets itself; remove it.",
     ):
         assert f"{text}" in said
@@ -165,7 +165,7 @@ def test_a_failed_write_leaves_the_old_file(
 def test_what_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         run("shwo")
-    assert "'shwo' is not accepted; the one word that is is show. Did you mean 'show'?" in capsys.readouterr().err
+    assert "'shwo' is not accepted; the only word is show. Did you mean 'show'?" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         config_command(["--config-file", os.devnull, "--default", "--force"], check_names)
     assert f"{os.devnull} is not a file; choose another path" in capsys.readouterr().err
@@ -185,7 +185,7 @@ def test_show_without_a_config(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
 
 def test_the_defaults_follow_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hardware, "accelerator_type", lambda: "gpu_of_a_test")
-    monkeypatch.setattr(machine.abilities, "autocasts", lambda kind, dtype: "bfloat16" not in str(dtype))
+    monkeypatch.setattr(choices.abilities, "autocasts", lambda kind, dtype: "bfloat16" not in str(dtype))
     assert command.suggested() == {"precision": "16-mixed"}
     asked = answer(monkeypatch, *7 * [""])
     assert run() == 0

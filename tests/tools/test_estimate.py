@@ -134,12 +134,12 @@ def test_the_table_groups_precisions_that_take_the_same(capsys: pytest.CaptureFi
         == 0
     )
     said = capsys.readouterr().out
-    assert said.startswith("--params 1B: 1,000,000,000 parameters, trained with AdamW. Bytes on each device")
+    assert said.startswith("--params 1B: 1,000,000,000 parameters, trained with AdamW. Bytes per device")
     assert "\n32-true, 16-mixed, bf16-mixed\n" in said
     assert "\n16-true, bf16-true\n" in said
     assert "fewest devices that fit: 2, with fsdp" in said
     assert "fewest devices that fit: 1, with single_device" in said
-    assert "\nfsdp has a block at a time whole in addition, whose size --params does not give.\n" in said
+    assert "\nfsdp also gathers one block at a time, whose size --params does not show.\n" in said
     line = next(" ".join(line.split()) for line in said.splitlines() if line.startswith("  fsdp"))
     assert line == "fsdp 2 1.9 GiB 1.9 GiB 3.7 GiB - - 7.5 GiB fits"
 
@@ -163,36 +163,36 @@ def test_the_usual_precisions_are_shown(capsys: pytest.CaptureFixture[str]) -> N
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["none.py"], "'none.py' is not a script that exists; pass the path of a .py file, or the name of a module."),
+        (["none.py"], "the script 'none.py' does not exist; pass the path of a .py file, or the name of a module."),
         (["nonesuch.module"], "neither a script nor a module 'nonesuch.module' was found"),
         (["bert-base-cased"], "Models of a hub are not fetched: name a function that returns one, or pass --params."),
-        (["net.py:Data"], "Data is a class, but not of a torch module; name one of those, or a function"),
+        (["net.py:Data"], "Data is a class, but not of a torch module. Name a class of a torch module, or a function"),
         (["net.py:Nett"], "net.py has no 'Nett'. It defines Net, Reads. Did you mean 'Net'?"),
         (["net.py"], "net.py defines Net, Reads; add the class, or a function that returns the module: net.py:NAME."),
-        (["net.py:Net"], 'Net needs width; pass them as --args \'{"width": "..."}\', or name a function'),
+        (["net.py:Net"], 'Net needs width. Pass them as --args \'{"width": "..."}\', or name a function'),
         (
             ["net.py:Net", "--args", '{"widht": 2}'],
-            "Net takes no 'widht' (it was given --args {\"widht\": 2}); it takes width,",
+            "Net has no argument 'widht', which is in --args {\"widht\": 2}. It takes width,",
         ),
         (["net.py:Net", "--args", '{"widht": 2}'], "Did you mean 'width'?"),
         (["net.py:Net", "--args", "width=2"], "--args width=2 is not JSON"),
         (
             ["net.py:made", "--args", "{}"],
-            "--args {} was given, but made is a module that exists already; leave it out",
+            "--args {} was passed, but made is a module already. Omit --args",
         ),
-        (["net.py:Net", "--args", "[2]"], "--args [2] is not an object; pass one such as"),
+        (["net.py:Net", "--args", "[2]"], "--args [2] is not an object. Pass one such as"),
         (["net.py:Net", "--args", '{"width": "wide"}'], "Net cannot be made on the meta device"),
         (["net.py:Reads"], "Reads cannot be made on the meta device, whose tensors have no values (RuntimeError"),
-        (["net.py:number"], "number is an int; name a class of a torch module, or a function that returns one."),
-        (["json:dumps", "--args", '{"obj": 1}'], "dumps gave a str; name a torch module"),
-        (["fails.py"], "fails.py failed while it was imported (SystemExit: 3); put its work under"),
+        (["net.py:number"], "number is an int. Name a class of a torch module, or a function that returns a module."),
+        (["json:dumps", "--args", '{"obj": 1}'], "dumps returned a str; name a torch module"),
+        (["fails.py"], "the import of fails.py failed (SystemExit: 3). Put its work under"),
         (["net.py:small", "--params", "3"], "pass either SCRIPT_OR_MODULE[:CLASS] or --params N."),
         ([], "pass either SCRIPT_OR_MODULE[:CLASS] or --params N."),
         (["--params", "9e18"], "--params 9e18: expected at most 1e+18 parameters, such as 7e9 or 7B."),
-        (["bad.py"], "bad.py failed while it was imported (ValueError: a wrong number); put its work under"),
+        (["bad.py"], "the import of bad.py failed (ValueError: a wrong number). Put its work under"),
         (
             ["--params", "1", "--devices", "8", "--strategies", "single_device"],
-            "leaves nothing to show: single_device is",
+            "selects nothing: single_device is",
         ),
         (["--params", "1", "--precision", "64-true", "--strategies", "deepspeed_stage_2"], "DeepSpeed has no 64 bits."),
         (["--params", "many"], "--params many: expected a number such as 7e9 or 7B."),
@@ -222,5 +222,5 @@ def test_weights_that_layers_share_count_once_and_an_assumed_optimizer_is_said(
     assert (found["parameters"], found["optimizer_is_assumed"]) == (24, True)
     assert [each["parameters"] for each in found["rows"]] == [96, 96, 96, 48, 48]
     assert estimate_command(["--params", "9", "--optimizer", "LBFGS"], check_names) == 0
-    assert "LBFGS could not be tried on these sizes: its state is counted as Adam's" in capsys.readouterr().out
+    assert "LBFGS could not be tried on these sizes. Its state is counted as that of Adam" in capsys.readouterr().out
     assert not estimated(capsys, "--params", "9")["optimizer_is_assumed"]

@@ -122,15 +122,15 @@ def test_runs_and_their_curves(
     assert plot_command([names[0], str(logs / "empty"), "--out", "one.html"], check_names) == 0
     shown = capsys.readouterr()
     assert shown.out.startswith("one.html: ")
-    assert f"{logs}/empty has no rows yet, and is left out." in shown.err
+    assert f"{logs}/empty has no rows yet, so it is skipped." in shown.err
 
-    assert "holds 6 of them" in refused(plot_command, capsys, logs)
+    assert "contains 6 of them" in refused(plot_command, capsys, logs)
     assert "it does not exist" in refused(plot_command, capsys, tmp_path / "nowhere")
     assert "no rows of numbers yet" in refused(plot_command, capsys, logs / "empty")
     assert "is not a table of a CSVLogger" in refused(plot_command, capsys, broken)
     assert "Did you mean 'val_loss'?" in refused(plot_command, capsys, names[0], "--metrics", "val_los")
     assert "has no times" in refused(plot_command, capsys, names[0], "--x", "time")
-    assert "names that end in .html or .png" in refused(plot_command, capsys, names[0], "--out", "curves.pdf")
+    assert "a name that ends in .html or .png" in refused(plot_command, capsys, names[0], "--out", "curves.pdf")
     (tmp_path / "folder.html").mkdir()
     assert "is a folder" in refused(plot_command, capsys, names[0], "--out", "folder.html")
     assert "invalid choice: 'hour'" in refused(plot_command, capsys, names[0], "--x", "hour")
@@ -150,7 +150,7 @@ def test_sorting(tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str) 
 
     assert (order(name), order(f"{name}:min"), order(f"{name}:max:min")) == ("bca", "bca", "bca")
     assert runs_command([str(tmp_path), "--sort", name], check_names) == 0
-    assert f"Sorted by {name}, smallest first; --sort {name}:max reverses the order." in capsys.readouterr().out
+    assert f"Sorted by {name}, smallest first. --sort {name}:max reverses the order." in capsys.readouterr().out
     (tmp_path / "a/metrics.csv").write_text(f"step,{name}\n1,9\n")
     for run in "bc":
         (tmp_path / run / "metrics.csv").write_text(f"step,{name}\n1,1\n")
@@ -183,10 +183,10 @@ def test_runs_that_were_moved_and_damaged(
     (tmp_path / "new/mine/version_1/trainwright_run.json").write_text("")
     shutil.rmtree(tmp_path / "new/mine/version_3/checkpoints")
     first, second, _, last = (each["problems"] for each in listed(capsys, tmp_path / "new"))
-    assert "run-0.ckpt was left out: " in first[0]
-    assert first[1:] == [f"{tmp_path}/shared no longer holds a complete checkpoint of this run."]
+    assert "run-0.ckpt was skipped: " in first[0]
+    assert first[1:] == [f"{tmp_path}/shared no longer contains a complete checkpoint of this run."]
     assert second == [f"{tmp_path}/new/mine/version_1/trainwright_run.json is empty."]
-    assert last == [f"{tmp_path}/new/mine/version_3/checkpoints no longer holds a complete checkpoint of this run."]
+    assert last == [f"{tmp_path}/new/mine/version_3/checkpoints no longer contains a complete checkpoint of this run."]
 
 
 def test_curves_of_several_runs_are_put_here(
@@ -205,8 +205,8 @@ def test_curves_of_several_runs_are_put_here(
 def test_folders_without_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert listed(capsys, tmp_path) == []
     assert runs_command([str(tmp_path)], check_names) == 0
-    assert "holds no runs" in capsys.readouterr().out
-    assert "does not exist; give a folder that holds runs" in refused(runs_command, capsys, tmp_path / "nowhere")
+    assert "contains no runs" in capsys.readouterr().out
+    assert "does not exist; pass a folder with runs" in refused(runs_command, capsys, tmp_path / "nowhere")
     (tmp_path / "file").touch()
     assert "is a file" in refused(runs_command, capsys, tmp_path / "file")
 

@@ -24,7 +24,7 @@ from trainwright.tools.trials import trials_command
 
 FAKE = """#!/bin/sh
 words="$*"
-while [ "$1" != trainwright.tools.trial ]; do shift; done
+while [ "$1" != trainwright.tools.trials ]; do shift; done
 weight=0.0
 case "$2 $words" in
   "ddp "*launch*) weight=0.25 ;;
@@ -66,7 +66,7 @@ def test_a_strategy_that_is_missing_is_no_failure(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     monkeypatch.setattr(trials, "why_missing", lambda name: "Run: pip install it")
-    expected = trials.Outcome(True, "works, 0e+00 (1 s)")
+    expected = trials.TrialResult(True, "works, 0e+00 (1 s)")
     monkeypatch.setattr(trials.Trials, "_trial", lambda *_: expected)
     assert trials_command(["--strategies", "ddp"], check_names) == 0
     assert "ddp: Run: pip install it\nEverything that is installed works." in capsys.readouterr().out

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -741,28 +740,3 @@ def gathers_over_ends(folder: Path) -> dict[str, bool]:
 def test_gradients_wait_over_an_epochs_end_on_two_ranks(tmp_path: Path) -> None:
     for found in run_job(gathers_over_ends, 2, tmp_path):
         assert found == {"ddp": True, "fsdp": True, "ddp_sharded": True}
-
-
-def test_the_same_command_saves_a_stop_within_an_epoch_once(tmp_path: Path) -> None:
-    """Also where its score is not known, and whatever a callback does with the state that it has given."""
-
-    class Counts(tw.Callback):
-        def __init__(self) -> None:
-            self.counts = {"ends": 0}
-
-        def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
-            self.counts["ends"] += 1
-
-        def state_dict(self) -> dict[str, Any]:
-            return self.counts
-
-        def load_state_dict(self, state: dict[str, Any]) -> None:
-            self.counts = dict(state)
-
-    for _ in range(3):
-        counts = Counts()
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # the score is not known yet
-            fit(Falling(), counts, tw.ModelCheckpoint(tmp_path, monitor="val_loss"), path="auto", max_steps=2)
-        assert [path.name for path in tmp_path.glob("*.ckpt")] == ["epoch=0-step=2.ckpt"]
-        assert counts.counts == {"ends": 1}

@@ -295,24 +295,6 @@ def test_weights_are_exported(tmp_path: Path) -> None:
     assert len(safetensors.torch.load_file(tmp_path / "all.safetensors")) == 4  # the twin is the same tensors
 
 
-def test_a_networks_own_container_comes_back(tmp_path: Path) -> None:
-    config = pytest.importorskip("omegaconf").OmegaConf.create({"lr": 0.1, "net": {"width": 3, "twice": "${lr}"}})
-    trainer = trainer_of()
-    trainer.fit(Configured(config), make_loader(16))
-    trainer.save_checkpoint(tmp_path / "a.ckpt")
-    again = Configured.load_from_checkpoint(tmp_path / "a.ckpt")
-    assert type(again.config) is type(config)
-    assert again.config.net.twice == 0.1
-    assert Configured.load_from_checkpoint(tmp_path / "a.ckpt", lr=0.5).config.lr == 0.5
-
-
-class Configured(Classifier):
-    def __init__(self, config: Any) -> None:
-        super().__init__()
-        self.save_hyperparameters(config)
-        self.config = config
-
-
 def test_oversights_are_named() -> None:
     for match, settings, loaders in (
         ("the validation loader shuffles", {}, (make_loader(16), make_loader(8, shuffle=True))),

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import csv
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -33,22 +31,6 @@ def fit(log: Callable[[Any, Any, int, Tensor], None], **settings: Any) -> tw.Tra
     return trainer
 
 
-def test_step_and_epoch_values_have_names() -> None:
-    trainer = fit(lambda m, b, i, loss: m.log("both", loss, prog_bar=True, on_step=True, on_epoch=True))
-    assert set(trainer.callback_metrics) == {"both", "both_step", "both_epoch"}
-    assert set(trainer.logged_metrics) == {"both_step", "both_epoch"}
-    assert set(trainer.progress_bar_metrics) == {"both_step", "both_epoch"}
-    seen: dict[str, set[str]] = {}
-
-    class Watch(tw.Callback):
-        def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
-            seen["callback"], seen["logged"] = set(trainer.callback_metrics), set(trainer.logged_metrics)
-            seen["bar"] = set(trainer.progress_bar_metrics)
-
-    fit(lambda m, b, i, loss: m.log("both", loss, prog_bar=True, on_step=True, on_epoch=True), callbacks=Watch())
-    assert seen == {"callback": {"both", "both_step"}, "logged": {"both_step"}, "bar": {"both_step"}}
-
-
 def test_the_epoch_mean_is_weighted_by_the_batch_size() -> None:
     values: list[tuple[float, int]] = []
 
@@ -69,39 +51,6 @@ def test_the_epoch_mean_is_weighted_by_the_batch_size() -> None:
     assert metrics["unweighted"] == pytest.approx(5.0)
 
 
-def test_a_logged_tensor_is_copied_at_once() -> None:
-    def log(module: Any, batch: Any, index: int, loss: Tensor) -> None:
-        value = torch.ones(())
-        module.log("value", value)
-        value += 41
-
-    steps: list[float] = []
-
-    class Watch(tw.Callback):
-        def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
-            steps.append(trainer.callback_metrics["value"].item())
-
-    fit(log, callbacks=Watch())
-    assert set(steps) == {1.0}
-
-
-def test_a_torchmetrics_object_is_computed_and_reset_each_epoch() -> None:
-    epochs: list[float] = []
-
-    def log(module: Any, batch: Any, index: int, loss: Tensor) -> None:
-        module.metric(float(module.current_epoch + 1))
-        module.log("metric", module.metric, on_step=False, on_epoch=True)
-
-    class Watch(tw.Callback):
-        priority = -10
-
-        def on_train_epoch_end(self, trainer: Any, *args: Any) -> None:
-            epochs.append(trainer.callback_metrics["metric"].item())
-
-    fit(log, callbacks=Watch(), max_epochs=3)
-    assert epochs == [1.0, 2.0, 3.0]
-
-
 def test_metrics_have_the_precision_that_was_logged() -> None:
     """Users compare them with their tensors, so values for comparisons and files are not rounded."""
 
@@ -117,18 +66,6 @@ def test_metrics_have_the_precision_that_was_logged() -> None:
         }
     assert trainer.run.logbook.monitored("number", "the test") == pytest.approx(0.1, rel=1e-12)
     assert torch.allclose(trainer.callback_metrics["single"], trainer.callback_metrics["double"].float())
-
-
-def test_the_csv_logger_writes_step_and_epoch_rows(tmp_path: Path) -> None:
-    logger = tw.CSVLogger(str(tmp_path))
-    trainer = fit(
-        lambda m, b, i, loss: m.log("both", loss, on_step=True, on_epoch=True), logger=logger, log_every_n_steps=5
-    )
-    assert trainer.log_dir == f"{tmp_path}/trainwright_logs/version_0"
-    rows = list(csv.DictReader(Path(logger.metrics_path).read_text().splitlines()))
-    assert [(row["step"], row["epoch"]) for row in rows] == [("4", "0"), ("9", "0"), ("10", "0")]
-    assert [bool(row["both_step"]) for row in rows] == [True, True, False]
-    assert torch.tensor(float(rows[2]["both_epoch"])) == trainer.callback_metrics["both"]
 
 
 def test_unequal_leading_sizes_warn_and_name_the_remedy() -> None:

@@ -105,15 +105,6 @@ def test_what_configure_optimizers_may_return(form: str) -> None:
         assert_equal(weights(module), weights(expected))
 
 
-def test_no_optimizer_runs_without_training() -> None:
-    module = Plain(lambda module: None)
-    before = weights(module)
-    with pytest.warns(UserWarning, match="configure_optimizers returned None"):
-        trainer = fit(module)
-    assert_equal(weights(module), before)
-    assert (trainer.optimizers, trainer.global_step) == ([], 11)
-
-
 # -- schedulers ----------------------------------------------------------------------------------------------------------
 
 
@@ -209,13 +200,6 @@ class Stepping(Plain):
         optimizer.step(closure=optimizer_closure)
 
 
-class Warming(Stepping):
-    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
-        for group in optimizer.param_groups:
-            group["lr"] = self.lr * min(1.0, (self.trainer.global_step + 1) / 5)
-        super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
-
-
 @pytest.mark.parametrize("settings", [{}, {"precision": "16-mixed"}, {"accumulate_grad_batches": 3}])
 def test_an_overridden_optimizer_step_changes_nothing(settings: dict[str, Any]) -> None:
     module, expected = Stepping(), Plain()
@@ -223,20 +207,6 @@ def test_an_overridden_optimizer_step_changes_nothing(settings: dict[str, Any]) 
     fit(expected, gradient_clip_val=0.5, max_epochs=2, **settings)
     assert_equal(weights(module), weights(expected))
     assert trainer.global_step == (8 if "accumulate_grad_batches" in settings else 22)
-
-
-def test_optimizer_step_can_warm_up_the_rate() -> None:
-    warming = Warming()
-    fit(warming)
-    rates = [0.1 * min(1.0, (index + 1) / 5) for index in range(11)]
-    expected = Classifier()
-    optimizer = sgd(expected.parameters())
-    for rate, batch in zip(rates, make_loader(), strict=True):
-        optimizer.param_groups[0]["lr"] = rate
-        optimizer.zero_grad()
-        loss_of(expected.net, batch).backward()
-        optimizer.step()
-    assert_equal(weights(warming), weights(expected))
 
 
 @pytest.mark.parametrize("precision", ["32-true", "16-mixed"])
@@ -387,39 +357,6 @@ def test_clipping_is_by_norm_or_by_value(kind: str | None, limit: float) -> None
     module = Plain()
     fit(module, gradient_clip_val=limit, gradient_clip_algorithm=kind)
     assert_close(weights(module), weights(by_hand(sgd, clipping(kind or "norm", limit))))
-
-
-def test_a_module_can_override_clipping() -> None:
-    class Own(Plain):
-        def configure_gradient_clipping(
-            self, optimizer: Any, gradient_clip_val: Any = None, gradient_clip_algorithm: Any = None
-        ) -> None:
-            assert (gradient_clip_val, gradient_clip_algorithm) == (3.0, "norm")
-            self.clip_gradients(optimizer, gradient_clip_val=0.01, gradient_clip_algorithm="value")
-
-    module = Own()
-    fit(module, gradient_clip_val=3.0, gradient_clip_algorithm="norm")
-    assert_close(weights(module), weights(by_hand(sgd, clipping("value", 0.01))))
-
-
-def test_a_module_can_override_backward_and_zero_grad() -> None:
-    class Own(Plain):
-        def backward(self, loss: Tensor) -> None:  # type: ignore[override]
-            (2 * loss).backward()
-
-        def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
-            optimizer.zero_grad(set_to_none=False)
-
-        def on_before_backward(self, loss: Tensor) -> None:
-            if self.trainer.global_step:
-                assert all(not parameter.grad.any() for parameter in self.parameters())
-
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            return {"loss": loss_of(self.net, batch) / 2}
-
-    module = Own()
-    fit(module)
-    assert_close(weights(module), weights(by_hand(sgd)))
 
 
 @pytest.mark.parametrize("accumulate", [1, 3])

@@ -10,9 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from small import ON_HOST, QUIET, Classifier, assert_equal, loss_of, make_data, make_loader, weights
+from small import ON_HOST, QUIET, Classifier, assert_equal, loss_of, make_loader, weights
 from torch import Tensor
-from torch.utils.data import DataLoader
 
 import trainwright as tw
 
@@ -120,33 +119,6 @@ def test_resume_is_exact_with_a_scaler_and_with_windows(tmp_path: Path, settings
     assert [Path(path).name for path in trainer.checkpoint_callback.state_dict()["best_k_models"]] == [
         f"epoch={epoch}-step={trainer.global_step // 3 * (epoch + 1)}.ckpt" for epoch in range(3)
     ]
-
-
-def test_a_checkpoint_of_max_steps_goes_on_within_the_epoch(tmp_path: Path) -> None:
-    """12 batches per epoch, stopped after 17 steps, in the middle of the second epoch."""
-    whole, _ = run(tmp_path / "whole", 3)
-    run(tmp_path / "part", 3, max_steps=17)
-    resumed, trainer = run(tmp_path / "part", 3, ckpt_path="last")
-    assert_equal(resumed, whole)
-    assert trainer.global_step == 36
-
-
-def test_a_save_within_a_window_waits_for_its_end(tmp_path: Path) -> None:
-    class Save(tw.Callback):
-        def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-            if trainer.current_epoch == 0 and batch_idx == 5:
-                trainer.save_checkpoint(str(tmp_path / "within.ckpt"))
-                assert not (tmp_path / "within.ckpt").exists()
-
-    def train(ckpt_path: str | None, callbacks: Any) -> dict[str, Tensor]:
-        tw.seed_everything(3)
-        module = Noisy()
-        trainer = tw.Trainer(max_epochs=2, accumulate_grad_batches=4, callbacks=callbacks, **QUIET)
-        trainer.fit(module, make_loader(45, 4, shuffle=True), ckpt_path=ckpt_path)
-        return {**weights(module), **optimizer_state(trainer)}
-
-    whole = train(None, Save())
-    assert_equal(train(str(tmp_path / "within.ckpt"), None), whole)
 
 
 def test_what_cannot_be_resumed_is_refused_and_changes_nothing(tmp_path: Path) -> None:
@@ -289,36 +261,6 @@ def test_a_save_needs_a_run(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="no optimizer to save; pass weights_only=True"):
         trainer.save_checkpoint(str(tmp_path / "x.ckpt"))
     assert trainer.save_checkpoint(str(tmp_path / "x.ckpt"), weights_only=True)
-
-
-class Jittered(torch.utils.data.Dataset[Any]):
-    """Random augmentation, drawn in the loader's workers."""
-
-    def __init__(self) -> None:
-        self.data = make_data(40)
-
-    def __len__(self) -> int:
-        return 40
-
-    def __getitem__(self, index: int) -> Any:
-        inputs, target = self.data[index]
-        return inputs + random.random() + float(np.random.rand()) + torch.rand_like(inputs), target
-
-
-def test_resume_is_exact_with_augmentation_in_persistent_workers(tmp_path: Path) -> None:
-    def train(name: str, ckpt_path: str | None = None, **limits: Any) -> dict[str, Tensor]:
-        tw.seed_everything(3)
-        callback = tw.ModelCheckpoint(str(tmp_path / name))
-        trainer = tw.Trainer(callbacks=[callback], **{**QUIET, "enable_checkpointing": True, **limits})
-        module = Classifier(dropout=0.3)
-        loader: Any = DataLoader(Jittered(), batch_size=4, shuffle=True, num_workers=2, persistent_workers=True)
-        trainer.fit(module, loader, ckpt_path=ckpt_path)
-        return weights(module)
-
-    whole = train("whole", max_epochs=3)
-    train("part", max_epochs=1)
-    train("part", "last", max_steps=17)  # in the middle of the second epoch
-    assert_equal(train("part", "last", max_epochs=3), whole)
 
 
 @pytest.mark.parametrize(

@@ -715,26 +715,3 @@ def test_estimated_steps_include_scheduled_windows(
 def test_two_limits_of_the_time_are_refused() -> None:
     with pytest.raises(ValueError, match=r"max_time=.* and a Timer in callbacks= both limit the time; leave out one"):
         tw.Trainer(max_time="00:01:00:00", callbacks=[tw.Timer("00:00:30:00")], **QUIET)
-
-
-@pytest.mark.parametrize("limit", [0, 0.0])
-def test_a_limit_of_zero_leaves_out_what_it_limits(limit: int | float) -> None:
-    module, calls = Classifier(), []
-    before = weights(module)
-
-    class Watch(tw.Callback):
-        def on_train_start(self, trainer: Any, module: Any) -> None:
-            calls.append("train")
-
-        def on_test_start(self, trainer: Any, module: Any) -> None:
-            calls.append("test")
-
-        def on_fit_end(self, trainer: Any, module: Any) -> None:
-            calls.append("fit end")
-
-    limits = {"limit_train_batches": limit, "limit_test_batches": limit}
-    trainer = fit(module, callbacks=[Watch()], **limits)
-    assert (trainer.global_step, trainer.current_epoch) == (0, 0)
-    assert_equal(weights(module), before)
-    assert trainer.test(module, make_loader(4), verbose=False) == []
-    assert calls == ["fit end"]

@@ -29,9 +29,9 @@ from trainwright.distributed.masking import Masked, masked, shown
 from trainwright.distributed.sync_points import SyncPoint
 from trainwright.loggers.base import RunResult
 from trainwright.loggers.csv import CSVLogger
-from trainwright.loggers.files import is_local, write_file
-from trainwright.loggers.folder import HPARAMS_NAME, FolderLogger
-from trainwright.loggers.run_record import RESULTS, read_record
+from trainwright.loggers.files import HPARAMS_NAME, is_local, write_file
+from trainwright.loggers.folder import FolderLogger
+from trainwright.loggers.run_record import RESULTS, find_record
 from trainwright.plots import names_of_runs, panels_of
 from trainwright.plots.curves import NOT_DRAWN, Panel
 from trainwright.plots.page import GENERATOR
@@ -318,7 +318,7 @@ class Facts:
 
     def _time(self) -> dict[str, Any]:
         trainer, times = self.trainer, self.times
-        record = read_record(self.folder)
+        record = find_record(self.folder).record
         rows = [("began", _moment(times.began))]
         if record is not None:
             rows = [("began", _of_record(record.began)), ("resumed", _of_record(record.resumed))]

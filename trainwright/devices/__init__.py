@@ -8,5 +8,5 @@ import os
 
 
 def num_cores() -> int:
-    """Return the number of CPU cores that this process may use; it needs no torch."""
+    """Return the number of CPU cores that this process may use, without torch."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -18,7 +18,7 @@ from trainwright.devices import hardware
 __all__ = ["autocasts", "collective_backend", "num_together", "times_events"]
 
 CAUGHT = (RuntimeError, TypeError, ValueError, NotImplementedError, AttributeError)
-"""Errors of devices that cannot do something; device types differ in them."""
+"""Errors of devices that cannot do something. Device types differ in them."""
 PASSING = (torch.OutOfMemoryError, torch.AcceleratorError)
 """Errors of devices that may be able to do it later. They are raised, and no answer is cached."""
 

@@ -58,7 +58,7 @@ def earlier_generators(state: Mapping[str, Any]) -> list[Tensor]:
 
 
 def lock_pages(address: int, size: int) -> bool:
-    """Lock host memory in place, so that every device can copy from and into it; return whether that worked."""
+    """Lock host memory in place, so that every device can copy from and into it, and return whether that worked."""
     runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
     portable = 1
     if int(runtime.cudaHostRegister(address, size, portable)) == 0:
@@ -94,7 +94,7 @@ class GraphGradients:
         """The parameters on a GPU, with the addresses of the last copies of their gradients, or None before the first call."""
 
     def keep(self) -> None:
-        """Replace gradients by copies, except those that are copies already."""
+        """Replace gradients by copies, except earlier copies."""
         if self._copies is None:
             self._copies = [(parameter, 0) for parameter in self._module.parameters() if parameter.is_cuda]
         for number, (parameter, copy) in enumerate(self._copies):

@@ -39,7 +39,7 @@ def device_state() -> dict[str, Any] | None:
 
 
 def set_device_state(state: Mapping[str, Any] | None) -> None:
-    """Restore the generators by device number; `taken_over` prepares the states of another process for this.
+    """Restore the generators by device number. `taken_over` prepares the states of another process for this.
 
     States of another kind of device are skipped, and so are numbers that torch does not see.
     """
@@ -66,7 +66,7 @@ def owned(states: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
 
 
 def taken_over(states: Mapping[str, Any], device: torch.device, seed: int) -> dict[str, Any]:
-    """Return a checkpoint's states as a process on this device continues with them; other devices go by their number.
+    """Return a checkpoint's states as a process on this device continues with them. Other devices go by their number.
 
     If they have none for this kind of device, its generator starts from `seed`. Otherwise it would repeat the numbers that the
     run has drawn since its start.

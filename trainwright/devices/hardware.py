@@ -78,7 +78,7 @@ def is_available(device_type: str) -> bool:
 
 
 def resolve_device_type(accelerator: Any) -> str:
-    """Return the device type of a name; "auto" is the current accelerator, or else the CPU.
+    """Return the device type of a name. "auto" is the current accelerator, or else the CPU.
 
     ValueError if the name is unknown, RuntimeError if torch does not have this accelerator here.
     """

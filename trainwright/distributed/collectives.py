@@ -1,6 +1,6 @@
 """Collectives of the default process group: of tensors, of JSON, and of nests, which are plain data with the tensors in it.
 
-`checkpoint/codec.py` encodes nests; nothing is pickled. In a job of one process every collective returns its input.
+`checkpoint/codec.py` encodes nests, and nothing is pickled. In a job of one process every collective returns its input.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _REDUCE_OPS = {"sum": dist.ReduceOp.SUM, "mean": dist.ReduceOp.SUM, "min": dist.
 
 
 def all_gather(tensor: Tensor) -> list[Tensor]:
-    """Return the tensors of all ranks, by rank; shapes and dtypes must be equal. Collective: call on every rank."""
+    """Return the tensors of all ranks, by rank. Shapes and dtypes must be equal. Collective: call on every rank."""
     if _world_size() == 1:
         return [tensor]
     local = _to_group(tensor.detach())
@@ -43,7 +43,7 @@ def all_gather(tensor: Tensor) -> list[Tensor]:
 def gather_stacked(
     tensor: Tensor, with_gradients: bool = False, on_uneven: Callable[[list[int]], None] | None = None
 ) -> Tensor:
-    """Return the tensors of all ranks, stacked along a new first dimension; in one process, the tensor. Collective.
+    """Return the tensors of all ranks, stacked along a new first dimension. One process returns its tensor. Collective.
 
     With `with_gradients`, gradients flow back to the rank of each tensor. With `on_uneven`, ranks may have fewer rows: they
     repeat some of them, and `on_uneven` gets the rows of all ranks.
@@ -77,7 +77,7 @@ def listed(shapes: list[tuple[int, ...]]) -> str:
 
 
 def gather_uneven(tensor: Tensor, structure: int = 0) -> list[Tensor]:
-    """Return the tensors of all ranks, by rank; the first dimension may differ. Collective: call on every rank.
+    """Return the tensors of all ranks, by rank. The first dimension may differ. Collective: call on every rank.
 
     `structure` is a number that has to be the same on every rank, such as a digest of the structure around the tensor.
     """
@@ -107,7 +107,7 @@ def gather_uneven(tensor: Tensor, structure: int = 0) -> list[Tensor]:
 
 
 def shapes_of(tensor: Tensor, call: str) -> list[tuple[int, ...]]:
-    """Return the shapes of the tensors of all ranks, by rank; TypeError on every rank if the dtype differs. Collective."""
+    """Return the shapes of the tensors of all ranks, by rank (TypeError on every rank if the dtypes differ). Collective."""
     return [tuple(tensor.shape)] if _world_size() == 1 else _gather_shapes(tensor, call)
 
 
@@ -153,7 +153,7 @@ def all_reduce(tensor: Tensor, op: str = "sum") -> Tensor:
 
 
 def broadcast(tensor: Tensor, source: int = 0) -> Tensor:
-    """Return rank `source`'s tensor as a new tensor; shapes must be equal. Collective: call on every rank."""
+    """Return rank `source`'s tensor as a new tensor. Shapes must be equal. Collective: call on every rank."""
     if not 0 <= source < _world_size():
         raise ValueError(f"source={source} is not a rank; choose from 0 to {_world_size() - 1}.")
     result = tensor.detach().clone(memory_format=torch.contiguous_format)
@@ -192,7 +192,7 @@ def table_of(tensors: Mapping[str, Tensor]) -> Table:
 def broadcast_tensors(
     table: Table, local: Mapping[str, Tensor] | None, source: int, device: torch.device
 ) -> dict[str, Tensor]:
-    """Return rank `source`'s tensors on this device; `local` has them on that rank, and is None elsewhere. Collective."""
+    """Return rank `source`'s tensors on this device. `local` has them on that rank, and is None elsewhere. Collective."""
     received = {}
     for name, dtype_name, shape in table:
         dtype = getattr(torch, dtype_name)
@@ -211,7 +211,7 @@ def gather_nests(plain: Any, tensors: Mapping[str, Tensor]) -> list[tuple[Any, d
 
 
 def scatter_nests(nests: Sequence[Nest] | None) -> tuple[Any, dict[str, Tensor]]:
-    """Return this rank's nest, in host memory, of those that rank 0 passes for all ranks; other ranks pass None. Collective."""
+    """Return this rank's nest in host memory. Rank 0 passes the nests of all ranks, the others None. Collective."""
     received = _scatter_bytes(None if nests is None else [_packed(*nest) for nest in nests[1:]])
     if nests is not None:
         return nests[0][0], dict(nests[0][1])
@@ -229,7 +229,7 @@ def _packed(plain: Any, tensors: Mapping[str, Tensor]) -> Tensor:
 
 
 def _on_host(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], list[Tensor]]:
-    """Return the tensors in host memory, and the bytes of those that are not empty."""
+    """Return the tensors in host memory, and the bytes of all except empty ones."""
     on_host = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     return on_host, [_as_bytes(tensor) for tensor in on_host.values() if tensor.numel()]
 
@@ -251,7 +251,7 @@ def _split(table: Table, blob: Tensor) -> dict[str, Tensor]:
 
 
 def count_issued(*, in_all: bool = False) -> int | None:
-    """Return how many collectives this process has called in any group; None if a group does not count them.
+    """Return how many collectives this process has called in any group, or None if a group does not count them.
 
     `in_all` counts only groups of all ranks. That number is the same on all ranks wherever they meet.
     """

@@ -209,7 +209,7 @@ def warn_of_missing_srun(num_processes: int, num_tasks: int) -> None:
     if num_processes < num_tasks:
         rank_zero_warn(
             f"srun did not start this script, so the job has {num_processes} process(es), and its SLURM allocation {num_tasks} "
-            "tasks. Start the script with srun, as in `srun python train.py`, or ask for one task."
+            "tasks: start the script with srun, as in `srun python train.py`, or ask for one task."
         )
 
 

@@ -22,8 +22,8 @@ from torch.distributed.elastic.rendezvous.api import (
 )
 
 from trainwright.distributed.failures import FailureLog
+from trainwright.distributed.job_store import STORE_PREFIX, Store, post, stores
 from trainwright.distributed.network import claim_port, is_own_address, is_own_name, listen_at, resolve
-from trainwright.distributed.store import STORE_PREFIX, Store, post, stores
 from trainwright.errors import LaunchError
 from trainwright.launch.nodes import Nodes
 from trainwright.launch.roster import Heartbeat, Member, Roster, Round

@@ -10,8 +10,8 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from trainwright.distributed.job_store import Store, post
 from trainwright.distributed.network import listen_at
-from trainwright.distributed.store import Store, post
 from trainwright.launch.nodes import Nodes
 
 CONNECT_SECONDS = 30.0

@@ -15,16 +15,16 @@ Work = Callable[[], None]
 
 
 class Flushed(Protocol):
-    """A logger, of which only this is needed here."""
+    """A logger, for functions that only flush it."""
 
     def flush(self) -> None:
         """Write what is buffered."""
 
 
 class BackgroundWriter:
-    """Runs the submitted work in order in one daemon thread, which lives while there is work.
+    """Runs submitted work in order in one daemon thread, which lives while there is work.
 
-    The next `wait` raises a failure. In a forked child (a loader worker) work is dropped: the file belongs to the parent.
+    The next `wait` raises a failure. A forked child, such as a loader worker, drops work: the file belongs to the parent.
     """
 
     def __init__(self) -> None:
@@ -76,19 +76,19 @@ class BackgroundWriter:
                 self._error = self._error or error
 
     def __getstate__(self) -> dict[str, Any]:
-        return {}  # a copy (in another process, say) starts without thread and work
+        return {}  # a copy, for example in another process, starts without thread and work
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         BackgroundWriter.__init__(self)
 
 
 def flush_at_exit(logger: Flushed, *, keep: bool = False) -> None:
-    """Flush a logger at the end of the process, if it still exists then; with `keep` it does."""
-    found: Callable[[], Flushed | None] = (lambda: logger) if keep else weakref.ref(logger)
+    """Flush a logger at the end of the process if it still exists. `keep` keeps it alive."""
+    find: Callable[[], Flushed | None] = (lambda: logger) if keep else weakref.ref(logger)
     process = os.getpid()
 
     def flush() -> None:
-        if os.getpid() == process and (alive := found()) is not None:
+        if os.getpid() == process and (alive := find()) is not None:
             alive.flush()
 
     atexit.register(flush)

@@ -1,4 +1,4 @@
-"""Whole files of loggers, on a local disk or any other file system of fsspec, and values as data for them."""
+"""Files of loggers, on a local disk or another file system of fsspec: whole files, and the folders of runs."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import os
 import re
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 import fsspec
 from fsspec.implementations.local import LocalFileSystem
@@ -15,25 +16,16 @@ from trainwright.paths import is_process_alive, machine, process_start_time
 
 __all__ = ["write_file"]
 
+HPARAMS_NAME, HPARAMS_YAML = "hparams.json", "hparams.yaml"
+"""The files of the hyper-parameters."""
+
 
 def is_local(path: str) -> bool:
     return isinstance(fsspec.core.url_to_fs(path)[0], LocalFileSystem)
 
 
-@contextlib.contextmanager
-def explained_for(root: str) -> Iterator[None]:
-    """Let an error of the block, which makes a run's folder, say what to set instead (OSError)."""
-    try:
-        yield
-    except OSError as error:
-        raise OSError(
-            f"the run cannot write to {root} ({error.strerror or error}); set another default_root_dir, or another save_dir of "
-            "the logger."
-        ) from error
-
-
 def write_file(path: str, data: bytes) -> None:
-    """Write a whole file; on a local disk atomically and durably, and without what killed writers of it have left."""
+    """Write a whole file. On a local disk this is atomic and durable, and removes leftovers of killed writers."""
     filesystem, inside = fsspec.core.url_to_fs(path)
     if not isinstance(filesystem, LocalFileSystem):
         filesystem.pipe_file(inside, data)
@@ -57,12 +49,62 @@ def write_file(path: str, data: bytes) -> None:
 
 
 def _sweep(path: str) -> None:
-    """Remove the temporary files that killed processes of this machine have left for a file."""
+    """Remove temporary files of a file whose processes on this machine were killed."""
     folder, name = os.path.split(path)
     temporary = re.compile(rf"{re.escape(name)}\.{machine()}-(\d+)-(\d+)-\d+\.tmp", re.ASCII)
-    with contextlib.suppress(OSError):  # the write itself says what is wrong with the folder
+    with contextlib.suppress(OSError):  # a problem of the folder also fails the write
         for other in os.listdir(folder):
             match = temporary.fullmatch(other)
             if match is not None and not is_process_alive(int(match[1]), match[2]):
                 with contextlib.suppress(FileNotFoundError):
                     os.unlink(f"{folder}/{other}")
+
+
+def claim_folder(root: str, version: int | str | None) -> str:
+    """Create the folder of a run and return its path. The default version is the next free number."""
+    filesystem, inside = fsspec.core.url_to_fs(root)
+    with _explained_for(root):
+        filesystem.makedirs(inside, exist_ok=True)
+        if version is not None:
+            folder = f"version_{version}" if isinstance(version, int) else version
+            filesystem.makedirs(f"{inside}/{folder}", exist_ok=True)
+            return f"{root}/{folder}"
+        number = next_number(filesystem, inside)
+        while True:
+            path = f"{inside}/version_{number}"
+            try:
+                filesystem.mkdir(path, create_parents=False)  # only one of several processes succeeds
+            except FileExistsError:
+                number += 1
+                continue
+            except FileNotFoundError:  # a rejected run has removed the root
+                filesystem.makedirs(inside, exist_ok=True)
+                continue
+            if not filesystem.exists(path):  # an object store has no empty folders
+                filesystem.pipe_file(f"{path}/{HPARAMS_NAME}", b"{}\n")
+            return f"{root}/version_{number}"
+
+
+def run_numbers(filesystem: Any, inside: str) -> list[int]:
+    filesystem.invalidate_cache()
+    try:
+        names = [name.rstrip("/").rpartition("/")[2] for name in filesystem.ls(inside, detail=False)]
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    return [int(match[1]) for name in names if (match := re.fullmatch(r"version_(\d+)", name))]
+
+
+def next_number(filesystem: Any, inside: str) -> int:
+    return 1 + max(run_numbers(filesystem, inside), default=-1)
+
+
+@contextlib.contextmanager
+def _explained_for(root: str) -> Iterator[None]:
+    """Turn an OSError of the block, which makes a run's folder, into one that names the argument to change."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(
+            f"the run cannot write to {root} ({error.strerror or error}). Set another default_root_dir, or another save_dir of "
+            "the logger."
+        ) from error

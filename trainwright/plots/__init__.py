@@ -1,9 +1,8 @@
-"""Plots: the curves of runs as one HTML page or one PNG image. It draws what it is given, and reads and writes no files."""
+"""Plots: the curves of runs as one HTML page or one PNG image. They read and write no files."""
 
 from trainwright.plots.bars import Bar, bars_image, bars_of
-from trainwright.plots.curves import Panel, panels_of
+from trainwright.plots.curves import AXES, LoggedRun, LoggedSeries, Panel, names_of_runs, panels_of
 from trainwright.plots.drawing import FORMATS, checked_format, draw
-from trainwright.plots.logged import AXES, LoggedRun, LoggedSeries, names_of_runs
 from trainwright.plots.page import document
 from trainwright.plots.report import Section, sections_of
 

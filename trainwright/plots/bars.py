@@ -1,4 +1,4 @@
-"""Bars: one chart of horizontal bars, as a part of a page or as a PNG."""
+"""Bars: a chart of horizontal bars, as a part of a page or as a PNG."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ INCHES_A_BAR, DOTS_AN_INCH = 0.42, 110
 
 
 class Bar(NamedTuple):
-    """A bar; without a value only its text is shown."""
+    """A bar. If it has no value, only its text is shown."""
 
     label: str
     value: float | None
     text: str
-    """What is written at its end."""
+    """The text at its end."""
     spread: float | None = None
     """The standard deviation of its value."""
     is_marked: bool = False
-    """Whether it is drawn in another color than the others."""
+    """Whether it has another color than the others."""
 
 
 def bars_of(bars: Sequence[Bar], axis: str) -> Iterator[str]:
-    """Yield the lines of the chart, as SVG; `axis` is what the bars measure."""
+    """Yield the lines of the chart in SVG. `axis` is the measured quantity."""
     most = _most(bars)
     width, height = WIDTH - LEFT - RIGHT, len(bars) * (BAR + GAP) + BOTTOM
     bottom = height - BOTTOM
@@ -57,7 +57,7 @@ def bars_of(bars: Sequence[Bar], axis: str) -> Iterator[str]:
 
 
 def bars_image(bars: Sequence[Bar], axis: str) -> bytes:
-    """Return the chart as a PNG; ImportError without matplotlib."""
+    """Return the chart as a PNG; ImportError if matplotlib is missing."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -65,12 +65,12 @@ def bars_image(bars: Sequence[Bar], axis: str) -> bytes:
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     heights = range(len(bars))
-    colors = [COLORS[1 if each.is_marked else 0] for each in bars]
-    axes.barh(heights, [each.value or 0.0 for each in bars], xerr=[each.spread or 0.0 for each in bars], color=colors)
-    for height, each in zip(heights, bars, strict=True):
-        axes.annotate(each.text, ((each.value or 0.0) + (each.spread or 0.0), height), (6, 0), textcoords="offset points",
+    colors = [COLORS[1 if bar.is_marked else 0] for bar in bars]
+    axes.barh(heights, [bar.value or 0.0 for bar in bars], xerr=[bar.spread or 0.0 for bar in bars], color=colors)
+    for height, bar in zip(heights, bars, strict=True):
+        axes.annotate(bar.text, ((bar.value or 0.0) + (bar.spread or 0.0), height), (6, 0), textcoords="offset points",
                       va="center", fontsize=8, parse_math=False)  # fmt: skip
-    axes.set_yticks(heights, [each.label for each in bars], fontsize=9, parse_math=False)
+    axes.set_yticks(heights, [bar.label for bar in bars], fontsize=9, parse_math=False)
     axes.invert_yaxis()
     axes.set_xlim(0.0, 1.35 * _most(bars))
     axes.set_xlabel(axis, fontsize=9)
@@ -80,4 +80,4 @@ def bars_image(bars: Sequence[Bar], axis: str) -> bytes:
 
 
 def _most(bars: Sequence[Bar]) -> float:
-    return max(((each.value or 0.0) + (each.spread or 0.0) for each in bars), default=0.0) or 1.0
+    return max(((bar.value or 0.0) + (bar.spread or 0.0) for bar in bars), default=0.0) or 1.0

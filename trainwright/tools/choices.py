@@ -1,19 +1,49 @@
-"""Choices: lists of names that an option of a command takes, separated by commas."""
+"""Choices: the strategies and precisions of this machine, and options that take a list of names."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
+import torch
+
+from trainwright.devices import abilities, hardware
 from trainwright.launch.config import nearest
+from trainwright.strategies import resolve_strategy
+from trainwright.strategies.memory_plan import ALONE, MEMORY_PLANS
+
+LISTED_STRATEGIES = (ALONE, *MEMORY_PLANS)
+"""The strategies that the commands list and try, in the order of recommendation."""
 
 
-def choose(given: str | None, known: Iterable[str], usual: Iterable[str], flag: str) -> list[str]:
-    """Return the names that were given, or the usual ones (ValueError if one is unknown)."""
-    if given is None:
+def best_precision() -> str:
+    """Return a mixed precision that this accelerator supports, or "32-true"."""
+    kind = hardware.accelerator_type()
+    for name, dtype in (("bf16-mixed", torch.bfloat16), ("16-mixed", torch.float16)):
+        if kind is not None and abilities.autocasts(kind, dtype):
+            return name
+    return "32-true"
+
+
+def why_missing(strategy: str) -> str:
+    """Return why a strategy cannot be used here, with the pip line, or ""."""
+    try:
+        resolve_strategy(strategy, 2)
+    except ImportError as error:
+        return str(error)
+    return ""
+
+
+def choose(text: str | None, known: Iterable[str], usual: Iterable[str], flag: str) -> list[str]:
+    """Return the names in an option's text, or the usual names if there is no text.
+
+    Raises:
+        ValueError: a name is unknown.
+    """
+    if text is None:
         return list(usual)
     names = dict.fromkeys(known)
-    chosen = [each.strip() for each in given.split(",")]
-    for each in chosen:
-        if each not in names:
-            raise ValueError(f"{flag} {each}: choose from {', '.join(names)}.{nearest(each, names)}")
+    chosen = [name.strip() for name in text.split(",")]
+    for name in chosen:
+        if name not in names:
+            raise ValueError(f"{flag} {name}: choose from {', '.join(names)}.{nearest(name, names)}")
     return list(dict.fromkeys(chosen))

@@ -17,18 +17,19 @@ from trainwright.engine.memory_estimate import available_memory, size_text
 from trainwright.launch.cli import Parser, check_config
 from trainwright.launch.config import Config, config_path, find_config, of_jobs
 from trainwright.launch.setting_sources import NameCheck
-from trainwright.tools.machine import LISTED_STRATEGIES, why_missing
+from trainwright.tools.choices import LISTED_STRATEGIES, why_missing
 
 
 def env_command(arguments: Sequence[str], check_names: NameCheck) -> int:
     """Run `trainwright env` and return its exit code."""
     parser = Parser(
-        prog="trainwright env", description="Prints what a bug report needs; values that may be secret are hidden."
+        prog="trainwright env",
+        description="Prints the facts that a bug report needs. Values that may be secret are hidden.",
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
     options = parser.parse_args(arguments)
-    found = report(check_names)
-    print(json.dumps(found, indent=2) if options.json else "\n".join(_lines(found)))
+    facts = report(check_names)
+    print(json.dumps(facts, indent=2) if options.json else "\n".join(_lines(facts)))
     return 0
 
 
@@ -54,7 +55,7 @@ def report(check_names: NameCheck) -> dict[str, Any]:
 
 
 def _config(check_names: NameCheck) -> dict[str, Any]:
-    """Return the config's file and values; of its variables, only those that concern jobs are shown."""
+    """Return the config's file and values. Variables are hidden unless they concern jobs."""
     path, source = config_path(None)
     try:
         config = find_config(None)
@@ -72,9 +73,9 @@ def _values(config: Config) -> dict[str, str]:
     return {name: entry.text for name, entry in config.values.items()} | variables
 
 
-def _lines(found: Mapping[str, Any], indent: str = "") -> list[str]:
+def _lines(facts: Mapping[str, Any], indent: str = "") -> list[str]:
     lines = []
-    for name, value in found.items():
+    for name, value in facts.items():
         if isinstance(value, dict):
             lines += [f"{indent}{name}:", *(_lines(value, f"{indent}  ") or [f"{indent}  none"])]
         else:

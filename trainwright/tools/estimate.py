@@ -1,4 +1,4 @@
-"""`trainwright estimate`: the memory that training a model takes on each device, from sizes alone."""
+"""`trainwright estimate`: the memory per device that training a model takes, computed from sizes."""
 
 from __future__ import annotations
 
@@ -19,8 +19,7 @@ from trainwright.launch.columns import fill, lay_out, terminal_width
 from trainwright.launch.config import nearest
 from trainwright.precision import NAMES, canonical_name, resolve_precision
 from trainwright.strategies.memory_plan import FULLY_SHARDED, DeviceBytes
-from trainwright.tools.choices import choose
-from trainwright.tools.machine import LISTED_STRATEGIES
+from trainwright.tools.choices import LISTED_STRATEGIES, choose
 from trainwright.tools.module_source import make_module
 
 ALL_PRECISIONS = [name for name in NAMES if not name.startswith("64")]
@@ -45,8 +44,8 @@ MOST_PARAMETERS = 10**18
 COUNTS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
 
 
-class Row(NamedTuple):
-    """What one device holds under a precision and a strategy on a number of devices."""
+class EstimateRow(NamedTuple):
+    """The bytes on one device under a precision and a strategy, for a number of devices."""
 
     precision: str
     strategy: str
@@ -61,45 +60,36 @@ def estimate_command(arguments: Sequence[str], _: Any) -> int:
     try:
         precisions = _precisions(options.precision)
         strategies = choose(options.strategies, LISTED_STRATEGIES, LISTED_STRATEGIES, "--strategies")
-        devices = [_whole(each, "--devices") for each in options.devices.split(",")]
+        devices = [_whole(text, "--devices") for text in options.devices.split(",")]
         memory = _amount(options.memory, UNITS, "--memory", "80GiB") if options.memory else available_memory()
         optimizer = _optimizer(options.optimizer)
         module, name = _module(options.target, options.params, options.args)
         rows = list(_rows(module, optimizer, precisions, strategies, devices))
         if not rows:
             raise ValueError(
-                f"--strategies {options.strategies} with --devices {options.devices} and these precisions leaves nothing to "
-                "show: single_device is for 1 device, the others are for several, and DeepSpeed has no 64 bits."
+                f"--strategies {options.strategies} with --devices {options.devices} and these precisions selects nothing: "
+                "single_device is for 1 device, the others are for several, and DeepSpeed has no 64 bits."
             )
         is_assumed = estimate_memory(module, optimizer, 1, 1).is_assumed
     except (ValueError, TypeError) as error:
         parser.error(str(error))
-    count = sum(each.numel() for each in module.parameters())
+    count = sum(parameter.numel() for parameter in module.parameters())
     if options.json:
-        print(
-            json.dumps(
-                {
-                    "parameters": count,
-                    "memory": memory,
-                    "optimizer_is_assumed": is_assumed,
-                    "rows": [_as_data(row, memory) for row in rows],
-                },
-                indent=2,
-            )
-        )
+        facts = {"parameters": count, "memory": memory, "optimizer_is_assumed": is_assumed}
+        print(json.dumps({**facts, "rows": [_as_data(row, memory) for row in rows]}, indent=2))
         return 0
     width = terminal_width(sys.stdout)
     remarks = [
-        f"{name}: {count:,} parameters, trained with {options.optimizer}. Bytes on each device, activations not counted."
+        f"{name}: {count:,} parameters, trained with {options.optimizer}. Bytes per device, without activations."
     ]
     if is_assumed:
         remarks.append(
-            f"{options.optimizer} could not be tried on these sizes: its state is counted as Adam's, 8 bytes a parameter."
+            f"{options.optimizer} could not be tried on these sizes. Its state is counted as that of Adam, 8 bytes a parameter."
         )
     if options.params and FULLY_SHARDED in strategies:
-        remarks.append(f"{FULLY_SHARDED} has a block at a time whole in addition, whose size --params does not give.")
-    remarks.append(f"With {size_text(memory)} for each device; `fits` leaves a fifth of it for activations.")
-    print("\n".join([*(fill(each, width) for each in remarks), *_table(rows, memory, width)]))
+        remarks.append(f"{FULLY_SHARDED} also gathers one block at a time, whose size --params does not show.")
+    remarks.append(f"With {size_text(memory)} per device; `fits` means that a fifth of it is free for activations.")
+    print("\n".join([*(fill(remark, width) for remark in remarks), *_table(rows, memory, width)]))
     if options.precision is None:
         more = "--precision all also shows 16-true and bf16-true, which keep the parameters themselves in 16 bits."
         print(f"\n{fill(more, width)}")
@@ -110,9 +100,9 @@ def _parser() -> Parser:
     parser = Parser(
         prog="trainwright estimate",
         usage="trainwright estimate [OPTIONS] (SCRIPT_OR_MODULE[:CLASS] | --params N)",
-        description="Prints the bytes of parameters, gradients and optimizer state on each device, for each strategy, "
-        "precision and number of devices. Nothing is allocated: the module is made on the meta "
-        "device. A script is imported, so put its work under `if __name__ == '__main__':`.",
+        description="Prints the bytes of parameters, gradients and optimizer state per device, for strategies, precisions and "
+        "numbers of devices. The module is made on the meta device, which allocates nothing. A script is imported, so put its "
+        "work under `if __name__ == '__main__':`.",
     )
     add = parser.add_argument
     add(
@@ -131,7 +121,7 @@ def _parser() -> Parser:
         help=f"of {', '.join(NAMES)}, or all of 16 and 32 bits (default: {', '.join(USUAL_PRECISIONS)})",
     )
     add("--strategies", metavar="NAME,NAME", help=f"of {', '.join(LISTED_STRATEGIES)} (default: all)")
-    add("--memory", metavar="SIZE", help="memory of each device, such as 80GiB (default: that of this machine)")
+    add("--memory", metavar="SIZE", help="memory per device, such as 80GiB (default: the memory of this machine)")
     add("--json", action="store_true", help="print JSON")
     return parser
 
@@ -142,7 +132,7 @@ def _module(target: str | None, params: str | None, arguments: str | None) -> tu
     if target is not None:
         return make_module(target, arguments)
     if arguments is not None:
-        raise ValueError("--args is for a class; leave it out with --params.")
+        raise ValueError("--args is for a class, so it does not go with --params.")
     count = _amount(str(params), COUNTS, "--params", "7e9 or 7B")
     if count > MOST_PARAMETERS:
         raise ValueError(f"--params {params}: expected at most {MOST_PARAMETERS:.0e} parameters, such as 7e9 or 7B.")
@@ -151,25 +141,25 @@ def _module(target: str | None, params: str | None, arguments: str | None) -> tu
 
 def _rows(
     module: nn.Module, optimizer: Any, precisions: Sequence[str], strategies: Sequence[str], devices: Sequence[int]
-) -> Iterator[Row]:
+) -> Iterator[EstimateRow]:
     for precision in precisions:
-        # Mixed precisions compute under autocast and keep the module's own dtype.
+        # Mixed precisions compute under autocast and keep the dtype of the module.
         dtype = resolve_precision(precision, "cpu").param_dtype
         converted = module if dtype is None else copy.deepcopy(module).to(dtype)
         for count in devices:
             for strategy, held in estimate_memory(converted, optimizer, count, 1).parts.items():
                 if strategy in strategies and not (dtype == torch.float64 and held.masters):  # no engine has these
-                    yield Row(precision, strategy, count, held)
+                    yield EstimateRow(precision, strategy, count, held)
 
 
-def _table(rows: Sequence[Row], memory: int, width: int | None) -> Iterator[str]:
-    """Yield one table for all precisions that take the same."""
-    by_precision: dict[str, list[Row]] = {}
+def _table(rows: Sequence[EstimateRow], memory: int, width: int | None) -> Iterator[str]:
+    """Yield the tables. Precisions with equal sizes share one."""
+    by_precision: dict[str, list[EstimateRow]] = {}
     for row in rows:
         by_precision.setdefault(row.precision, []).append(row)
     groups: dict[tuple[Any, ...], list[str]] = {}
-    for name, each in by_precision.items():
-        groups.setdefault(tuple(row[1:] for row in each), []).append(name)
+    for name, its_rows in by_precision.items():
+        groups.setdefault(tuple(row[1:] for row in its_rows), []).append(name)
     for group, names in groups.items():
         cells = []
         fitting = []
@@ -179,13 +169,13 @@ def _table(rows: Sequence[Row], memory: int, width: int | None) -> Iterator[str]
             cells.append((strategy, str(count), *sizes, verdict))
             if verdict == "fits":
                 fitting.append((count, strategy))
-        # The total has them all, so the parts go first where the terminal is narrow, and empty ones before the others.
+        # The total includes the parts, so a narrow terminal drops the parts first, and empty ones before the others.
         parts = sorted((6, 5, 3, 4, 2), key=lambda at: any(row[at] != "-" for row in cells))
         yield f"\n{', '.join(names)}"
         is_narrow = width is not None and len(lay_out([HEADS, *cells], None, indent=2)[1]) > width
         heads = SHORT_HEADS if is_narrow else HEADS
         yield from lay_out([heads, *cells], width, indent=2, right=range(1, 8), dropped=parts)
-        best = min(fitting, key=lambda each: each[0], default=None)
+        best = min(fitting, key=lambda entry: entry[0], default=None)
         yield "  nothing here fits" if best is None else f"  fewest devices that fit: {best[0]}, with {best[1]}"
 
 
@@ -195,7 +185,7 @@ def _verdict(held: DeviceBytes, memory: int) -> str:
     return "tight" if held.total <= memory else "too large"
 
 
-def _as_data(row: Row, memory: int) -> dict[str, Any]:
+def _as_data(row: EstimateRow, memory: int) -> dict[str, Any]:
     return {
         "precision": row.precision,
         "strategy": row.strategy,
@@ -217,12 +207,12 @@ def _optimizer(name: str) -> type[torch.optim.Optimizer]:
     return known[name]
 
 
-def _precisions(given: str | None) -> list[str]:
-    if given is None:
+def _precisions(text: str | None) -> list[str]:
+    if text is None:
         return USUAL_PRECISIONS
-    if given.strip().lower() == "all":
+    if text.strip().lower() == "all":
         return ALL_PRECISIONS
-    return list(dict.fromkeys(canonical_name(each.strip()) for each in given.split(",")))
+    return list(dict.fromkeys(canonical_name(name.strip()) for name in text.split(",")))
 
 
 def _whole(text: str, flag: str) -> int:
@@ -232,8 +222,8 @@ def _whole(text: str, flag: str) -> int:
 
 
 def _amount(text: str, units: dict[str, int], flag: str, example: str) -> int:
-    """Return a number with a unit, such as 80GiB (ValueError if it is none)."""
-    found = re.fullmatch(r"([0-9]*\.?[0-9]+(?:e\+?[0-9]{1,2})?)\s*([a-z]*)", text.strip().lower())
-    if found is None or found[2] not in units or (count := int(float(found[1]) * units[found[2]])) < 1:
+    """Return a number with a unit, such as 80GiB; ValueError if the text is none."""
+    amount = re.fullmatch(r"([0-9]*\.?[0-9]+(?:e\+?[0-9]{1,2})?)\s*([a-z]*)", text.strip().lower())
+    if amount is None or amount[2] not in units or (count := int(float(amount[1]) * units[amount[2]])) < 1:
         raise ValueError(f"{flag} {text}: expected a number such as {example}.")
     return count

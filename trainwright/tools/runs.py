@@ -22,13 +22,13 @@ from trainwright.callbacks.checkpoint_policy import monitor_of
 from trainwright.checkpoint.discovery import CheckpointEntry, find_candidates, same_path
 from trainwright.checkpoint.reader import open_checkpoint
 from trainwright.errors import did_you_mean
+from trainwright.history import History
 from trainwright.launch.cli import Parser
 from trainwright.launch.columns import lay_out, terminal_width
 from trainwright.launch.config import printable
-from trainwright.loggers.history import History
 from trainwright.loggers.position import CHECKPOINTS
 from trainwright.loggers.run_files import find_runs, read_history
-from trainwright.loggers.run_record import RunRecord, RunState, find_record, read_record
+from trainwright.loggers.run_record import RunRecord, RunState, find_record
 from trainwright.metric_direction import direction_of
 from trainwright.paths import absolute
 
@@ -36,11 +36,11 @@ NO_VALUE = "-"
 HEADS = ("run", "state", "epoch", "step", "best", "newest checkpoint", "written")
 MOST_DETAIL = 3
 _KNOWN = re.compile(r"(?:loss|acc|accuracy)(?:_epoch)?$", re.IGNORECASE)
-"""The metrics whose best values are shown if no ModelCheckpoint says which to watch."""
+"""The metrics whose best values are shown if no ModelCheckpoint monitors one."""
 
 
 class Best(NamedTuple):
-    """The best value of a metric; the step is None if only a checkpoint knows the value."""
+    """The best value of a metric. The step is None if only a checkpoint has the value."""
 
     value: float
     mode: str
@@ -49,45 +49,45 @@ class Best(NamedTuple):
 
 @dataclass
 class ListedRun:
-    """What is listed of a run."""
+    """A run in the list."""
 
     name: str
-    """Its folder, seen from the folder that is listed."""
+    """The path of its folder, relative to the listed folder."""
     folder: str
     state: RunState
     record: RunRecord | None
     history: History
     checkpoint: CheckpointEntry | None = None
     monitors: dict[str, str] = field(default_factory=dict)
-    """The modes of the metrics that a ModelCheckpoint monitors, by name."""
+    """The modes of the metrics that ModelCheckpoints monitor."""
     modes: dict[str, str] = field(default_factory=dict)
-    """The modes by which the listing compares runs, which come before those."""
+    """The modes by which --sort compares runs. They take precedence over `monitors`."""
     scores: dict[str, float] = field(default_factory=dict)
-    """The best values that the newest checkpoint knows, by monitored metric."""
+    """The best values in the newest checkpoint, by monitored metric."""
     problems: list[str] = field(default_factory=list)
     written_at: float | None = None
 
     @property
     def step(self) -> int | None:
-        known = [self.history.last_step]
-        known += [self.record.step] if self.record is not None and self.record.ended is not None else []
-        known += [int(self.checkpoint.step)] if self.checkpoint is not None else []
-        return max((each for each in known if each is not None), default=None)
+        steps = [self.history.last_step]
+        steps += [self.record.step] if self.record is not None and self.record.ended is not None else []
+        steps += [int(self.checkpoint.step)] if self.checkpoint is not None else []
+        return max((step for step in steps if step is not None), default=None)
 
     @property
     def epoch(self) -> int | None:
-        # A test after the training adds a row, which counts the epochs that are over; the record has the training's last.
+        # A test after the training adds a row with the next epoch, so the record comes first.
         if self.record is not None and self.record.ended is not None and self.record.epoch is not None:
             return self.record.epoch
-        known = [self.history.last_epoch]
-        known += [self.checkpoint.epoch] if self.checkpoint is not None else []
-        return max((each for each in known if each is not None), default=None)
+        epochs = [self.history.last_epoch]
+        epochs += [self.checkpoint.epoch] if self.checkpoint is not None else []
+        return max((epoch for epoch in epochs if epoch is not None), default=None)
 
     def best_of(self, metric: str) -> Best | None:
-        """Return the best value of a metric; None if the run has none."""
+        """Return the best value of a metric, or None."""
         modes = {**self.monitors, **self.modes}
         mode = modes.get(metric) or direction_of(metric) or "max"
-        # A logger's prefix comes before the name that the callback knows.
+        # The logger may add a prefix to the name in the callback.
         names = [
             name for name in self.history.series if name == metric or (metric in modes and name.endswith(f"-{metric}"))
         ]
@@ -100,7 +100,7 @@ class ListedRun:
 
     @property
     def best(self) -> dict[str, Best]:
-        """Return the best values of the monitored metrics; without any, of those whose names say which way is better."""
+        """Return the best values of the monitored metrics, or else of losses and accuracies."""
         names = list(self.monitors)
         if not names:
             names = [name for name in self.history.series if _KNOWN.search(name)]
@@ -112,14 +112,14 @@ def runs_command(arguments: Sequence[str], _: Any) -> int:
     """Run `trainwright runs` and return its exit code."""
     parser = Parser(
         prog="trainwright runs",
-        description="Lists the runs in a folder, and in its folders, that CSVLogger or TensorBoardLogger wrote: their state, "
-        "the best value of what a ModelCheckpoint monitors, and the newest checkpoint.",
+        description="Lists the runs of CSVLogger and TensorBoardLogger in a folder and below it: their state, the best value "
+        "of the metric that a ModelCheckpoint monitors, and the newest checkpoint.",
     )
     parser.add_argument("directory", metavar="DIR", help="the folder, such as trainwright_logs")
     parser.add_argument(
         "--sort",
         metavar="METRIC",
-        help="the runs with the best values of this metric come first; METRIC:min or METRIC:max says which are better",
+        help="list the runs with the best values of this metric first; METRIC:min or METRIC:max sets the direction",
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
     options = parser.parse_args(arguments)
@@ -136,13 +136,13 @@ def runs_command(arguments: Sequence[str], _: Any) -> int:
         return 0
     if not runs:
         print(
-            f"{printable(options.directory)} holds no runs: no folder in it has files of a CSVLogger or a TensorBoardLogger."
+            f"{printable(options.directory)} contains no runs: no folder in it has files of a CSVLogger or a TensorBoardLogger."
         )
         return 0
     print("\n".join(_table(runs, options.directory, sort, terminal_width(sys.stdout))))
     if sort is not None:
         first, other = ("smallest", "max") if mode == "min" else ("largest", "min")
-        print(f"Sorted by {printable(sort)}, {first} first; --sort {printable(sort)}:{other} reverses the order.")
+        print(f"Sorted by {printable(sort)}, {first} first. --sort {printable(sort)}:{other} reverses the order.")
     for run in runs:
         for problem in run.problems:
             print(f"{printable(run.name)}: {printable(problem)}")
@@ -150,44 +150,44 @@ def runs_command(arguments: Sequence[str], _: Any) -> int:
 
 
 def list_runs(directory: str) -> list[ListedRun]:
-    """Return the runs at and below a folder, by name and number (ValueError if it does not exist)."""
+    """Return the runs at and below a folder, by name and number; ValueError if it does not exist."""
     root = absolute(directory).rstrip("/") or "/"
     filesystem, inside = fsspec.core.url_to_fs(root)
     if not filesystem.isdir(inside):
-        what = "is a file" if filesystem.exists(inside) else "does not exist"
-        raise ValueError(f"{directory} {what}; give a folder that holds runs, such as trainwright_logs.")
+        problem = "is a file" if filesystem.exists(inside) else "does not exist"
+        raise ValueError(f"{directory} {problem}; pass a folder with runs, such as trainwright_logs.")
     saved = _Saved()
     return [_run(root, folder, saved) for folder in find_runs(root)]
 
 
 class _Facts(NamedTuple):
-    """What a checkpoint says of its run: the run folders of its loggers, and the states of its callbacks."""
+    """The run folders of the loggers in a checkpoint, and the states of its callbacks."""
 
     folders: tuple[str, ...]
     callbacks: Any
 
 
 class _Saved:
-    """The folders and checkpoints of a listing; each is read once, since several runs may save into one folder."""
+    """Reads the checkpoint folders of a listing only once, since several runs may save into one folder."""
 
     def __init__(self) -> None:
         self._folders: dict[str, list[CheckpointEntry]] = {}
         self._facts: dict[str, _Facts] = {}
 
     def in_folder(self, folder: str, problems: list[str]) -> list[CheckpointEntry]:
-        """Return the complete checkpoints in a folder; what is wrong there is reported for the first run that asks."""
+        """Return the complete checkpoints in a folder. Problems are reported for the first run that asks."""
         if folder not in self._folders:
-            found = []
+            entries = []
             try:
-                found = find_candidates(folder)
+                entries = find_candidates(folder)
             except CheckpointError as error:
                 problems.append(str(error))
-            problems += [f"{each.path} was left out: {each.damage}" for each in found if each.damage]
-            self._folders[folder] = [each for each in found if not each.damage]
+            problems += [f"{entry.path} was skipped: {entry.damage}" for entry in entries if entry.damage]
+            self._folders[folder] = [entry for entry in entries if not entry.damage]
         return self._folders[folder]
 
     def facts_of(self, path: str, problems: list[str]) -> _Facts:
-        """Return what a checkpoint says; none if it cannot be read."""
+        """Return the facts of a checkpoint, which are empty if it cannot be read."""
         if path not in self._facts:
             state: Mapping[str, Any] = {}
             try:
@@ -196,7 +196,7 @@ class _Saved:
                 problems.append(str(error))
             folders = []
             with contextlib.suppress(TypeError, KeyError, AttributeError):
-                folders = [str(each["state"].get("folder", "")) for each in state.get("loggers") or []]
+                folders = [str(logger["state"].get("folder", "")) for logger in state.get("loggers") or []]
             self._facts[path] = _Facts(tuple(folders), state.get("callbacks"))
         return self._facts[path]
 
@@ -220,7 +220,7 @@ def _run(root: str, folder: str, saved: _Saved) -> ListedRun:
 
 
 def _take_monitors(run: ListedRun, states: Any) -> None:
-    """Note what the ModelCheckpoints monitor whose states a checkpoint holds."""
+    """Store the monitored metrics of the ModelCheckpoints in a checkpoint."""
     for key, state in states.items() if isinstance(states, Mapping) else ():
         if monitored := monitor_of(str(key)):
             metric, mode = monitored
@@ -232,31 +232,30 @@ def _take_monitors(run: ListedRun, states: Any) -> None:
 
 def _newest(folder: str, record: RunRecord | None, saved: _Saved, problems: list[str]) -> CheckpointEntry | None:
     """Return the newest checkpoint of a run."""
-    own = f"{folder}/{CHECKPOINTS}"
-    noted = record.checkpoint_folders(folder) if record is not None else ()
+    recorded = record.checkpoint_folders(folder) if record is not None else ()
     homes = [folder]
-    # The checkpoints in other folders name the folder that the run had when it saved them.
-    if record is not None and record.folder not in ("", folder) and read_record(record.folder) is None:
+    # Checkpoints in other folders name the folder that the run had when it saved them.
+    if record is not None and record.folder not in ("", folder) and find_record(record.folder).record is None:
         homes.append(record.folder)
-    found = []
-    for each in dict.fromkeys((own, *noted)):
-        entries = saved.in_folder(each, problems)
-        if each != folder and not each.startswith(f"{folder}/"):
+    candidates = []
+    for place in dict.fromkeys((f"{folder}/{CHECKPOINTS}", *recorded)):
+        entries = saved.in_folder(place, problems)
+        if place != folder and not place.startswith(f"{folder}/"):
             entries = [entry for entry in entries if _is_of(saved.facts_of(entry.path, problems), homes)]
-        if each in noted and not entries:
-            problems.append(f"{each} no longer holds a complete checkpoint of this run.")
-        found += entries
-    return max(found, key=lambda each: each.order, default=None)
+        if place in recorded and not entries:
+            problems.append(f"{place} no longer contains a complete checkpoint of this run.")
+        candidates += entries
+    return max(candidates, key=lambda entry: entry.order, default=None)
 
 
 def _is_of(facts: _Facts, homes: Sequence[str]) -> bool:
     """Return whether a checkpoint is of a run that is, or was, in one of these folders."""
-    inside = [str(fsspec.core.url_to_fs(each)[1]) for each in homes]
-    return any(same_path(each, home) for each in facts.folders for home in inside)
+    inside = [str(fsspec.core.url_to_fs(home)[1]) for home in homes]
+    return any(same_path(folder, home) for folder in facts.folders for home in inside)
 
 
 def _written_at(run: ListedRun) -> float | None:
-    """Return when the run ended, or when something was last written; None if the file system does not say."""
+    """Return the time of the run's end, or of the last write, or None if the file system has no times."""
     if run.record is not None and run.record.ended is not None:
         return datetime.fromisoformat(run.record.ended).timestamp()
     filesystem, inside = fsspec.core.url_to_fs(run.folder)
@@ -268,18 +267,18 @@ def _written_at(run: ListedRun) -> float | None:
     return max(moments, default=None)
 
 
-def _sorting(runs: list[ListedRun], given: str) -> tuple[str, str]:
-    """Return the metric that --sort names, and the mode by which all runs are compared (ValueError if no run has it)."""
+def _sorting(runs: list[ListedRun], sort: str) -> tuple[str, str]:
+    """Return the metric of --sort and the mode of the comparison; ValueError if no run has it."""
     known = dict.fromkeys(name for run in runs for name in (*run.monitors, *run.history.series))
-    metric, _, mode = given.rpartition(":")
-    if given in known or (mode not in ("min", "max") and metric not in known):
-        metric, mode = given, ""
+    metric, _, mode = sort.rpartition(":")
+    if sort in known or (mode not in ("min", "max") and metric not in known):
+        metric, mode = sort, ""
     elif mode not in ("min", "max"):
-        raise ValueError(f"--sort {given}: {mode!r} is not a mode; write {metric}:min or {metric}:max.")
+        raise ValueError(f"--sort {sort}: {mode!r} is not a mode; write {metric}:min or {metric}:max.")
     if metric not in known and runs:
         names = f"{', '.join(known) or 'none'}.{did_you_mean(metric, known)}"
-        raise ValueError(f"--sort {given}: no run has this metric; choose from {names}")
-    # That of a ModelCheckpoint of any run, or else of the name.
+        raise ValueError(f"--sort {sort}: no run has this metric; choose from {names}")
+    # The mode of a ModelCheckpoint in any run comes before the direction of the name.
     modes = [run.monitors[metric] for run in runs if metric in run.monitors]
     return metric, mode or (modes[0] if modes else direction_of(metric) or "max")
 
@@ -321,7 +320,7 @@ def _shown_best(run: ListedRun, sort: str | None) -> dict[str, Best]:
 
 
 def _table(runs: Sequence[ListedRun], directory: str, sort: str | None, width: int | None) -> list[str]:
-    """Return the lines of the list; for a narrow terminal with fewer details, and at last without some columns."""
+    """Return the lines of the list. A narrow terminal gets fewer details, then fewer columns."""
     for detail in range(MOST_DETAIL, -1, -1):
         rows = [HEADS, *(_cells(run, directory, sort, detail) for run in runs)]
         lines = lay_out(rows, width, shortened=(0, 5), dropped=() if detail else (6, 2, 5))
@@ -331,12 +330,12 @@ def _table(runs: Sequence[ListedRun], directory: str, sort: str | None, width: i
 
 
 def _cells(run: ListedRun, directory: str, sort: str | None, detail: int) -> list[str]:
-    """Return what is shown of a run: 3 is all, 2 without the steps of the best values, 1 with one value, 0 without remarks."""
+    """Return the row of a run. Detail 3 shows all, 2 no steps of best values, 1 one value, 0 no remarks."""
     remark = f" ({run.state.remark})" if run.state.remark and detail else ""
     best = [
-        f"{name} {each.value:.5g}"
-        + (f" at step {each.step}" if each.step is not None and detail == MOST_DETAIL else "")
-        for name, each in _shown_best(run, sort).items()
+        f"{name} {value.value:.5g}"
+        + (f" at step {value.step}" if value.step is not None and detail == MOST_DETAIL else "")
+        for name, value in _shown_best(run, sort).items()
     ]
     best = best if detail > 1 or len(best) < 2 else [best[0], "..."]
     path = run.checkpoint.path if run.checkpoint is not None else NO_VALUE
@@ -345,7 +344,7 @@ def _cells(run: ListedRun, directory: str, sort: str | None, detail: int) -> lis
     cells = (
         run.name,
         f"{run.state.word}{remark}",
-        *(NO_VALUE if each is None else str(each) for each in (run.epoch, run.step)),
+        *(NO_VALUE if number is None else str(number) for number in (run.epoch, run.step)),
         ", ".join(best) or NO_VALUE,
         path,
         NO_VALUE if run.written_at is None else _age(time.time() - run.written_at),

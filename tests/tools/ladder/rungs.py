@@ -10,9 +10,8 @@ import pytest
 
 from trainwright.distributed.environment import RUNG_VARIABLE
 from trainwright.overrides import OverrideFile, active_file
-from trainwright.tools.ladder.attempt import Attempt, Result
+from trainwright.tools.ladder.attempt import Attempt, Result, RungRecord
 from trainwright.tools.ladder.rung import Rung
-from trainwright.tools.ladder.rung_record import RungRecord
 
 
 def set_rung(monkeypatch: pytest.MonkeyPatch, folder: Path, **settings: Any) -> OverrideFile:

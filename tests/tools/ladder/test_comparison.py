@@ -16,13 +16,11 @@ from html_page import LOADING, Page
 from rungs import attempt, record, result
 
 from trainwright.metric_direction import direction_of
-from trainwright.tools.ladder.attempt import Result
+from trainwright.tools.ladder.advice import choice_lines, notes
+from trainwright.tools.ladder.attempt import Result, RungRecord
 from trainwright.tools.ladder.comparison import ComparedMetric, Comparison, choose_metric
-from trainwright.tools.ladder.ladder_files import write_files
-from trainwright.tools.ladder.ladder_table import choice_lines, csv_text, markdown_table, notes, terminal_table
-from trainwright.tools.ladder.printed_metric import printed_metrics
-from trainwright.tools.ladder.run_output import reason_of
-from trainwright.tools.ladder.rung_record import RungRecord
+from trainwright.tools.ladder.ladder_table import csv_text, markdown_table, terminal_table, write_files
+from trainwright.tools.ladder.run_output import printed_metrics, reason_of
 
 ACCURACY = ComparedMetric("test_acc", "trainer, test", "max")
 
@@ -100,7 +98,7 @@ def test_the_metric_is_a_tests() -> None:
         ValueError, match=r"--metric test_ac: the script has no such metric; it has .* Did you mean 'test_acc'"
     ):
         choose_metric(attempt("a", metrics=both), "test_ac")
-    with pytest.raises(ValueError, match=r"--metric loss: .*; it has neither a test nor a validation metric"):
+    with pytest.raises(ValueError, match=r"--metric loss: .*; it logs no metric, and has none of a test"):
         choose_metric(attempt("a", metrics={}, logged={}), "loss")
 
 
@@ -230,7 +228,7 @@ def test_a_choice_that_pays_off_in_longer_runs() -> None:
     compiled = cut("compile", 150, points=late, steps_per_second=20.0, compile=True)
     said = " ".join(choice_lines(Comparison([cut("unchanged", 100), compiled], None), ["train.py"]))
     assert said.startswith("Choose compile, 1.50 times as fast as the unchanged script once it is warmed up.")
-    assert "The first 20 steps of compile took 31 s, unchanged 2.5 s: its start, such as compiling, pays off" in said
+    assert "The first 20 steps of compile took 31 s, unchanged 2.5 s. Its start, such as compiling, pays off" in said
     assert "pays off after 590 steps. Then it is 1.50 times as fast." in said  # 28.5 s at 0.05 s a step
     sharded = cut("ddp", 150, points=late, steps_per_second=20.0, devices=2)
     said = " ".join(choice_lines(Comparison([cut("unchanged", 100), sharded], None), ["train.py"]))
@@ -254,7 +252,7 @@ def test_the_choice_is_the_first_to_end() -> None:
     kept, late = choice_lines(comparison, ["train.py"])
     assert kept == "Keep the script unchanged: no other rung is 5% faster."
     assert late.startswith(
-        "The first 20 steps of compile took 241 s, unchanged 2.5 s: its start, such as compiling, pays"
+        "The first 20 steps of compile took 241 s, unchanged 2.5 s. Its start, such as compiling, pays"
     )
     assert late.endswith("off after 3,200 steps. Then it is 4.24 times as fast.")
     whole = [
@@ -278,7 +276,7 @@ def test_runs_that_are_too_short_choose_nothing() -> None:
 def test_an_older_checkpoint_of_the_user_is_noted() -> None:
     first = replace(attempt("unchanged"), older=("saved/best.ckpt",))
     said = list(notes(Comparison([Result((first,))], None), ["train.py"], "cpu"))
-    assert said[0].startswith("The runs saved under other names than saved/best.ckpt, which existed before the ladder:")
+    assert said[0].startswith("The runs saved under other names than saved/best.ckpt, which existed before the ladder.")
 
 
 def test_slow_steps_are_noted() -> None:
@@ -287,7 +285,7 @@ def test_slow_steps_are_noted() -> None:
     said = list(notes(Comparison([scored("unchanged", 100), plans, few], None), ["train.py"], "cuda"))
     (noted,) = [each for each in said if "times as long as most" in each]
     assert noted.startswith(
-        "bf16-mixed: 52 steps took more than 5 times as long as most, 8.44 s of its 16.5 s, and samples/s leaves"
+        "bf16-mixed: 52 steps took more than 5 times as long as most, 8.44 s of its 16.5 s, and samples/s skips"
     )
 
 
@@ -326,7 +324,7 @@ def test_a_rung_whose_settings_the_script_has_is_not_chosen() -> None:
     comparison = Comparison([scored("unchanged", 100), same], ACCURACY)
     assert comparison.choice() is comparison.first
     said = " ".join(notes(comparison, ["train.py"], "cpu"))
-    assert "The script has the settings of bf16-mixed already: what differs between the two is noise." in said
+    assert "The script already has the settings of bf16-mixed. Any difference between the two is noise." in said
 
 
 def test_runs_of_one_step_have_no_speed() -> None:
@@ -351,7 +349,7 @@ def test_a_loop_that_tests_in_each_epoch_has_a_test_when_it_is_cut() -> None:
 
 def test_a_worse_metric_on_several_devices_is_explained() -> None:
     first, pair = scored("unchanged", 100), scored("ddp", 180, 0.5, devices=2, strategy="ddp")
-    why = "ddp made fewer steps on larger batches, since each device keeps the script's batch size"
+    why = "ddp made fewer steps on larger batches, since every device keeps the script's batch size"
     assert any(each.startswith(why) for each in notes(Comparison([first, pair], ACCURACY), ["a.py"], "cpu"))
     slow = scored("bf16-mixed", 180, 0.5, precision="bf16-mixed")
     assert not any("larger batches" in each for each in notes(Comparison([first, slow], ACCURACY), ["a.py"], "cpu"))

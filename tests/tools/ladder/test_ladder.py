@@ -66,7 +66,7 @@ def test_runs_that_do_not_finish(fake: Path, capsys: pytest.CaptureFixture[str])
     assert "compile timed out: it had not ended after 1 s." in said
     assert "fsdp was skipped: Run: pip install it." in said
     assert "The strategies run in 2 processes on the CPU." in said
-    assert "The ladder was interrupted; this is what it has." in said
+    assert "The ladder was interrupted. Its results so far:" in said
     assert "Keep the script unchanged: no other rung has finished." in said
     assert (folder / "bf16-mixed/output.log").read_text().startswith("first line\n")
     assert (folder / "unchanged/arguments").read_text() == "train.py --lr 1\n"
@@ -147,7 +147,7 @@ def test_a_second_interrupt_does_not_wait(fake: Path, capsys: pytest.CaptureFixt
     with pytest.raises(ProcessLookupError):
         os.kill(int(Path("pid").read_text()), 0)
     said = capsys.readouterr().out
-    assert "The ladder was interrupted in its first rung, the unchanged script: there is nothing to compare." in said
+    assert "The ladder was interrupted in its first rung, the unchanged script, so there is nothing to compare." in said
     assert "Its output is in out/unchanged/output.log." in said
 
 
@@ -245,10 +245,10 @@ def test_a_first_rung_that_nothing_can_be_compared_with(
         ),
         (["--steps", "0", "train.py"], "--steps 0: expected an integer of at least 1."),
         (["--lower", "--higher", "train.py"], "--higher and --lower exclude each other; pass one."),
-        (["--out", "full", "train.py"], "--out full is there already; give a new folder"),
+        (["--out", "full", "train.py"], "--out full exists already; pass a new folder"),
         (
             ["--out", "train.py/results", "train.py"],
-            "--out train.py/results cannot be made: Not a directory; give another folder with --out.",
+            "--out train.py/results cannot be made: Not a directory; pass another folder with --out.",
         ),
         (["full"], "'full' is a folder without a __main__.py"),
         (["--bogus", "train.py"], "'--bogus' is not an option of trainwright ladder. Put options"),
@@ -271,7 +271,7 @@ def test_a_file_where_the_results_would_go(capsys: pytest.CaptureFixture[str]) -
     Path("ladder").touch()
     with pytest.raises(SystemExit):
         ladder_command(["train.py"], None)
-    assert "the folder ladder cannot be made: there is a file of this name; give another" in capsys.readouterr().err
+    assert "the folder ladder cannot be made: a file has this name; pass another" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

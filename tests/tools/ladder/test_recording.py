@@ -14,11 +14,10 @@ from torch.utils.data import DataLoader
 
 import trainwright as tw
 from trainwright.overrides import OverrideFile
+from trainwright.tools.ladder.attempt import RungRecord
 from trainwright.tools.ladder.recorder import LadderObserver
 from trainwright.tools.ladder.recording import peak_bytes
-from trainwright.tools.ladder.rung_record import RungRecord
-from trainwright.tools.ladder.steady_rate import steady_rate, steady_steps
-from trainwright.tools.ladder.step_clock import MOST_UNREAD, StepClock
+from trainwright.tools.ladder.step_clock import MOST_UNREAD, StepClock, steady_rate, steady_steps
 
 
 def test_steady_rate() -> None:

@@ -1,1 +1,1 @@
-"""The ladder: what a process records under its rung, and how the rungs of `trainwright ladder` compare."""
+"""The ladder: runs a script under several rungs, and records and compares the runs."""

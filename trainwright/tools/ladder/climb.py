@@ -1,4 +1,4 @@
-"""Climb: runs a script under one rung after another, each in new processes, so that a rung that fails leaves the others."""
+"""Climb: runs a script under one rung after another, in new processes, so that a failure does not end the ladder."""
 
 from __future__ import annotations
 
@@ -20,25 +20,23 @@ from trainwright.checkpoint.filesystem import NEW_PATHS
 from trainwright.distributed.environment import RUNG_VARIABLE
 from trainwright.launch.columns import terminal_width
 from trainwright.launch.processes import GRACE_VARIABLE, launcher_command
-from trainwright.tools.ladder.attempt import Attempt
-from trainwright.tools.ladder.printed_metric import printed_metrics
-from trainwright.tools.ladder.run_output import lines_of, reason_of
+from trainwright.tools.ladder.attempt import Attempt, RungRecord
+from trainwright.tools.ladder.run_output import lines_of, printed_metrics, reason_of
 from trainwright.tools.ladder.rung import Rung
-from trainwright.tools.ladder.rung_record import RungRecord
 
 LEAVE_SECONDS = 10
-"""How long a run that is being stopped has to exit on its own, before it is killed."""
+"""The time that a stopped run has to exit before it is killed."""
 SEED = "{seed}"
-"""What is replaced by the rung's seed in the script's arguments."""
+"""In the script's arguments, the rung's seed replaces this text."""
 OTHER_FRAMEWORK = re.compile(r"^\s*(?:import|from)\s+(lightning|pytorch_lightning|accelerate)\b", re.MULTILINE)
 LOG_NAME, RUNG_NAME = "output.log", "rung.json"
 SHOWN_SECONDS, LINE_SECONDS = 5.0, 60.0
-"""How often a run shows its progress: in a terminal, and elsewhere."""
+"""The intervals at which a run shows its progress, in a terminal and elsewhere."""
 
 
 @dataclass(frozen=True)
 class Climb:
-    """What all runs of a ladder have in common."""
+    """Runs the script of a ladder; its attributes are the same in all runs."""
 
     command: Sequence[str]
     """The script, or -m and a module, and its arguments."""
@@ -52,7 +50,7 @@ class Climb:
         """Run the script under a rung, and return the attempt.
 
         Raises:
-            KeyboardInterrupt: a signal came; the run was ended.
+            KeyboardInterrupt: a signal ended the run.
         """
         folder = self.folder_of(name, seed)
         folder.mkdir(parents=True)
@@ -68,7 +66,7 @@ class Climb:
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
-                start_new_session=True,  # a Ctrl-C reaches the ladder alone, which ends the run
+                start_new_session=True,  # Ctrl-C reaches only the ladder, which ends the run
             )
             try:
                 has_time = self._wait(process, log, start)
@@ -85,9 +83,9 @@ class Climb:
             return Attempt(rung, "failed", reason, log=str(log), seconds=seconds)
         record = RungRecord.read(folder)
         printed: dict[str, dict[str, float]] = {}
-        for each in printed_metrics(lines_of(text)):
-            printed.setdefault(each.stage, {}).pop(each.name, None)
-            printed[each.stage] = {each.name: each.value, **printed[each.stage]}  # the latest first
+        for metric in printed_metrics(lines_of(text)):
+            printed.setdefault(metric.stage, {}).pop(metric.name, None)
+            printed[metric.stage] = {metric.name: metric.value, **printed[metric.stage]}  # the latest first
         reason = _why_empty(record, self.command[0])
         return Attempt(rung, "failed" if reason else "finished", reason, record, printed, str(log), seconds, older)
 
@@ -96,7 +94,7 @@ class Climb:
         return self.folder / (name if seed is None else f"{name}-seed{seed}")
 
     def _wait(self, process: subprocess.Popen[bytes], log: Path, start: float) -> bool:
-        """Wait for the end of a run, and show its time and its latest line; return whether it ended in time."""
+        """Wait for the end of a run while showing its latest line; return whether it ended in time."""
         is_terminal, limit = sys.stderr.isatty(), self.timeout_seconds or math.inf
         while (left := limit - (time.monotonic() - start)) > 0:
             try:
@@ -105,7 +103,7 @@ class Climb:
             except subprocess.TimeoutExpired:
                 line = lines_of(log.read_bytes()[-2000:].decode(errors="replace").strip())[-1]
                 text = f"{time.monotonic() - start:.0f} s  {line}"
-                # In a terminal the cursor goes back, to where the outcome is to be printed.
+                # In a terminal the cursor goes back to the place of the outcome.
                 text = text[: max(20, (terminal_width(sys.stderr) or 80) - 40)] if is_terminal else text
                 shown = f"\0337{text}\033[K\0338" if is_terminal else f"{log.parent.name} runs: {text}\n"
                 print(shown, end="", file=sys.stderr, flush=True)
@@ -118,7 +116,7 @@ class Climb:
 
 
 def _move_new(folder: Path) -> tuple[str, ...]:
-    """Move what a run has created into its folder; return the older checkpoints that made it choose names with a version."""
+    """Move the new files of a run into its folder; return the older checkpoints whose names it could not use."""
     listed, older = folder / NEW_PATHS, []
     for line in dict.fromkeys(listed.read_text(encoding="utf-8").splitlines()) if listed.exists() else ():
         if os.path.lexists(line):
@@ -132,20 +130,20 @@ def _move_new(folder: Path) -> tuple[str, ...]:
 
 def with_seed(command: Sequence[str], seed: int | None) -> list[str]:
     """Return a command with a rung's seed in its arguments."""
-    return [each if seed is None else each.replace(SEED, str(seed)) for each in command]
+    return [word if seed is None else word.replace(SEED, str(seed)) for word in command]
 
 
 def _other_framework(script: str) -> str:
-    """Return the framework that a script imports, if a change of that line makes it one of trainwright's; "" if none."""
+    """Return the framework that a script imports and trainwright can replace, or ""."""
     try:
-        found = OTHER_FRAMEWORK.search(Path(script).read_text(encoding="utf-8", errors="replace"))
+        imported = OTHER_FRAMEWORK.search(Path(script).read_text(encoding="utf-8", errors="replace"))
     except OSError:  # a module, or a folder
         return ""
-    return "" if found is None else found[1]
+    return "" if imported is None else imported[1]
 
 
 def _why_empty(record: RungRecord | None, script: str) -> str:
-    """Return why the figures of a run that ended well say nothing; "" if they do."""
+    """Return why a successful run has no figures, or ""."""
     if record is None:
         reason = (
             "the script made neither a Trainer nor an Accelerator of trainwright, so no setting of it can be changed"
@@ -160,14 +158,14 @@ def _why_empty(record: RungRecord | None, script: str) -> str:
 
 
 def end(process: subprocess.Popen[bytes]) -> None:
-    """End a run with all its processes: by SIGTERM, which lets them clean up, then by SIGKILL, or at a second signal."""
+    """End a run with all its processes: SIGTERM allows them to clean up; SIGKILL follows later or at a second signal."""
     try:
         if process.poll() is None:
             _send(process, signal.SIGTERM)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(LEAVE_SECONDS)
     finally:
-        _send(process, signal.SIGKILL)  # also to what the run has left, such as loader workers
+        _send(process, signal.SIGKILL)  # also to processes that outlive the run, such as loader workers
         process.wait()
 
 

@@ -1,4 +1,4 @@
-"""`trainwright ladder`: runs a script unchanged, then under precisions, compiled and under strategies, and compares."""
+"""`trainwright ladder`: runs a script unchanged, in a mixed precision, compiled and under strategies, and compares."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from trainwright.launch.columns import fill, terminal_width
 from trainwright.launch.config import find_config, set_variables_of
 from trainwright.launch.setting_sources import Sources
 from trainwright.metric_direction import Direction
-from trainwright.tools.choices import choose
+from trainwright.strategies import STRATEGIES, VARIANTS
+from trainwright.tools.choices import choose, why_missing
+from trainwright.tools.ladder.advice import choice_lines, notes, sentence
 from trainwright.tools.ladder.attempt import Attempt, Result
 from trainwright.tools.ladder.climb import LOG_NAME, SEED, Climb
 from trainwright.tools.ladder.comparison import ComparedMetric, Comparison, choose_metric
-from trainwright.tools.ladder.ladder_files import write_files
-from trainwright.tools.ladder.ladder_table import choice_lines, notes, sentence, terminal_table
+from trainwright.tools.ladder.ladder_table import terminal_table, write_files
 from trainwright.tools.ladder.rung import Rung
 from trainwright.tools.ladder.rungs import UNCHANGED, choose_devices, known_rungs, settings_of, usual_rungs
-from trainwright.tools.machine import why_missing
 
 INTERRUPTED = 130
 
@@ -35,31 +35,31 @@ INTERRUPTED = 130
 def ladder_command(arguments: Sequence[str], _: Any) -> int:
     """Run `trainwright ladder`; return 0, or 1 if the unchanged script fails."""
     parser, actions = _parser()
-    own, command = split_command(parser, actions, arguments)
-    options = parser.parse_args(own)
+    flags, command = split_command(parser, actions, arguments)
+    options = parser.parse_args(flags)
     script_end = 2 if command[:1] == ["-m"] else 1
     misplaced: list[str] = []
     if command[script_end : script_end + 1] == ["--"]:
         del command[script_end]
     else:
-        misplaced = _own_flags(actions, command[script_end:])
+        misplaced = _misplaced(actions, command[script_end:])
     try:
         ladder = _ladder(options, command)
     except (ValueError, RuntimeError, OSError) as error:
         parser.error(str(error))
     if misplaced:
+        verb = "goes" if len(misplaced) == 1 else "go"
         _say(
-            f"{', '.join(misplaced)} after the script's name {'goes' if len(misplaced) == 1 else 'go'} to the script; the "
-            "ladder's options come before it."
+            f"{', '.join(misplaced)} after the script's name {verb} to the script. The ladder's options come before it."
         )
     with _interruptible():
         return ladder.run()
 
 
-def _own_flags(actions: Sequence[argparse.Action], arguments: Sequence[str]) -> list[str]:
-    """Return those arguments of the script that are options of the ladder."""
+def _misplaced(actions: Sequence[argparse.Action], arguments: Sequence[str]) -> list[str]:
+    """Return the arguments of the script that are options of the ladder."""
     ours = {flag for action in actions for flag in action.option_strings if flag.startswith("--")} - {"--help"}
-    return [flag for each in arguments if (flag := each.partition("=")[0]) in ours]
+    return [flag for word in arguments if (flag := word.partition("=")[0]) in ours]
 
 
 def _parser() -> tuple[Parser, list[argparse.Action]]:
@@ -67,7 +67,7 @@ def _parser() -> tuple[Parser, list[argparse.Action]]:
         prog="trainwright ladder",
         usage="trainwright ladder [OPTIONS] (SCRIPT | -m MODULE) [ARGUMENTS OF THE SCRIPT]",
         description="Runs a script that makes a Trainer or an Accelerator several times: unchanged, in a mixed precision, "
-        "compiled, and under each strategy. Nothing in the script changes: what a rung sets replaces what the script gives. "
+        "compiled, and under every strategy. The script itself does not change: a rung's settings replace its arguments. "
         "At the end a table compares speed, memory and the test metric, and names the rung to choose.",
         allow_abbrev=False,
     )
@@ -78,21 +78,21 @@ def _parser() -> tuple[Parser, list[argparse.Action]]:
         add("--devices", metavar="N", default="auto", help="devices of the strategies: a number, -1 for all, or auto (the "
             "default): all of the accelerator, or two processes on the CPU"),
         add("--cpu", action=argparse.BooleanOptionalAction, help="compute on the CPU even if there is a GPU"),
-        add("--steps", metavar="N", help="end each training after N optimizer steps"),
-        add("--seeds", metavar="K", help=f"run each rung with the seeds 1 to K; {SEED} in the arguments is replaced too"),
+        add("--steps", metavar="N", help="end every training after N optimizer steps"),
+        add("--seeds", metavar="K", help=f"run every rung with the seeds 1 to K, which also replace {SEED} in the arguments"),
         add("--timeout", metavar="SECONDS", help="end a run after that time, and go to the next rung"),
         add("--out", metavar="DIR", help="a new folder for logs and results (default: ladder/NAME-1 and so on)"),
-        add("--metric", metavar="NAME", help="the metric to compare (default: one of the test, else of the validation)"),
-        add("--higher", action="store_true", help="a higher metric is better, where its name does not show it"),
+        add("--metric", metavar="NAME", help="the metric to compare (default: one of the test, or of the validation)"),
+        add("--higher", action="store_true", help="a higher metric is better, if its name does not show it"),
         add("--lower", action="store_true", help="a lower metric is better"),
-        add("--config-file", metavar="PATH", help="the config whose variables and cpu are used, as by launch"),
+        add("--config-file", metavar="PATH", help="use the variables and cpu of this config, as launch does"),
         add("-m", "--module", metavar="MODULE", help="run a module, as python -m does, instead of a script"),
     ]  # fmt: skip
-    return parser, [*actions, *(each for each in parser._actions if each.dest == "help")]
+    return parser, [*actions, *(action for action in parser._actions if action.dest == "help")]
 
 
 def _ladder(options: argparse.Namespace, command: list[str]) -> Ladder:
-    """Return the ladder that the options ask for (ValueError)."""
+    """Return the ladder of the options; ValueError if they are wrong."""
     check_script(command)
     if options.higher and options.lower:
         raise ValueError("--higher and --lower exclude each other; pass one.")
@@ -102,14 +102,14 @@ def _ladder(options: argparse.Namespace, command: list[str]) -> Ladder:
     variables = set_variables_of(config)
     if (job := Environment.detect(variables)).launched_by != "single" or rung_file() is not None:
         raise ValueError(
-            f"this process is rank {job.rank} of a job of {job.world_size} process(es), or runs under a ladder itself, and a "
-            "ladder starts other jobs; run it in a shell outside of that."
+            f"this process is rank {job.rank} of a job of {job.world_size} process(es), or runs under a ladder itself. A "
+            "ladder starts other jobs, so run it in a shell outside of that job."
         )
     on_cpu = Sources(options, variables, config).on_cpu()
     kind = resolve_device_type("cpu" if on_cpu else "auto")
     num_devices = choose_devices(options.devices, kind)
     names = choose(options.rungs, known_rungs(), usual_rungs(kind, num_devices), "--rungs")
-    if seeds is None and any(SEED in each for each in command):
+    if seeds is None and any(SEED in word for word in command):
         seeds = 1
     climb = Climb(
         command=command,
@@ -125,7 +125,7 @@ def _ladder(options: argparse.Namespace, command: list[str]) -> Ladder:
 
 
 class Ladder:
-    """The rungs, one after another, and their comparison."""
+    """Runs the rungs one after another, and compares them."""
 
     def __init__(
         self,
@@ -145,7 +145,7 @@ class Ladder:
         self.metric: ComparedMetric | None = None
 
     def run(self) -> int:
-        """Run the rungs, and print and write the comparison; return the exit code."""
+        """Run the rungs, print and write the comparison, and return the exit code."""
         script = self.climb.command[1] if self.climb.command[0] == "-m" else self.climb.command[0]
         _say(f"The ladder of {script}: {', '.join(self.names)}. This machine has {describe_devices()}.")
         if self.device_type == "cpu" and self.num_devices > 1 and _strategies(self.names):
@@ -172,12 +172,14 @@ class Ladder:
         if (started := self.results.get(UNCHANGED)) is not None and started.state == "finished":
             self._report(f"The ladder of {script}")
         elif started is not None:
-            _say("\nThe ladder was interrupted in its first rung, the unchanged script: there is nothing to compare.")
+            _say(
+                "\nThe ladder was interrupted in its first rung, the unchanged script, so there is nothing to compare."
+            )
             _say(f"Its output is in {os.path.relpath(started.attempts[-1].log)}.")
         return code
 
     def _climb(self, name: str) -> None:
-        """Run the script under a rung, with each seed."""
+        """Run the script under a rung with every seed."""
         settings: dict[str, Any] = {}
         reason = why_missing(name) if name in _strategies(known_rungs()) else ""
         if not reason:
@@ -194,7 +196,7 @@ class Ladder:
                 log = str(self.climb.folder_of(name, seed) / LOG_NAME)
                 try:
                     attempts.append(self.climb.run(name, settings, seed))
-                except OSError as error:  # of a full disk, for example; what the ladder has must not be lost
+                except OSError as error:  # of a full disk, for example: the ladder still reports its results
                     attempts.append(Attempt(rung, "failed", str(error), log=log))
                 except KeyboardInterrupt:
                     attempts.append(Attempt(rung, "interrupted", "the ladder was interrupted", log=log))
@@ -203,7 +205,7 @@ class Ladder:
             self.results[name] = Result(tuple(attempts))
             print(_outcome(attempts[-1]), flush=True)
             if attempts[-1].state != "finished":
-                break  # another seed would most likely end in the same way
+                break  # another seed would probably end in the same way
 
     def _give_up(self, first: Result) -> int:
         failed = first.attempts[-1]
@@ -215,17 +217,17 @@ class Ladder:
         comparison = Comparison(list(self.results.values()), self.metric)
         choice = list(choice_lines(comparison, self.climb.command))
         sentences = list(notes(comparison, self.climb.command, self.device_type))
-        # First, since what has interrupted the ladder may be the end of its terminal.
+        # Files first, since a closed terminal may have interrupted the ladder.
         try:
             paths = write_files(self.climb.folder, title, comparison, [*choice, *sentences])
             written = f"Written: {', '.join(os.path.relpath(path) for path in paths)}"
         except OSError as error:
             written = f"The files could not be written: {error}."
-        if any(each.state == "interrupted" for each in comparison.results):
-            _say("\nThe ladder was interrupted; this is what it has.")
+        if any(result.state == "interrupted" for result in comparison.results):
+            _say("\nThe ladder was interrupted. Its results so far:")
         print("\n".join(["", *terminal_table(comparison, terminal_width(sys.stdout)), ""]))
-        for each in [*sentences, "", *choice]:
-            print(each) if each.startswith("    ") else _say(each)
+        for line in [*sentences, "", *choice]:
+            print(line) if line.startswith("    ") else _say(line)
         _say(f"\n{written}")
 
 
@@ -235,9 +237,7 @@ def _say(text: str) -> None:
 
 
 def _strategies(names: Sequence[str]) -> list[str]:
-    """Return those of the rungs that are strategies."""
-    from trainwright.strategies import STRATEGIES, VARIANTS
-
+    """Return the rungs that are strategies."""
     return [name for name in names if name in STRATEGIES or name in VARIANTS]
 
 
@@ -250,17 +250,19 @@ def _outcome(attempt: Attempt) -> str:
     return f"{record.steps:,} steps in {record.seconds:.3g} s{fast}"
 
 
-def _new_folder(given: str | None, command: Sequence[str]) -> Path:
-    """Make and return the folder of this ladder (ValueError if it is there and not empty, or cannot be made)."""
-    if given is not None:
-        folder = Path(given).absolute()
+def _new_folder(out: str | None, command: Sequence[str]) -> Path:
+    """Make and return the folder of this ladder.
+
+    Raises:
+        ValueError: it exists and is not empty, or cannot be made.
+    """
+    if out is not None:
+        folder = Path(out).absolute()
         if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
-            raise ValueError(
-                f"--out {given} is there already; give a new folder, so that no earlier result is replaced."
-            )
-        _make_folder(folder, f"--out {given}")
+            raise ValueError(f"--out {out} exists already; pass a new folder, so that no earlier result is replaced.")
+        _make_folder(folder, f"--out {out}")
         if not os.access(folder, os.W_OK):
-            raise ValueError(f"--out {given} cannot be written; give another folder.")
+            raise ValueError(f"--out {out} cannot be written; pass another folder.")
         return folder
     stem = command[1].replace(".", "_") if command[0] == "-m" else Path(command[0]).resolve().stem
     parent = Path("ladder").absolute()
@@ -268,21 +270,21 @@ def _new_folder(given: str | None, command: Sequence[str]) -> Path:
     number = 1
     while True:
         folder = parent / f"{stem}-{number}"
-        with suppress(FileExistsError):  # perhaps made by another ladder at this moment
+        with suppress(FileExistsError):  # another ladder may have just made it
             _make_folder(folder, f"the folder {os.path.relpath(folder)}", exist_ok=False)
             return folder
         number += 1
 
 
-def _make_folder(folder: Path, what: str, exist_ok: bool = True) -> None:
-    """Make a folder (ValueError if it cannot be made, FileExistsError if it is there and may not be)."""
+def _make_folder(folder: Path, name: str, exist_ok: bool = True) -> None:
+    """Make a folder; ValueError if it cannot be made, FileExistsError if it exists and may not."""
     try:
         folder.mkdir(parents=True, exist_ok=exist_ok)
     except OSError as error:
         if isinstance(error, FileExistsError) and not exist_ok:
             raise
-        why = "there is a file of this name" if isinstance(error, FileExistsError) else error.strerror
-        raise ValueError(f"{what} cannot be made: {why}; give another folder with --out.") from error
+        why = "a file has this name" if isinstance(error, FileExistsError) else error.strerror
+        raise ValueError(f"{name} cannot be made: {why}; pass another folder with --out.") from error
 
 
 def _whole(text: str | None, flag: str) -> int | None:
@@ -293,14 +295,14 @@ def _whole(text: str | None, flag: str) -> int | None:
 
 @contextmanager
 def _interruptible() -> Iterator[None]:
-    """Let SIGTERM and SIGHUP end a ladder as Ctrl-C does, so that no run is left behind."""
+    """Make SIGTERM and SIGHUP end a ladder as Ctrl-C does, so that no run outlives it."""
 
     def interrupt(number: int, frame: FrameType | None) -> None:
         raise KeyboardInterrupt
 
-    before = {each: signal.signal(each, interrupt) for each in (signal.SIGTERM, signal.SIGHUP)}
+    before = {number: signal.signal(number, interrupt) for number in (signal.SIGTERM, signal.SIGHUP)}
     try:
         yield
     finally:
-        for each, handler in before.items():
-            signal.signal(each, handler)
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,4 +1,4 @@
-"""LadderObserver: how a rung records a script. RungRecorder is its callback, which records a Trainer's fits and evaluations."""
+"""LadderObserver: records a script under a rung. RungRecorder records a Trainer, LoopRecorder a loop with an Accelerator."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from trainwright import Callback
 from trainwright.data.batch_stream import sample_counts
-from trainwright.overrides import Observer, OverrideFile, active_file
-from trainwright.tools.ladder.loop_recorder import LoopRecorder
+from trainwright.overrides import LoopObserver, Observer, OverrideFile, active_file
 from trainwright.tools.ladder.recording import Recording
 
 if TYPE_CHECKING:
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class RungRecorder(Callback):
-    """Notes the steps, samples and metrics of a Trainer. It has no state, so a copy in another process records there."""
+    """Records the steps, samples and metrics of a Trainer. It has no state, so a copy in another process records there."""
 
     reads_outputs = False
 
@@ -36,7 +37,7 @@ class RungRecorder(Callback):
         return observer.recording
 
     def setup(self, trainer: Trainer, module: Module, stage: str) -> None:
-        # The tests of a Trainer that has fitted within a fit are no more of the script's own.
+        # If a Trainer has fitted within a fit, its tests are not the script's main tests either.
         self._is_within = self._recording.is_fitting and (stage == "fit" or self._is_within)
         if self._is_within:
             self._recording.note_pause()
@@ -85,10 +86,66 @@ class RungRecorder(Callback):
         self._recording.end(cut_steps=max(0.0, cut_steps))
 
     def teardown(self, trainer: Trainer, module: Module, stage: str) -> None:
-        # What a callback of a fit calls does not end that fit.
-        is_own = stage == "fit" and not self._is_within
-        if is_own or not self._recording.is_running:
+        # A call that a callback makes during a fit does not end that fit.
+        is_outer_fit = stage == "fit" and not self._is_within
+        if is_outer_fit or not self._recording.is_running:
             self._recording.write()
+
+
+class LoopRecorder(LoopObserver):
+    """Records the steps of a loop and its trained batches: a batch counts if a backward follows it."""
+
+    def __init__(self, recording: Recording) -> None:
+        self._recording = recording
+        self._samples: int | None = None
+        """The samples in the latest batch."""
+        self._is_waiting = False
+        """Whether the latest batch has had no backward yet."""
+        self._has_trained = self._has_batches = False
+        """Whether a batch was trained since the latest step, or ever."""
+        self._has_begun = False
+        self._is_within = False
+        """Whether the loop is part of a Trainer's fit, which it slows down without taking a step."""
+        recording.note_made("Accelerator")
+
+    def begin(self, device: torch.device, strategy: str, precision: str, num_processes: int) -> None:
+        """Start the clock when the loop's first objects are prepared."""
+        if not self._has_begun:
+            self._has_begun, self._is_within = True, self._recording.is_fitting
+            if self._is_within:
+                self._recording.note_pause()
+            else:
+                self._recording.begin("Accelerator", device, strategy, precision, num_processes)
+
+    def note_pass(self) -> None:
+        """Record the start of a pass over a loader: an evaluation, or the next epoch."""
+        self._recording.note_pause()
+
+    def note_batch(self, num_samples: int | None) -> None:
+        self._samples, self._is_waiting = num_samples, True
+
+    def note_training(self) -> None:
+        """Record a backward. The first one after a batch trains that batch."""
+        if self._is_waiting and not self._is_within:
+            self._is_waiting, self._has_trained, self._has_batches = False, True, True
+            self._recording.note_batch(self._samples)
+
+    def note_step(self, count: int) -> None:
+        """Record an optimizer step. SystemExit at the rung's last step, and again if the loop catches it."""
+        if self._is_within:
+            return
+        if self._recording.is_cut:
+            raise SystemExit(0)
+        if self._has_trained or not self._has_batches:
+            if not self._has_trained:  # the loop reads no prepared loader
+                self._recording.note_batch(None)
+            self._has_trained = False
+            self._recording.note_steps(1)
+        else:
+            self._recording.count_step()
+        limit = self._recording.rung.steps
+        if limit is not None and count >= limit:
+            self._recording.cut()
 
 
 def running_file() -> OverrideFile:
@@ -99,7 +156,7 @@ def running_file() -> OverrideFile:
 
 
 class LadderObserver(Observer):
-    """Records the Trainers and the loops of a process under a rung."""
+    """Records the Trainers and loops of a process under a rung."""
 
     def __init__(self) -> None:
         self.recording = Recording(running_file())
@@ -108,7 +165,7 @@ class LadderObserver(Observer):
         self.recording.note_made(owner)
 
     def added_arguments(self, owner: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the callbacks of a Trainer with one that records its fits and evaluations."""
+        """Return the callbacks of a Trainer with a RungRecorder."""
         callbacks: Any = arguments.get("callbacks")
         several = isinstance(callbacks, Iterable) and not isinstance(callbacks, str)
         listed = [*callbacks] if several else [] if callbacks is None else [callbacks]

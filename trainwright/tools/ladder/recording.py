@@ -1,4 +1,4 @@
-"""Recording: what a process does under the rung of a ladder. It writes rank0.json and so on into the rung's folder."""
+"""Recording: the measurements of a process under a rung. It writes rank0.json and so on into the rung's folder."""
 
 from __future__ import annotations
 
@@ -20,17 +20,16 @@ from trainwright import rank_zero_only
 from trainwright.overrides import OverrideFile
 from trainwright.rank_zero import say
 from trainwright.tools.ladder.rung import Rung
-from trainwright.tools.ladder.steady_rate import steady_rate, steady_steps
-from trainwright.tools.ladder.step_clock import StepClock
+from trainwright.tools.ladder.step_clock import StepClock, steady_rate, steady_steps
 
 MOST_POINTS = 5_000
-"""Steps whose times are written; of more, every second, third or so on."""
+"""The largest number of steps whose times are written. Longer runs are thinned evenly."""
 
 
 class Recording:
-    """The steps, samples, times, memory and metrics of this process. Times count from the start of a fit, or of a loop.
+    """The steps, samples, times, memory and metrics of this process. Times count from the start of a fit or loop.
 
-    Several fits of a script follow each other without what is between them.
+    The time between two fits of a script does not count.
     """
 
     def __init__(self, file: OverrideFile) -> None:
@@ -40,29 +39,29 @@ class Recording:
         self._device = torch.device("cpu")
         self._clock: StepClock | None = None
         self._rows: list[tuple[int, float, int, bool]] = []
-        """For each step of the current fit: its number, its samples, its batches, and whether only training led to it."""
+        """Of every step of the current fit: its number, samples, batches, and whether only training preceded it."""
         self._steps = 0
         self._samples, self._batches = 0.0, 0
         """The counts since the latest step."""
         self._is_steady = True
         self._lacks_samples = False
         self._points: list[tuple[int, float, float, int, bool]] = []
-        """The rows of earlier fits, with the second at which each ended after its number."""
+        """The rows of earlier fits, with the second at which the step ended after its number."""
         self._total = 0.0
         self._metrics: dict[str, dict[str, float]] = {}
         self._logged: dict[str, Any] = {}
         self._is_cut = False
         self._cut_steps = 0.0
-        """The steps that --steps has left out, of loops and fits; math.inf if their number is unknown."""
+        """The steps that --steps has cut off, or math.inf if unknown."""
 
     def note_made(self, owner: str) -> None:
-        """Note that a Trainer or an Accelerator was made; the first one writes a record without steps."""
+        """Record that a Trainer or an Accelerator was made. The first one writes a record without steps."""
         self._owner = self._owner or owner
         if not self._path.exists():
             self.write()
 
     def begin(self, owner: str, device: torch.device, strategy: str, precision: str, num_processes: int) -> None:
-        """Begin the clock of a fit, or of a loop that ends with the process."""
+        """Start the clock of a fit, or of a loop that ends with the process."""
         if self._clock is not None:
             self.end(at_latest_step=True)
         elif not self._points:
@@ -90,7 +89,7 @@ class Recording:
 
     @property
     def is_fitting(self) -> bool:
-        """Whether a Trainer's fit is under way, which says when it ends."""
+        """Whether a Trainer's fit is under way."""
         return self.is_running and self._owner == "Trainer"
 
     @property
@@ -99,17 +98,17 @@ class Recording:
         return self._is_cut
 
     def note_batch(self, samples: int | None) -> None:
-        """Note a batch that is trained, with its samples if it shows them."""
+        """Record a trained batch, with its number of samples if known."""
         self._lacks_samples = self._lacks_samples or samples is None
         self._samples += samples or 0
         self._batches += 1
 
     def note_pause(self) -> None:
-        """Note that the time up to the next step is not that of training alone."""
+        """Exclude the time up to the next step from the rates."""
         self._is_steady = False
 
     def note_steps(self, count: int) -> None:
-        """Note that optimizers have stepped this many times since the latest batch."""
+        """Record that optimizers have stepped this many times since the latest batch."""
         self._steps += count
         if self._clock is not None:
             self._clock.mark()
@@ -117,11 +116,11 @@ class Recording:
         self._samples, self._batches, self._is_steady = 0.0, 0, True
 
     def count_step(self) -> None:
-        """Note a further step of another optimizer, on the same batch."""
+        """Record another optimizer's step on the same batch."""
         self._steps += 1
 
     def end(self, *, at_latest_step: bool = False, cut_steps: float = 0.0) -> None:
-        """End the clock now, or with `at_latest_step` at the latest step. It waits for the device."""
+        """Wait for the device; stop the clock now, or with `at_latest_step` at the latest step."""
         if self._clock is None:
             return
         self._cut_steps += cut_steps
@@ -135,7 +134,7 @@ class Recording:
         self._clock, self._rows = None, []
 
     def cut(self) -> None:
-        """End a loop: the rung has taken its steps, the same number on every rank."""
+        """End a loop after the rung's steps, which are the same number on every rank."""
         self._is_cut, self._cut_steps = True, math.inf
         self.end(at_latest_step=True)
         self.write()
@@ -144,33 +143,32 @@ class Recording:
         raise SystemExit(0)
 
     def note_metrics(self, stage: str, values: Mapping[str, Any]) -> None:
-        """Note the metrics of an evaluation: the latest of each stage."""
+        """Record the metrics of an evaluation, in the place of an earlier one of the same stage."""
         self._metrics[stage] = {name: float(value) for name, value in values.items()}
 
     def note_logged(self, values: Mapping[str, Any]) -> None:
-        """Note what a loop has logged: the latest value of each name."""
+        """Record the values that a loop logs, in the place of earlier values of the same names."""
         for name, value in values.items():
-            # Read at the end only, since reading a tensor waits for its device.
+            # Read only at the end, since reading a tensor waits for its device.
             self._logged[name] = value.detach().clone() if isinstance(value, torch.Tensor) else value
 
     def write(self) -> None:
-        """Write the record, as a whole."""
+        """Write the record."""
         self.end(at_latest_step=True)
         made, ends = [row[0] for row in self._points], [row[1] for row in self._points]
         steady = [row[4] for row in self._points]
         spacing = -(-len(self._points) // MOST_POINTS) or 1
-        kept = self._points[spacing - 1 :: spacing]
+        written = self._points[spacing - 1 :: spacing]
         _, slow = steady_steps(ends, steady)
+        samples_per_second = steady_rate(ends, [row[2] for row in self._points], steady)
         record = {
             "owner": self._owner,
             "steps": self._steps,
             "seconds": self._total,
-            "points": [[row[0], round(row[1], 6)] for row in kept],
-            "samples_per_second": None
-            if self._lacks_samples
-            else steady_rate(ends, [row[2] for row in self._points], steady),
+            "points": [[row[0], round(row[1], 6)] for row in written],
+            "samples_per_second": None if self._lacks_samples else samples_per_second,
             "batches_per_second": steady_rate(ends, [row[3] for row in self._points], steady),
-            "steps_per_second": steady_rate(ends, [own - last for last, own in pairwise([0, *made])], steady),
+            "steps_per_second": steady_rate(ends, [after - before for before, after in pairwise([0, *made])], steady),
             "slow_steps": len(slow),
             "slow_seconds": sum(slow.values()),
             "peak_bytes": peak_bytes(self._device),
@@ -189,7 +187,7 @@ class Recording:
         temporary.replace(self._path)
 
     def _with_earlier(self, record: dict[str, Any]) -> dict[str, Any]:
-        """Return a record without steps as part of that of another process, if a run spawns some for each call."""
+        """Merge a record without steps into the record of another process that the run spawned."""
         try:
             earlier = json.loads(self._path.read_text(encoding="utf-8"))
         except (OSError, ValueError):
@@ -211,7 +209,7 @@ def _number(value: Any) -> float | None:
 
 
 def peak_bytes(device: torch.device) -> int | None:
-    """Return the most memory that this process has had: allocated on its accelerator, or else resident in the host's."""
+    """Return this process's peak memory: allocated on its accelerator, or resident on the host."""
     if device.type != "cpu":
         module: Any = torch.get_device_module(device)
         try:
@@ -220,10 +218,10 @@ def peak_bytes(device: torch.device) -> int | None:
             return None
     status = Path("/proc/self/status")
     if status.exists():
-        # Not getrusage, whose peak a process takes over from the one that started it.
-        found = [line.split()[1] for line in status.read_text().splitlines() if line.startswith("VmHWM:")]
-        if found:
-            return int(found[0]) * 1024
+        # Not getrusage, whose peak a process inherits from its parent.
+        peaks = [line.split()[1] for line in status.read_text().splitlines() if line.startswith("VmHWM:")]
+        if peaks:
+            return int(peaks[0]) * 1024
     import resource
 
     unit = 1 if sys.platform == "darwin" else 1024

@@ -1,4 +1,4 @@
-"""Output of a run that has ended: why it failed, in one line."""
+"""Output of a run: the reason for a failure in one line, and the metrics that the script printed."""
 
 from __future__ import annotations
 
@@ -6,39 +6,63 @@ import re
 import signal
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import takewhile
+from typing import NamedTuple
 
 from trainwright.distributed.failures import shortened
 
 _FIRST_FAILURE = re.compile(r"trainwright: rank \d+ of \d+.*? failed first \((?P<summary>.*)\); the job was ended\.")
 _TRACEBACK = "Traceback (most recent call last)"
 _STARTS = re.compile(rf"(?:  \+ Exception Group |Original )?{re.escape(_TRACEBACK)}")
-"""Of a traceback, of that of a group, and of that of a loader's worker, which comes after the error in this process."""
+"""The start of a traceback: of one error, of a group, or of a loader's worker, which follows the error in this process."""
 _IN_GROUP = re.compile(rf"(?P<margin> +\| )(?P<head>(?:Exception Group )?{re.escape(_TRACEBACK)})?(?P<text>\S.*)")
 _SECOND_OF_GROUP = re.compile(r" +\+-+ 2 -+")
 _ERROR = re.compile(r"(?:[\w.]+\.)?\w*(?:Error|Exception|Interrupt|Warning|Exit)\b.*")
 _LOCATION = re.compile(r'  File "(?P<path>.*)", line (?P<line>\d+)')
 _RANK_PREFIX = re.compile(r"\[rank\d+\]:? ?")
 _OF_SYNTAX = ("SyntaxError:", "IndentationError:", "TabError:")
-"""Errors that do not say of which line they are; the lines before them do."""
+"""Errors whose line number is in the preceding lines."""
 _IGNORED = "Exception ignored"
-"""How Python begins what it prints of an error that ends nothing, as one of a finalizer at exit."""
+"""The start of Python's text for an error that ends nothing, such as one in a finalizer at exit."""
+_PRINTED = re.compile(
+    r"(?<![\w.])(?P<name>(?P<stage>test|val|valid|validation)[ _/-]+[a-z][\w/@-]*(?: (?!is\b)[a-z][\w/@-]*)?)"
+    r"\s*(?:[:=]|\bis\b)?\s*(?P<value>[-+]?(?:\d+(?:\.\d*)?(?:e[-+]?\d+)?|nan|inf))\s*(?P<unit>%)?(?!\w|\.\w)",
+    re.IGNORECASE,
+)
+_OTHER_RANK = re.compile(r"\[rank ?[1-9]\d*\]")
+
+
+class PrintedMetric(NamedTuple):
+    """A metric in a line of output."""
+
+    stage: str
+    """"test" or "validation"."""
+    name: str
+    value: float
+
+
+def printed_metrics(lines: Iterable[str]) -> Iterator[PrintedMetric]:
+    """Yield the metrics of lines such as `test accuracy: 91.4 %`, `test_acc=0.91` or `val_loss 0.4`."""
+    for line in lines:
+        for match in () if _OTHER_RANK.match(line) else _PRINTED.finditer(line):
+            stage = "test" if match["stage"].lower() == "test" else "validation"
+            name = f"{match['name'].strip()} (%)" if match["unit"] else match["name"].strip()
+            yield PrintedMetric(stage, name, float(match["value"]))
 
 
 def lines_of(output: str) -> list[str]:
-    """Return the lines that are left of an output; a progress bar draws its line again after each carriage return."""
+    """Return the lines of an output. A progress bar redraws its line after a carriage return."""
     return re.split(r"[\r\n]+", output)
 
 
 def reason_of(output: str, code: int) -> str:
-    """Return the error of a run that failed: its exception's message, or the last line of its output."""
-    lines = [line for each in lines_of(output) if (line := _RANK_PREFIX.sub("", each, count=1)).strip()]
-    for line in reversed(lines):
-        if found := _FIRST_FAILURE.fullmatch(line.strip()):
-            if not found["summary"].startswith("exit code"):
-                return shortened(found["summary"])
-            break
+    """Return the error of a failed run: its exception's message, or its last line."""
+    whole = (_RANK_PREFIX.sub("", line, count=1) for line in lines_of(output))
+    lines = [line for line in whole if line.strip()]
+    first = next(filter(None, (_FIRST_FAILURE.fullmatch(line.strip()) for line in reversed(lines))), None)
+    if first is not None and not first["summary"].startswith("exit code"):
+        return shortened(first["summary"])
     lines = list(_without_ignored(lines)) or lines
-    error = None if code == -signal.SIGKILL else _error_of(lines)  # of which no error is the cause
+    error = None if code == -signal.SIGKILL else _error_of(lines)  # no error causes a SIGKILL
     if error is None and code < 0:
         hint = ", on Linux often by the out-of-memory killer" if -code == signal.SIGKILL else ""
         return f"killed by {_signal_name(-code)}{hint}"
@@ -47,46 +71,46 @@ def reason_of(output: str, code: int) -> str:
 
 
 def _error_of(lines: Sequence[str]) -> str | None:
-    """Return the error that was printed last, with what says more about it in the lines around it."""
+    """Return the last printed error, with details from the lines around it."""
     start = next((at for at in reversed(range(len(lines))) if _STARTS.match(lines[at])), len(lines))
     if lines[start:] and lines[start].startswith(" "):
         return _error_of_group(lines[start:])
-    own = (at for at in range(start + 1, len(lines)) if not lines[at][0].isspace())
-    at = next(own, next((at for at in reversed(range(len(lines))) if _ERROR.fullmatch(lines[at])), None))
+    unindented = (at for at in range(start + 1, len(lines)) if not lines[at][0].isspace())
+    at = next(unindented, next((at for at in reversed(range(len(lines))) if _ERROR.fullmatch(lines[at])), None))
     if at is None:
         return None
     error = lines[at]
     if error.startswith(_OF_SYNTAX):
         return error + _location_before(lines[:at])
     if error.rstrip().endswith(":") and " " not in error.rstrip():  # the text begins on the next line
-        return " ".join([error.rstrip(), *(each.strip() for each in lines[at + 1 : at + 2])])
+        return " ".join([error.rstrip(), *(line.strip() for line in lines[at + 1 : at + 2])])
     return error
 
 
 def _error_of_group(lines: Sequence[str]) -> str | None:
-    """Return the error of an exception group, and the first in it that holds no others."""
+    """Return the error of an exception group, and the first error in it that is not a group."""
     texts: dict[str, str] = {}
     """The first line of the error at each margin, outermost first."""
     for line in takewhile(lambda line: not _SECOND_OF_GROUP.match(line), lines):
-        if (found := _IN_GROUP.match(line)) is None:
+        if (match := _IN_GROUP.match(line)) is None:
             continue
-        margin = found["margin"]
-        if found["head"]:  # what came before at this margin is the cause of what comes
+        margin = match["margin"]
+        if match["head"]:  # the error before it at this margin is the cause of the next one
             texts = {key: text for key, text in texts.items() if len(key) < len(margin)}
         elif all(len(key) < len(margin) for key in texts):
-            texts[margin] = found["text"]
+            texts[margin] = match["text"]
     return ", the first ".join(list(texts.values())[:: max(1, len(texts) - 1)]) or None
 
 
 def _location_before(lines: Sequence[str]) -> str:
-    """Return the file and line that were printed last, in parentheses; "" if none were."""
+    """Return the file and line that were printed last, in parentheses, or ""."""
     locations = map(_LOCATION.fullmatch, reversed(lines))
-    found = next(filter(None, locations), None)
-    return "" if found is None else f" ({found['path']}, line {found['line']})"
+    match = next(filter(None, locations), None)
+    return "" if match is None else f" ({match['path']}, line {match['line']})"
 
 
 def _without_ignored(lines: Iterable[str]) -> Iterator[str]:
-    """Yield the lines of an output, without the errors that Python has ignored and their tracebacks."""
+    """Yield the lines of an output without the errors that Python has ignored and their tracebacks."""
     is_ignored = False
     for line in lines:
         if line.startswith(_IGNORED):

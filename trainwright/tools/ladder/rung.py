@@ -1,4 +1,4 @@
-"""Rung: the settings under which `trainwright ladder` runs a script, and the overrides by which they replace the script's."""
+"""Rung: the settings under which `trainwright ladder` runs a script, and the overrides that apply them."""
 
 from __future__ import annotations
 
@@ -11,37 +11,37 @@ from typing import Any
 from trainwright.overrides import Override, OverrideFile
 
 COMPILER = "inductor"
-"""The backend that compiles the models of a raw loop that names no backend itself."""
+"""The compiler backend of a raw loop that names none."""
 OBSERVER = "trainwright.tools.ladder.recorder:LadderObserver"
 SOURCE = "this rung of the ladder"
 
 
 @dataclass(frozen=True)
 class Rung:
-    """One way to run a script. A setting that is None is left to the script."""
+    """One way to run a script. If a setting is None, the script's value stays."""
 
     name: str
     folder: str
-    """Where each rank writes its record."""
+    """Where the ranks write their records."""
     strategy: str | None = None
     devices: int | None = None
     precision: str | None = None
     compile: bool | None = None
     accelerator: str | None = None
     steps: int | None = None
-    """Optimizer steps after which the training ends, if it has not ended before."""
+    """The largest number of optimizer steps."""
     seed: int | None = None
 
     def write(self, path: Path) -> None:
         """Write the file of overrides under which the script runs."""
-        overrides = [Override(*each, SOURCE, wins=True) for each in self._overrides()]
+        overrides = [Override(*override, SOURCE, wins=True) for override in self._overrides()]
         OverrideFile.write(path, overrides, OBSERVER, **asdict(self))
 
     @classmethod
     def read(cls, path: str) -> Rung:
-        """Return the rung of a file that `write` has written."""
+        """Return the rung in a file that `write` made."""
         values = json.loads(Path(path).read_text(encoding="utf-8"))
-        return cls(**{each.name: values[each.name] for each in fields(cls)})
+        return cls(**{field.name: values[field.name] for field in fields(cls)})
 
     def _overrides(self) -> Iterator[tuple[str, str, Any]]:
         """Yield the owner, the argument and the value of each override."""
@@ -63,6 +63,6 @@ class Rung:
                 yield "Engine", name, value
         if self.seed is not None:
             yield "seed_everything", "seed", self.seed
-        yield "fit", "ckpt_path", None  # an earlier rung has trained into the same folder
+        yield "fit", "ckpt_path", None  # an earlier rung may have saved into the same folder
         for call in ("validate", "test", "predict") if self.steps is not None else ():
             yield call, "ckpt_path", None  # ended within its first epoch, the training has no best checkpoint

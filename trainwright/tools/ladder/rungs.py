@@ -1,4 +1,4 @@
-"""Rungs: which ones a ladder has on this machine, and what each of them sets."""
+"""Rungs: their names on this machine, and the settings of each one."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from trainwright.tools.ladder.comparison import Comparison
 
 UNCHANGED, COMPILE = "unchanged", "compile"
 LEFT_OUT = {"deepspeed_stage_1"}
-"""A strategy that a ladder tries only if it is named: its stage 2 takes less memory, and is as fast."""
+"""Strategies that need --rungs. Stage 2 takes less memory than stage 1 and is as fast."""
 
 
 def known_rungs() -> list[str]:
-    """Return the names that --rungs takes: those of a ladder, then further strategies."""
+    """Return the names that --rungs accepts: the rungs of a ladder, then other strategies."""
     others = [name for name in (*STRATEGIES, *VARIANTS) if name not in SPAWNING and name != ALONE]
     return list(dict.fromkeys([UNCHANGED, *NAMES, COMPILE, *MEMORY_PLANS, *others]))
 
@@ -32,24 +32,28 @@ def usual_rungs(device_type: str, num_devices: int) -> list[str]:
     return [UNCHANGED, half, COMPILE, *strategies]
 
 
-def choose_devices(given: str, device_type: str) -> int:
-    """Return on how many devices the strategies run: a number, -1 for all, or "auto" (ValueError)."""
+def choose_devices(text: str, device_type: str) -> int:
+    """Return the number of devices for the strategies.
+
+    Raises:
+        ValueError: the text is not a possible number, -1 for all, or "auto".
+    """
     present = hardware.count(device_type) if device_type != "cpu" else None
-    if given == "auto":
+    if text == "auto":
         return 2 if present is None else max(1, abilities.num_together(device_type))
-    if given == "-1":
+    if text == "-1":
         return torch.get_num_threads() if present is None else present
-    if not given.isascii() or not given.isdigit() or int(given) < 1:
-        raise ValueError(f"--devices {given}: expected an integer of at least 1, -1 for all, or auto.")
-    if present is not None and int(given) > present:
+    if not text.isascii() or not text.isdigit() or int(text) < 1:
+        raise ValueError(f"--devices {text}: expected an integer of at least 1, -1 for all, or auto.")
+    if present is not None and int(text) > present:
         raise ValueError(
-            f"--devices {given}: torch sees {present} of {device_type!r} here; pass at most that many, or add --cpu."
+            f"--devices {text}: torch sees {present} of {device_type!r} here; pass at most that many, or add --cpu."
         )
-    return int(given)
+    return int(text)
 
 
 def settings_of(name: str, results: Mapping[str, Result], num_devices: int) -> dict[str, Any]:
-    """Return what a rung sets; each one keeps what has made the earlier ones faster, where it can."""
+    """Return the settings of a rung. It keeps the settings that made earlier rungs faster, where it can."""
     if name == UNCHANGED:
         return {}
     comparison = Comparison(list(results.values()), None)
@@ -59,14 +63,14 @@ def settings_of(name: str, results: Mapping[str, Result], num_devices: int) -> d
     if name in NAMES:
         return {"precision": name, "compile": True if helps else None}
     fast = [
-        each
-        for each, own in results.items()
-        if each in NAMES and comparison.is_faster(own, results[COMPILE if own.rung.compile else UNCHANGED])
+        precision
+        for precision, result in results.items()
+        if precision in NAMES and comparison.is_faster(result, results[COMPILE if result.rung.compile else UNCHANGED])
     ]
-    precision = max(fast, key=lambda each: comparison.gain(results[each], results[UNCHANGED]), default=None)
+    precision = max(fast, key=lambda name: comparison.gain(results[name], results[UNCHANGED]), default=None)
     if name == COMPILE:
         return {"precision": precision, "compile": True}
-    # False where it cannot hold, in case the script compiles.
+    # False under a strategy that cannot compile, since the script may compile.
     compiles = None if resolve_strategy(name, num_devices).capabilities.takes_compile else False
     return {
         "precision": precision,

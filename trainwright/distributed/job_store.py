@@ -1,4 +1,4 @@
-"""The key-value store of a job: torch's interface, which process holds it, and posting to other ranks."""
+"""The key-value store of a job: torch's interface, the process that hosts it, and posts to other ranks."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ if TYPE_CHECKING:
     from trainwright.distributed.environment import Environment
 
 STORE_PREFIX = "trainwright"
-"""All our keys in the job's store are under this prefix and the number of the restart."""
+"""The prefix of all our keys in the job's store. The number of the restart follows."""
 
-_hosted_store: Store | None = None  # kept until the process ends, as other ranks may still read it
+_hosted_store: Store | None = None  # alive until the process ends, because other ranks may still read it
 
 
 class Store(Protocol):
@@ -29,17 +29,17 @@ class Store(Protocol):
 
 
 def post(store: Store, key: str, value: bytes | str) -> None:
-    """Set a key and return once the store has it, so that every rank that learns of it later finds it.
+    """Set a key and return once the store has it, so that other ranks find it from then on.
 
-    `set` alone returns while the request is on its way: torch's TCPStore does not answer a `set`, and may serve another
-    connection first. It serves the requests of one connection in order, so the answer to the next one is the receipt.
+    `set` returns while the request is on its way: torch's TCPStore does not answer it, and may serve another connection
+    first. It serves the requests of one connection in order, so the answer to the next request is the receipt.
     """
     store.set(key, value)
     store.check([key])
 
 
 def open_store(environment: Environment, timeout: timedelta, is_joined: bool) -> tuple[Store, int | None]:
-    """Connect to the job's store; return it with the rank that holds it, None if the launcher does."""
+    """Connect to the job's store. Return it with the rank that hosts it, or None if the launcher does."""
     global _hosted_store
     limit = min(timeout, timedelta(seconds=300))
     if is_joined and not environment.has_agent_store:
@@ -59,7 +59,7 @@ def open_store(environment: Environment, timeout: timedelta, is_joined: bool) ->
 
 
 def stores() -> Any:
-    # torch exports its stores in a way that type checkers do not see.
+    # Type checkers do not see how torch exports its stores.
     import torch.distributed as dist
 
     return dist
@@ -72,14 +72,18 @@ def _join_store(address: str, port: int, timeout: timedelta) -> Store:
         return cast(Store, stores().TCPStore(address, port, None, False, timeout=timeout, wait_for_workers=False))
     except (dist.DistNetworkError, dist.DistStoreError) as error:
         raise LaunchError(
-            f"no store of this job answers at {address} port {port}; rank 0 has to listen there. See whether rank 0 has "
+            f"no store of this job answers at {address} port {port}; rank 0 has to listen there. Check whether rank 0 has "
             "started or failed, whether a firewall is in between, and whether another program uses the port (MASTER_PORT)."
         ) from error
 
 
 def _host_store(address: str, port: int, timeout: timedelta, num_nodes: int) -> Store:
-    """Hold the job's store in this process; only on the loopback interface if the job has one node."""
+    """Host the job's store in this process. It listens only on the loopback interface if the job has one node."""
     host = LOOPBACK if num_nodes == 1 else address
     listener = listen_at(host, port, else_everywhere=num_nodes > 1)
-    options = {"timeout": timeout, "wait_for_workers": False, "master_listen_fd": listener.detach()}  # now the store's
+    options = {
+        "timeout": timeout,
+        "wait_for_workers": False,
+        "master_listen_fd": listener.detach(),
+    }  # the store owns it now
     return cast(Store, stores().TCPStore(host, port, None, True, **options))

@@ -1,4 +1,4 @@
-"""`trainwright config`: asks for what `trainwright launch` should use, writes it as YAML, and shows it."""
+"""`trainwright config`: asks for the settings of `trainwright launch`, writes them as YAML, and shows them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from trainwright.launch.config import (
 )
 from trainwright.launch.setting_sources import NameCheck
 from trainwright.strategies import CHOICES
-from trainwright.tools.machine import best_precision, why_missing
+from trainwright.tools.choices import best_precision, why_missing
 
 INTERRUPTED = 130
 DEFAULTS = {
@@ -39,20 +39,20 @@ DEFAULTS = {
     "gradient_accumulation_steps": "1",
     "num_nodes": "1",
 }
-"""The keys of the questions for every machine, and what holds where neither a script nor a config sets them."""
+"""The keys of the questions for every machine, and their values if neither a script nor a config sets them."""
 Answers = dict[str, str | dict[str, str]]
-"""The values by key; `env` has a dict."""
+"""The values by key. The value of `env` is a dict."""
 
 
 def config_command(arguments: Sequence[str], check_names: NameCheck) -> int:
     """Run `trainwright config` and return its exit code."""
     parser = Parser(
-        prog="trainwright config", description="Asks what `trainwright launch` should use, and writes it as YAML."
+        prog="trainwright config", description="Asks for the settings of `trainwright launch`, and writes them as YAML."
     )
+    parser.add_argument("what", nargs="?", metavar="show", help="print the config that launch would read")
     parser.add_argument(
-        "what", nargs="?", metavar="show", help="print the config that launch would read, and ask nothing"
+        "--default", action="store_true", help="write only the settings that suit this machine, without questions"
     )
-    parser.add_argument("--default", action="store_true", help="ask nothing, and write only what suits this machine")
     parser.add_argument("--force", action="store_true", help="replace a config that exists")
     parser.add_argument(
         "--config-file", metavar="PATH", help="the file (or the variable TRAINWRIGHT_CONFIG; default: "
@@ -61,7 +61,7 @@ def config_command(arguments: Sequence[str], check_names: NameCheck) -> int:
     options = parser.parse_args(arguments)
     if options.what not in (None, "show"):
         hint = nearest(options.what, {"show": ""})
-        parser.error(f"{options.what!r} is not accepted; the one word that is is show.{hint}")
+        parser.error(f"{options.what!r} is not accepted; the only word is show.{hint}")
     try:
         if options.what == "show":
             print(describe_config(options.config_file, check_names))
@@ -75,7 +75,7 @@ def config_command(arguments: Sequence[str], check_names: NameCheck) -> int:
         parser.error(str(error))
     except EOFError:
         print()
-        parser.error("the input ended before the last answer, and nothing was written; --default asks nothing.")
+        parser.error("the input ended before the last answer, and nothing was written. --default needs no answers.")
     except KeyboardInterrupt:
         print("\nNothing was written.")
         return INTERRUPTED
@@ -83,10 +83,10 @@ def config_command(arguments: Sequence[str], check_names: NameCheck) -> int:
     return 0
 
 
-def describe_config(given: str | None, check_names: NameCheck) -> str:
-    """Return the config in words: its file and its values, secrets hidden (ValueError if it is wrong)."""
-    path, source = config_path(given)
-    config = find_config(given)
+def describe_config(config_file: str | None, check_names: NameCheck) -> str:
+    """Return the config in words, with hidden secrets; ValueError if it is wrong."""
+    path, source = config_path(config_file)
+    config = find_config(config_file)
     if config.path is None:
         return f"{path} does not exist, so launch uses its defaults; trainwright config writes it."
     check_config(config, check_names, with_environment=True)
@@ -97,25 +97,25 @@ def describe_config(given: str | None, check_names: NameCheck) -> str:
 
 
 def suggested() -> Answers:
-    """Return the values that this machine has reason to set: the rest is left to scripts and to launch's own defaults."""
+    """Return the values that suit this machine. Scripts and the defaults of launch choose the others."""
     precision = best_precision()
     return {} if precision == DEFAULTS["precision"] else {"precision": precision}
 
 
 class Questions:
-    """The questions in a terminal; each answer is checked as launch would, and asked again if it is wrong."""
+    """The questions in a terminal. A wrong answer, by the checks of launch, is asked again."""
 
     def __init__(self, check_names: NameCheck) -> None:
         self.check_names = check_names
         self.answers: Answers = {}
 
     def ask(self) -> Answers:
-        """Return the answers (EOFError if the input ends)."""
+        """Return the answers; EOFError if the input ends."""
         print(
-            f"This machine has {describe_devices()}. An empty answer leaves a key open: the script sets it, or it has the "
-            "value in brackets."
+            f"This machine has {describe_devices()}. An empty answer sets no value: the script chooses it, or the value in "
+            "brackets holds."
         )
-        remarks = {"strategy": f" ({', '.join(each for each in CHOICES if each == 'auto' or not why_missing(each))})"}
+        remarks = {"strategy": f" ({', '.join(name for name in CHOICES if name == 'auto' or not why_missing(name))})"}
         remarks |= {name: f" ({value} suits this machine)" for name, value in suggested().items()}
         for name, default in DEFAULTS.items():
             if name == "cpu" and hardware.accelerator_type() is None:
@@ -129,27 +129,27 @@ class Questions:
         return self.answers
 
     def _ask(self, name: str, default: str, remark: str = "", *, is_needed: bool = True) -> None:
-        """Ask for a key until the answer is accepted; without one, a key that launch needs gets its default."""
+        """Ask for a key until the answer is accepted. If launch needs the key, an empty answer means its default."""
         while name not in self.answers:
-            given = input(f"{KEYS[name]}{remark}\n{name} [{default or 'none'}]: ").strip()
-            if not given and not is_needed:
+            answer = input(f"{KEYS[name]}{remark}\n{name} [{default or 'none'}]: ").strip()
+            if not answer and not is_needed:
                 return
             try:
-                self.answers[name] = self._checked(name, given or default)
+                self.answers[name] = self._checked(name, answer or default)
             except ValueError as error:
                 _print_problem(error)
 
     def _ask_variables(self) -> None:
         while "env" not in self.answers:
-            given = input(f"{KEYS['env']}, as NAME=VALUE, separated by blanks\nenv [none]: ")
+            answer = input(f"{KEYS['env']}, as NAME=VALUE, separated by blanks\nenv [none]: ")
             try:
-                self._check_variables(given)
-                self.answers["env"] = dict(each.split("=", 1) for each in shlex.split(given))
+                self._check_variables(answer)
+                self.answers["env"] = dict(pair.split("=", 1) for pair in shlex.split(answer))
             except ValueError as error:
                 _print_problem(error)
 
     def _checked(self, name: str, text: str) -> str:
-        """Return the text to write (ValueError if launch would refuse the answer, given those before it)."""
+        """Return the text to write; ValueError if launch would reject it together with the earlier answers."""
         if not text:
             raise ValueError(f"{name} needs a value.")
         values = {key: str(value) for key, value in self.answers.items()} | {name: text}
@@ -163,10 +163,10 @@ class Questions:
 
     def _check_variables(self, text: str) -> None:
         seen = set()
-        for each in shlex.split(text):
-            variable, is_pair, value = each.partition("=")
-            if not is_pair or variable in seen:
-                raise ValueError(f"{each}: expected NAME=VALUE pairs, each name once.")
+        for pair in shlex.split(text):
+            variable, equals, value = pair.partition("=")
+            if not equals or variable in seen:
+                raise ValueError(f"{pair}: expected NAME=VALUE pairs with distinct names.")
             seen.add(variable)
             checked_variable(variable, Entry(value, ""))
 
@@ -176,29 +176,29 @@ def _print_problem(error: ValueError) -> None:
 
 
 def as_yaml(answers: Mapping[str, str | dict[str, str]]) -> str:
-    """Return a config with a comment for each key; the keys without a value are commented out."""
+    """Return a config with a comment on every key. Keys without a value are commented out."""
     lines = [
-        "# What `trainwright launch` uses where a flag or the environment says nothing.",
+        "# The settings of `trainwright launch` that neither a flag nor the environment sets.",
         f"# Written by trainwright {tw.__version__} on a machine with {describe_devices()}.",
     ]
     for key, about in KEYS.items():
         value = answers.get(key)
         lines += ["", f"# {about}"]
         if isinstance(value, dict):
-            lines += ["env:", *(f"  {name}: {_scalar(each)}" for name, each in value.items())]
+            lines += ["env:", *(f"  {name}: {_scalar(text)}" for name, text in value.items())]
         else:
             lines.append(f"# {key}:" if value is None else f"{key}: {_scalar(value)}")
     return "\n".join(lines) + "\n"
 
 
 def _scalar(text: str) -> str:
-    """Return a value as YAML: plain where that is surely a text of one line, otherwise in double quotes."""
+    """Return a text as YAML, in double quotes if a plain scalar might mean something else."""
     is_plain = re.fullmatch(r"[A-Za-z0-9_./][\w./@+-]*|-1", text, re.ASCII) and text.lower() != "null"
     return text if is_plain else json.dumps(text, ensure_ascii=False)
 
 
 def _may_write(path: str, force: bool, asks: bool) -> bool:
-    """Return whether a file may be written: it does not exist, or may be replaced (ValueError if it is not for a config)."""
+    """Return whether a file may be written or replaced; ValueError if it is not a file or needs --force."""
     if not os.path.lexists(path):
         return True
     if not os.path.isfile(path):
