@@ -27,7 +27,6 @@ from trainwright.strategies.base import Clipping, Optimization, Strategy
 from trainwright.strategies.ddp.strategy import DDPStrategy
 from trainwright.strategies.fsdp2.strategy import FSDPStrategy
 from trainwright.strategies.oss.strategy import ShardedDDPStrategy
-from trainwright.strategies.replication import equalize_buffers
 from trainwright.strategies.zero.strategy import DeepSpeedStrategy
 
 State = dict[str, dict[str, Tensor]]
@@ -170,7 +169,7 @@ class Loop:
 
     def evaluate(self, batches: list[Tensor], rounds: int) -> float:
         """Collective: the mean loss over all ranks' samples; a rank that has run out goes on with a ghost if it must."""
-        equalize_buffers([self.module])
+        self.strategy.broadcast_buffers([self.module])
         total = torch.zeros(2)
         with torch.no_grad():
             for number in range(rounds if self.strategy.capabilities.forward_is_collective else len(batches)):

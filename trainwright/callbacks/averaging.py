@@ -20,7 +20,6 @@ from trainwright.checkpoint.editing import fill
 from trainwright.checkpoint.reader import StoredCheckpoint
 from trainwright.checkpoint.tensors import Piece, tied_groups
 from trainwright.rank_zero import rank_zero_warn
-from trainwright.strategies.replication import equalize_buffers
 from trainwright.tensor_names import named_tensors
 
 if TYPE_CHECKING:
@@ -150,7 +149,7 @@ class AveragedPieces:
         for average, value in self._pairs(pieces):
             value.copy_(average)
         strategy.refresh_weights([module])
-        equalize_buffers([module])  # the averages of buffers are rank 0's
+        strategy.broadcast_buffers([module])  # the averages of buffers are rank 0's
 
     @torch.no_grad()
     def put_back(self, strategy: Strategy, module: nn.Module, refreshes: bool = True) -> None:

@@ -5,19 +5,25 @@ Lightning (`trainer.strategy.barrier()`). The Engine does the work.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Protocol, Self
 
 import torch
 from torch import Tensor, nn
 
 from trainwright.distributed import collectives
+from trainwright.strategies.module_checks import replicated
+from trainwright.strategies.replication import equalize
 
 
 class JobCalls(Protocol):
     """The calls of all ranks that the Engine makes."""
 
     def barrier(self, call: str = ...) -> None: ...
+    def broadcast_buffers(self, modules: Iterable[nn.Module]) -> None:
+        """Replace buffers by rank 0's, so that all ranks evaluate one model. Collective: call on every rank."""
+        equalize(buffer for module in modules for buffer in replicated(module, module.named_buffers()))
+
     def broadcast(self, obj: Any, src: int = 0) -> Any: ...
     def reduce(self, tensor: Tensor, op: str = "mean") -> Tensor: ...
 
@@ -70,6 +76,10 @@ class JobView:
         """Wait until every rank has made this call. Collective: call on every rank."""
         if self._job is not None:
             self._job.barrier(name or "strategy.barrier")
+
+    def broadcast_buffers(self, modules: Iterable[nn.Module]) -> None:
+        """Replace buffers by rank 0's, so that all ranks evaluate one model. Collective: call on every rank."""
+        equalize(buffer for module in modules for buffer in replicated(module, module.named_buffers()))
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         """Return rank `src`'s object on every rank: plain data, tensors and nests of them. Collective: call on every rank."""

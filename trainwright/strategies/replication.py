@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from trainwright.strategies.ddp.vendor import broadcast_coalesced
 from trainwright.strategies.divided_optimizers import parameters_of, with_gradients
-from trainwright.strategies.module_checks import refuse_unaveraged, replicated
+from trainwright.strategies.module_checks import refuse_unaveraged
 from trainwright.value_kinds import is_dtensor
 
 
@@ -22,11 +22,6 @@ def equalize(tensors: Iterable[Tensor]) -> None:
     present = [tensor.detach() for tensor in tensors if not is_lazy(tensor) and tensor.numel() > 0]
     if present and dist.is_initialized() and dist.get_world_size() > 1:
         broadcast_coalesced(present)
-
-
-def equalize_buffers(modules: Iterable[nn.Module]) -> None:
-    """Replace buffers by rank 0's, so that all ranks evaluate one model. Collective: call on every rank."""
-    equalize(buffer for module in modules for buffer in replicated(module, module.named_buffers()))
 
 
 class SyncedBuffers:

@@ -19,7 +19,6 @@ from trainwright.distributed.sync_points import SyncPoint
 from trainwright.module import Module, hook_of, is_overridden
 from trainwright.profilers.base import is_measuring
 from trainwright.rank_zero import rank_zero_info, rank_zero_warn
-from trainwright.strategies.replication import equalize_buffers
 from trainwright.trainer.inputs import iterators_of
 from trainwright.trainer.metrics import MetricCollector
 from trainwright.trainer.oversights import warn_of_monitors, warn_of_shuffling
@@ -178,7 +177,7 @@ def evaluate(
     evaluation.load()
     if getattr(run.settings, LIMITS[stage]) == 0:
         return []
-    equalize_buffers(engine.modules)
+    engine.strategy.broadcast_buffers(engine.modules)
     abandonment = run.stop.begin_evaluation(run.state.progress.is_within_window)
     with (
         run.state.progress.during(phase),
