@@ -44,10 +44,9 @@ def no_search_for_garbage() -> Iterator[None]:
 
 MOST_FOREIGN_WRITES = 10
 FOREIGN_WRITES: dict[str, int] = {
-    "trainer/optimization.py": 2,
     "trainer/remote_call.py": 2,
     "trainer/trainer.py": 1,
-    "trainer/training_run.py": 5,
+    "trainer/training_run.py": 1,
 }
 """Attributes assigned outside their class's file, by the file that assigns them."""
 LIBRARIES_ATTRIBUTES = {
@@ -169,21 +168,20 @@ def public_names() -> list[str]:
 # -- the floors of trainer/ ----------------------------------------------------------------------------------------------
 
 FLOORS = [
-    "states",
-    "checkpoint_choice clock inputs locks log_rules missing_names phase settings stage steps",
-    "logged_value oversights parts plain_backwards state",
+    "checkpoint_choice clock inputs locks log_rules missing_names run_position settings stage steps",
+    "logged_value oversights parts plain_backwards",
     "loops metric_objects stop",
     "metrics",
     "reduction uneven_round",
     "logbook",
     "hooks sources",
     "training_data",
-    "run",
+    "epoch_batches run",
     "evaluate remote_call request status",
     "predict training_run",
     "passing saving",
     "optimization resume",
-    "preparation validation",
+    "epoch_end preparation",
     "fit",
     "trainer",
     "tuner",
@@ -265,7 +263,7 @@ HOLD_STATE = {
     "tensor_names.py",
     "trainer/logbook.py",
     "trainer/logged_value.py",
-    "trainer/state.py",
+    "trainer/run_position.py",
     "trainer/training_data.py",
 }
 """Files whose part of a run a save stores. They return their state, so that no other file needs to know it."""

@@ -40,7 +40,10 @@ def rewritten(text: str) -> str:
         ("from pytorch_lightning.cli import LightningCLI", "from trainwright.cli import LightningCLI"),
         ("from lightning.fabric import seed_everything", "from trainwright import seed_everything"),
         ("from lightning_fabric.loggers import CSVLogger", "from trainwright.loggers import CSVLogger"),
-        ("from lightning.pytorch.trainer.states import TrainerFn", "from trainwright.trainer.states import TrainerFn"),
+        (
+            "from lightning.pytorch.trainer.states import TrainerFn",
+            "from trainwright.trainer.run_position import TrainerFn",
+        ),
         (
             "from lightning.pytorch.core.optimizer import LightningOptimizer",
             "from trainwright.engine.prepared import PreparedOptimizer as LightningOptimizer",

@@ -20,7 +20,7 @@ from trainwright.distributed.connection import open_process_group
 from trainwright.distributed.environment import Environment
 from trainwright.trainer.logbook import Logbook, format_table
 from trainwright.trainer.metrics import MetricCollector
-from trainwright.trainer.state import TrainerState
+from trainwright.trainer.run_position import Position
 
 READS = ("item", "tolist", "numpy", "cpu", "__float__", "__int__", "__bool__")
 
@@ -40,9 +40,9 @@ class Measured(nn.Module):
         self.several = MetricCollection([MulticlassAccuracy(3, average="micro"), MulticlassPrecision(3)])
 
 
-def make_logbook(*loggers: tw.Logger, rank: int = 0, world_size: int = 1) -> tuple[Logbook, TrainerState]:
+def make_logbook(*loggers: tw.Logger, rank: int = 0, world_size: int = 1) -> tuple[Logbook, Position]:
     engine: Any = SimpleNamespace(rank=rank, world_size=world_size, device=torch.device("cpu"))
-    state = TrainerState()
+    state = Position()
     return Logbook(loggers, engine, state), state
 
 

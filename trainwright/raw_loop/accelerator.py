@@ -20,7 +20,6 @@ from trainwright.checkpoint.reader import Verify
 from trainwright.engine.engine import Engine
 from trainwright.engine.prepared import PreparedOptimizer, PreparedScheduler
 from trainwright.engine.prepared_loader import PreparedLoader
-from trainwright.engine.window import in_float32
 from trainwright.overrides import overridden
 from trainwright.precision import Precision
 from trainwright.raw_loop.bare_models import extract_model_from_parallel
@@ -284,14 +283,9 @@ class Accelerator(Collectives):
                 optimizer was prepared.
             RuntimeError: nothing was prepared.
         """
-        # First, because divide counts the loss as sent backward.
-        self._loss_check.check(loss, options)
-        divided = self._preparations.windows.divide(loss)
-        if self._weighs_rounds:
-            iteration, _ = self._preparations.iterations.current()
-            if iteration is not None and (weight := iteration.loader.weight) != 1.0:
-                divided = in_float32(divided) * weight
-        self.engine.backward(divided, **options)
+        self._loss_check.check(loss, options)  # before the loss is counted as sent backward
+        scaled = self._preparations.windows.scale_loss(loss, weighs_round=self._weighs_rounds)
+        self.engine.backward(scaled, **options)
 
     def step(
         self, optimizer: Optimizer, *, max_norm: float | None = None, clip_value: float | None = None

@@ -20,10 +20,6 @@ class JobCalls(Protocol):
     """The calls of all ranks that the Engine makes."""
 
     def barrier(self, call: str = ...) -> None: ...
-    def broadcast_buffers(self, modules: Iterable[nn.Module]) -> None:
-        """Replace buffers by rank 0's, so that all ranks evaluate one model. Collective: call on every rank."""
-        equalize(buffer for module in modules for buffer in replicated(module, module.named_buffers()))
-
     def broadcast(self, obj: Any, src: int = 0) -> Any: ...
     def reduce(self, tensor: Tensor, op: str = "mean") -> Tensor: ...
 

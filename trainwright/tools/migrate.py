@@ -39,7 +39,7 @@ _HOMES = {
     "trainwright.rank_zero": "rank_zero_debug rank_zero_deprecation",
     "trainwright.module_hooks": "EVAL_DATALOADERS LRSchedulerPLType LRSchedulerTypeUnion OptimizerLRScheduler "
     "OptimizerLRSchedulerConfig STEP_OUTPUT TRAIN_DATALOADERS",
-    "trainwright.trainer.states": "RunningStage TrainerFn TrainerStatus",
+    "trainwright.trainer.run_position": "RunningStage TrainerFn TrainerStatus",
 }
 """The modules of names that are not in trainwright.__all__."""
 HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}

@@ -19,20 +19,20 @@ from trainwright.trainer.logged_value import Key, Loader, expanded, to_numbers
 from trainwright.trainer.metric_objects import metrics_in_use, refuse_shared
 from trainwright.trainer.metrics import MetricCollector
 from trainwright.trainer.reduction import end_loader, reduce_epoch
-from trainwright.trainer.state import TrainerState
+from trainwright.trainer.run_position import Position
 
 
 class Logbook:
     """Keeps the latest value of every metric and writes the loggers' rows (on rank 0)."""
 
-    def __init__(self, loggers: Sequence[Logger], engine: Engine, state: TrainerState) -> None:
+    def __init__(self, loggers: Sequence[Logger], engine: Engine, state: Position) -> None:
         self.collector: MetricCollector | None = None
         """The target of self.log; None if nothing is collected."""
         self.training_collector: MetricCollector | None = None
         """The collector of the training epoch, also during a validation within the epoch, which has its own."""
         self.unfinished: dict[str, Any] | None = None
         """What a checkpoint within an epoch holds of that epoch, until it is resumed."""
-        self.owes_row = False
+        self.is_row_due = False
         """Whether the row of the latest step is still to be written."""
         self.has_begun = False
         """Whether an epoch or an evaluation has begun; a sanity check does not count."""
@@ -94,20 +94,20 @@ class Logbook:
 
     def stop_collecting(self) -> None:
         """Let self.log raise until the next start."""
-        self.collector, self.owes_row = None, False
+        self.collector, self.is_row_due = None, False
 
     @property
     def is_silenced(self) -> bool:
         """Return whether the batch's values are discarded: this rank only keeps collectives in step with other ranks."""
         return self.collector is not None and self.collector.silent
 
-    def owe_row(self) -> None:
-        """Note that the row of the latest step is due: `log_step` writes it, at the batch's end or before a save."""
-        self.owes_row = True
+    def mark_row_due(self) -> None:
+        """Let the row of the latest step be written, at the batch's end or before a save."""
+        self.is_row_due = True
 
     def log_step(self) -> None:
         """Write a row with the latest step values of this rank."""
-        self.owes_row = False
+        self.is_row_due = False
         if not self._loggers or self._is_silent:
             return
         self._write(self._step_values(), self._state.logged_step)

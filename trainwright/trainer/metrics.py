@@ -66,6 +66,8 @@ class MetricCollector:
         """The current evaluation loader; None between loaders, and for a single loader without a name."""
         self.batch: Any = None
         """The current batch; None between batches."""
+        self.index = 0
+        """The number of the current batch."""
         self.silent = False
         """True during a batch whose results are discarded."""
         self.is_uneven = False
@@ -86,8 +88,9 @@ class MetricCollector:
     def begin_loader(self, loader: Loader | None) -> None:
         self.loader = loader
 
-    def begin_batch(self, batch: Any, step: str = "training_step", is_uneven: bool = False) -> None:
-        self.batch, self.hook, self.is_uneven = batch, step, is_uneven
+    def begin_batch(self, batch: Any, step: str = "training_step", is_uneven: bool = False, *, index: int) -> None:
+        """Begin a batch of a step, whose hook may log from here on."""
+        self.batch, self.index, self.hook, self.is_uneven = batch, index, step, is_uneven
 
     def take_batch(self, batch: Any) -> None:
         """Begin another batch within a step that pulls its batches."""
@@ -102,10 +105,7 @@ class MetricCollector:
         frames = [frame for frame, _ in walk_tb(error.__traceback__) if isinstance(error, kinds)]
         if self.batch is None or all(frame.f_code.co_name != self.hook for frame in frames):
             return
-        index = next(
-            (each.f_locals["index"] for each in frames if each.f_code.co_name in ("fit_epoch", "run_loader")), ""
-        )
-        error.add_note(f"In {self.hook}, with batch {index}: {_in_words(self.batch)}.")
+        error.add_note(f"In {self.hook}, with batch {self.index}: {_in_words(self.batch)}.")
 
     def begin_uneven_round(self, silent: bool) -> None:
         """Begin a round in which ranks have different numbers of samples; `silent`: this rank has none."""

@@ -15,7 +15,7 @@ from trainwright.engine.prepared import PreparedOptimizer
 from trainwright.engine.replicas import warn_of_unlike_settings
 from trainwright.module import Module, is_overridden
 from trainwright.rank_zero import rank_zero_info, rank_zero_warn
-from trainwright.strategies.base import Optimization, StepResult
+from trainwright.strategies.base import Clipping, Optimization
 from trainwright.trainer.optimization import closure_is_wanted
 from trainwright.trainer.sources import LoaderSource, find_source
 from trainwright.trainer.steps import read_step
@@ -31,7 +31,8 @@ OWN_PARTS = (
 def prepare_fit(run: TrainingRun) -> None:
     """Wrap the module and make its optimizers; ValueError for settings that its optimization rules out. Collective."""
     settings, engine, module = run.settings, run.engine, run.module
-    if run.is_manual and (settings.accumulate_grad_batches > 1 or settings.gradient_clip_val):
+    is_manual = not module.automatic_optimization
+    if is_manual and (settings.accumulate_grad_batches > 1 or settings.gradient_clip_val):
         raise ValueError(
             "accumulate_grad_batches and gradient_clip_val are automatic optimization's, but this module has "
             "automatic_optimization = False; accumulate and clip in training_step, and leave them at their defaults, in "
@@ -47,27 +48,29 @@ def prepare_fit(run: TrainingRun) -> None:
     engine.precision.reset()
     run.prepare_module(module)
     optimization = engine.strategy.resolve(
-        Optimization(not run.is_manual, settings.clip_norm, settings.clip_value, settings.accumulate_grad_batches)
+        Optimization(not is_manual, settings.clip_norm, settings.clip_value, settings.accumulate_grad_batches)
     )
     engine.prepare_module(module, optimization)
-    own = {name: with_log_context(run, name) for name in OWN_PARTS if is_overridden(name, module, Module)}
-    run.prepare(arguments, optimization, own, find_validation(run))  # setup() may have added hooks
+    run.prepare(optimization.accumulate, find_validation(run))  # setup() may have added hooks
     # Loaders that the call was given are checked before anything is run; hooks are called when it is their turn.
     if run.source.owner is None:
         run.data.load()
         if run.validation is not None and run.validation.source.owner is None:
             run.validation.load()
-    prepare_optimizers(run)
+    gives_closure = prepare_optimizers(run)
+    overrides = {name: with_log_context(run, name) for name in OWN_PARTS if is_overridden(name, module, Module)}
+    clipping = Clipping.needed(optimization.clip_norm, optimization.clip_value)
+    run.plan_loop(arguments, clipping, overrides, gives_closure=gives_closure)
     warn_of_unlike_settings(module, module.hparams, engine.ranks)
 
 
-def prepare_optimizers(run: TrainingRun) -> None:
-    """Make the module's optimizers and schedulers, and have the strategy prepare them. Collective."""
-    engine, module, state = run.engine, run.module, run.state
+def prepare_optimizers(run: TrainingRun) -> bool:
+    """Make the module's optimizers and schedulers; return whether the optimizer's step gets a closure. Collective."""
+    engine, module, is_manual = run.engine, run.module, not run.module.automatic_optimization
     returned = run.profiler.timed(module.configure_optimizers, "[module] configure_optimizers")()
     makes_none = returned is None and engine.strategy.capabilities.makes_optimizer
-    optimizers, schedulers = ([], []) if makes_none else read_optimizers(returned, is_manual=run.is_manual)
-    if not run.is_manual and len(optimizers) > 1:
+    optimizers, schedulers = ([], []) if makes_none else read_optimizers(returned, is_manual=is_manual)
+    if not is_manual and len(optimizers) > 1:
         raise ValueError(
             f"configure_optimizers returned {len(optimizers)} optimizers, but automatic optimization steps one; set "
             "automatic_optimization = False in the module and step them in training_step."
@@ -81,34 +84,18 @@ def prepare_optimizers(run: TrainingRun) -> None:
     run.take_schedulers(schedulers)
     warn_of_memory(engine, module, optimizers)
 
-    def count(result: StepResult) -> None:
-        if run.is_manual:
-            state.count_steps(1, result.skipped)
-            run.window.drop()
-            state.hold_gradients(False)
-        else:
-            run.step_results.append(result)  # counted when optimizer_step has returned
-
-    def announce(optimizer: Optimizer) -> None:
-        run.plain_backwards.refuse()
-        if not run.before_step:
-            return
-        with engine.precision.step_context():  # where a step of automatic optimization calls it too
-            engine.strategy.finalize(optimizer)
-            run.hooks.call("on_before_optimizer_step", optimizer)
-
-    before = announce if run.is_manual else None
+    before = run.announce_step if is_manual else None
     prepared = [
-        PreparedOptimizer(engine, each, before_step=before, after_step=count, has_loss=not run.is_manual)
+        PreparedOptimizer(engine, each, before_step=before, after_step=run.count_step, has_loss=not is_manual)
         for each in wrapped
     ]
-    with_closure = not run.is_manual and bool(optimizers) and closure_is_wanted(run.accumulate, engine, optimizers[0])
-    run.take_optimizers(wrapped, prepared, with_closure=with_closure)
-    if run.is_manual and not wrapped:
+    run.take_optimizers(wrapped, prepared)
+    if is_manual and not wrapped:
         rank_zero_warn(
             "automatic_optimization is False and configure_optimizers returned no optimizer: nothing is trained.",
             stacklevel=2,
         )
+    return not is_manual and bool(optimizers) and closure_is_wanted(run.accumulate, engine, optimizers[0])
 
 
 def _warn_of_others(module: Module, optimizers: Sequence[Optimizer], world_size: int) -> None:

@@ -17,6 +17,7 @@ from trainwright.engine.named_state import hold_gradients
 from trainwright.rank_zero import rank_zero_warn
 from trainwright.trainer.metrics import merged
 from trainwright.trainer.run import Run
+from trainwright.trainer.run_position import AFTER_EPOCH_START, CHECKPOINT, EPOCH_START
 from trainwright.trainer.saving import edit_with_hooks
 from trainwright.trainer.training_run import TrainingRun
 
@@ -44,8 +45,6 @@ class Resumption:
         self._unused: list[str] = []
         """The keys of the callback states that no callback has loaded."""
         self._opened: OpenCheckpoint | None = None
-        self._generators: dict[str, Any] | None = None
-        """This rank's, as the checkpoint holds them."""
 
     def parts(self) -> None:
         """Open the checkpoint, and load the callbacks' and the datamodule's state. What that draws does not shift the run's."""
@@ -72,7 +71,7 @@ class Resumption:
         load = partial(run.hooks.call, "load_sharded_state_dict", self._checkpoint, self._opened.tensors)
         run.engine.ranks.run_on_all(load, "the load of a checkpoint")
         state, own = restored.state, restored.rank_state or {}
-        run.state.resume(state["position"], own.get("epoch_rng"))
+        run.state.resume(state["position"], own.get("epoch_rng"), restored.rng)
         sources = restored.nearest_rank_state.get("sources") or [()]
         run.data.load_state_dict({"places": state["position"].get("places", ()), "sources": sources[0]})
         if own.get("should_stop"):  # by the user's own code, which may not ask again
@@ -84,15 +83,13 @@ class Resumption:
         if run.state.holds_gradients:
             self._load_gradients(own.get("gradients", []))
         run.engine.script.resume(state, path, self._fresh, self._unused)
-        for config in run.schedulers if run.state.step else ():
+        for config in run.trained.schedulers if run.state.step else ():
             if (optimizer := getattr(config.scheduler, "optimizer", None)) is not None:
                 optimizer._opt_called = True  # it stepped before this process began; else torch warns of the order
         run.logbook.load_state_dict(state.get("metrics", {}))
         if run.state.batch:
             run.logbook.keep_unfinished(self._unfinished_metrics(restored.rank_state))
-        run.trained.resumed_from(path)
-        run.state.load_generators(restored.rng)
-        self._generators = restored.rng
+        run.update_trained(resume_source=path)
         last, epoch = run.settings.last_epoch, run.state.epoch
         if last is not None and epoch >= last and run.state.batch == 0:
             run.trainer.print(
@@ -107,18 +104,18 @@ class Resumption:
         self._run.stop.agree()
         self._run.logbook.drop_later_rows()
 
-    def generators(self) -> None:
-        """Let callbacks make up for what was left undone, and put the generators to where the checkpoint's epoch began."""
-        run, generators = self._run, self._generators
-        if generators is None:
+    def restore_rng(self) -> None:
+        """Let callbacks make the saves that the killed run missed, then rewind the RNG to the epoch's start."""
+        run, state = self._run, self._run.state
+        saved = state.rng.pop(CHECKPOINT, None)
+        if saved is None:
             return
-        run.state.load_generators(None)
-        with isolate_rng(), run.state.at_loaded_end():
-            set_rng_state(generators)
+        with isolate_rng(), state.at_loaded_end():
+            set_rng_state(saved)
             run.hooks.call("on_resume_end")
-        set_rng_state(run.state.epoch_generators or generators)
-        if run.state.batch:
-            run.wait_with(generators)
+        set_rng_state(state.rng.get(EPOCH_START) or saved)
+        if state.batch:
+            state.rng[AFTER_EPOCH_START] = saved
 
     def _load_gradients(self, held: Sequence[Mapping[str, Tensor]]) -> None:
         """Load the gradients that wait for a step of manual optimization, in a job like the one that saved them."""
@@ -126,7 +123,7 @@ class Resumption:
         if saved_under == run.engine.strategy.name and len(held) == len(run.engine.modules):
             hold_gradients(run.engine.modules, held)
             return
-        run.state.hold_gradients(False)
+        run.state.drop_gradients()
         rank_zero_warn(
             f"{self._checkpoint.path} holds gradients that wait for a step, as {self._checkpoint.world_size} processes under "
             f"{saved_under!r} had them; on {run.engine.world_size} under {run.engine.strategy.name!r} the run continues "

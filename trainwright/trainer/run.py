@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -21,6 +21,7 @@ from trainwright.engine.compilation import Compiled
 from trainwright.engine.engine import Engine
 from trainwright.engine.optimizers import SchedulerConfig
 from trainwright.engine.prepared import PreparedOptimizer
+from trainwright.engine.window import AccumulationWindow
 from trainwright.hyperparameters import logged_hyper_parameters
 from trainwright.loggers import Logger, match_states, refuse_branch, resume_loggers, start_loggers, withdraw_loggers
 from trainwright.loggers.base import RunResult
@@ -33,9 +34,9 @@ from trainwright.trainer.checkpoint_choice import Choice
 from trainwright.trainer.hooks import HookTable, check_hooks
 from trainwright.trainer.locks import FolderLocks
 from trainwright.trainer.logbook import Logbook
+from trainwright.trainer.run_position import Position
 from trainwright.trainer.settings import Settings
 from trainwright.trainer.stage import Stages
-from trainwright.trainer.state import TrainerState
 from trainwright.trainer.stop import Stop
 from trainwright.trainer.training_data import TrainData
 
@@ -57,9 +58,9 @@ class Parts(NamedTuple):
     """Where logs and checkpoints go unless a logger or a callback has its folder."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class Trained:
-    """What a fit has made of a module. A save after the fit, and after evaluations of the same module, reads it."""
+    """Objects that a fit has made for a module. A save after the fit, and after evaluations of the same module, reads them."""
 
     accumulate_grad_batches: int
     """Batches of one optimizer step; a callback may change it at an epoch's start."""
@@ -69,18 +70,6 @@ class Trained:
     optimizers: list[Optimizer] = field(default_factory=list)
     prepared_optimizers: list[PreparedOptimizer] = field(default_factory=list)
     schedulers: list[SchedulerConfig] = field(default_factory=list)
-
-    def accumulate(self, batches: int) -> None:
-        """Accumulate this many batches from the next epoch on."""
-        self.accumulate_grad_batches = batches
-
-    def resumed_from(self, path: str) -> None:
-        """Note the checkpoint that the fit was resumed from."""
-        self.resume_source = path
-
-    def drop_optimizers(self) -> None:
-        """Drop the optimizers, because the module has other weights now."""
-        self.optimizers, self.prepared_optimizers, self.schedulers = [], [], []
 
 
 class Outcome:
@@ -124,7 +113,7 @@ class Run:
         datamodule: DataModule | None,
         choice: Choice,
         previous: Run | None,
-        state: TrainerState | None = None,
+        state: Position | None = None,
     ) -> None:
         self.trainer, self.settings, self.engine = parts[:3]
         self.loggers, self.profiler, self.in_order, self.root = parts[3:]
@@ -133,7 +122,7 @@ class Run:
         """The call while it runs, else None."""
         self.stages: Stages = Stages() if previous is None else previous.stages
         if previous is None or call == "fit":
-            self.state = state or TrainerState()
+            self.state = state or Position()
             self.stop = self._make_stop()
             self.trained = Trained(self.settings.accumulate_grad_batches)
         else:
@@ -142,6 +131,8 @@ class Run:
         profiler = self.profiler if is_measuring(self.profiler) else None
         self.hooks = HookTable(self.trainer, module, self.callbacks, self.logbook, profiler)
         self.compiled: Compiled | None = None
+        self.window: AccumulationWindow | None = None
+        """The batches of the next optimizer step, in a fit."""
         self.is_prepared = False
         """Whether the loop may run, or has begun."""
         self._closing: list[Callable[[], None]] = []
@@ -193,6 +184,10 @@ class Run:
     def uses_inference_mode(self) -> bool:
         """Return whether evaluations run under torch.inference_mode: on request, and outside fit only."""
         return self.settings.inference_mode and self.call != "fit"
+
+    def update_trained(self, **changes: Any) -> None:
+        """Replace some of the objects that the fit has made."""
+        self.trained = replace(self.trained, **changes)
 
     def load_training_data(self) -> None:
         """Load the training data of a fit, if that was not done yet. Collective."""
@@ -250,7 +245,7 @@ class Run:
 
     def load_changes(self, changed: dict[str, Any]) -> None:
         """Load what `changes` has returned in another process."""
-        self.state, self.choice = TrainerState.of_plain(changed["state"]), Choice(changed["ckpt_path"])
+        self.state, self.choice = Position.of_plain(changed["state"]), Choice(changed["ckpt_path"])
         self.stop, self.stages = self._make_stop(), Stages.of_counts(changed["batches"])
         self.stop.request(changed["should_stop"])
         self.trained = Trained(changed["accumulate_grad_batches"], changed["resume_source"])
@@ -271,7 +266,7 @@ class Run:
         for callback in self.callbacks:
             check_hooks(callback)
         self.stop.note_end(None)
-        self.state.progress.begin(self.call)
+        self.state.progress.begin(self.call, self.window)
         outer = trainer_of(module)
         # What is registered is called from the last to the first: teardowns, loggers, locks, then the rest, and the report.
         with ExitStack() as stack:
@@ -394,7 +389,6 @@ class Run:
         self.running_call, self.is_prepared = None, False
         self.logbook.stop_collecting()
         self.state.progress.end(outcome.error is not None)
-        self.state.progress.follow(None)
         detach(self.callbacks)
         for child in self.module.modules() if self.module is not None else ():
             if isinstance(child, Module):

@@ -27,7 +27,7 @@ from trainwright.strategies.base import UNSAVED_KEYS
 from trainwright.strategies.divided_optimizers import parameters_of, unwrap_optimizer
 from trainwright.strategies.module_checks import sparse_weights
 from trainwright.trainer.run import Run
-from trainwright.trainer.state import OpenEpoch
+from trainwright.trainer.run_position import CHECKPOINT, EPOCH_LEFT, EPOCH_START, OpenEpoch
 from trainwright.trainer.training_run import TrainingRun
 
 SAVE_HOOK = "on_save_checkpoint"
@@ -170,10 +170,9 @@ def save_checkpoint(run: Run, path: str, weights_only: bool, blocking: bool, ove
     if isinstance(run, TrainingRun) and not run.may_save(weights_only):
         run.waiting_saves.append((path, weights_only, blocking, overwrite))
         return False
-    if run.logbook.owes_row:
+    if run.logbook.is_row_due:
         run.logbook.log_step()  # no resumed run would write it
-    # Before the state is read, because the checkpoint holds its own number.
-    run.state.count_save()
+    number = run.state.count_save()  # before the state is read, because the checkpoint contains its number
     data = None if weights_only else position_in_data(run)
     run.engine.save(
         path,
@@ -182,7 +181,7 @@ def save_checkpoint(run: Run, path: str, weights_only: bool, blocking: bool, ove
         state=run_state(run, data),
         rank_state=None if data is None else rank_state(run, data),
         weights_only=weights_only,
-        number=run.state.saves,
+        number=number,
         edit=edit_with_hooks(run, SAVE_HOOK),
         blocking=blocking,
         overwrite=overwrite,
@@ -192,7 +191,9 @@ def save_checkpoint(run: Run, path: str, weights_only: bool, blocking: bool, ove
 
 
 def save_waiting(run: TrainingRun) -> None:
-    """Write the checkpoints that were requested within the batch, window or epoch's end that is over. Collective."""
+    """Write the checkpoints that waited for the end of the batch, its window or the epoch. Collective."""
+    if run.window.is_open:
+        return
     for _ in range(len(run.waiting_saves)):  # one that has to wait on is requested again
         save_checkpoint(run, *run.waiting_saves.pop(0))
 
@@ -204,10 +205,10 @@ def rank_state(run: Run, data: LoaderState) -> dict[str, Any]:
     own_stop = run.stop.requested and not any(run.hooks.call("has_requested_stop"))
     epoch = run.state.open_epoch
     return {
-        "rng": epoch.generators if epoch is not None else run.state.loaded_generators or rng_state(),
+        "rng": run.state.rng.get(EPOCH_LEFT) or run.state.rng.get(CHECKPOINT) or rng_state(),
         "metrics": epoch.unfinished if epoch is not None else run.logbook.epoch_state(),
         "sources": [data["sources"]],
-        "epoch_rng": None if run.state.epoch_ended else run.state.epoch_generators,
+        "epoch_rng": None if run.state.epoch_ended else run.state.rng.get(EPOCH_START),
         "should_stop": own_stop,
         "gradients": held_gradients(run.engine.modules) if run.state.holds_gradients else [],
     }
@@ -219,7 +220,7 @@ def open_epoch(run: Run) -> OpenEpoch:
     if any(each.keeps_any for each in run.checkpoint_callbacks):  # whose states can be stored, so they can be copied
         states = callback_states(each for each in run.trainer.callbacks if each not in run.checkpoint_callbacks)
         callbacks = map_leaves(lambda leaf: leaf.detach().clone() if isinstance(leaf, Tensor) else leaf, states)
-    return OpenEpoch(logbook.state_dict(), logbook.epoch_state(), logbook.logger_states(), callbacks, rng_state())
+    return OpenEpoch(logbook.state_dict(), logbook.epoch_state(), logbook.logger_states(), callbacks)
 
 
 def _hyper_parameters(owner: HyperParameters, prefix: str, kind: str) -> dict[str, Any]:

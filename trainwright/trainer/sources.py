@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +14,6 @@ from trainwright.devices.abilities import computes_in, copies_aside
 from trainwright.module import Module, is_overridden
 from trainwright.profilers import Profiler
 from trainwright.trainer.inputs import check_loader
-from trainwright.trainer.logbook import Logbook
 
 HOOKS = {
     "train": "train_dataloader",
@@ -135,59 +132,3 @@ def find_transfer(
     """Return what brings batches to a step; None if they need no change."""
     transfer = BatchTransfer(engine, module, datamodule, profiler)
     return transfer if transfer.is_needed else None
-
-
-class PulledBatches(Iterator[tuple[Any, int, int]]):
-    """The batches of a step with a `dataloader_iter` argument: (batch, batch_idx, dataloader_idx) each.
-
-    Args:
-        batches: pairs of a batch and whether it is the last.
-        start: the number of the first batch.
-        outside: a context without the step's precision, in which loaders compute as they do before a step.
-        loader_index: the number of the loader that they are from, where several are read one after the other.
-        is_dummy: whether a batch, by its number, is a dummy; a step that has begun with a real batch gets no dummy.
-    """
-
-    def __init__(
-        self,
-        batches: Iterator[tuple[Any, bool]],
-        transfer: BatchTransfer | None,
-        start: int,
-        logbook: Logbook,
-        outside: Callable[[], AbstractContextManager[Any]],
-        is_dummy: Callable[[int], bool] = lambda number: False,
-        loader_index: int = 0,
-    ) -> None:
-        self._loader_index = loader_index
-        self._outside = outside
-        self._batches, self._transfer, self._logbook, self._is_dummy = batches, transfer, logbook, is_dummy
-        self._begun = start
-        self.count = start
-        """The number of the epoch's batches that were taken."""
-        self.latest: Any = None
-        # One batch is read ahead, to know whether the one before is the last.
-        self._held: tuple[Any, bool] | None = next(batches, None)
-        self.is_at_end = self._held is None
-
-    @property
-    def holds_last(self) -> bool:
-        return self._held is not None and self._held[1]
-
-    def begin_step(self) -> int:
-        """Begin another step; return how many batches were taken."""
-        self._begun = self.count
-        return self.count
-
-    def __next__(self) -> tuple[Any, int, int]:
-        if self._held is None or (self.count > self._begun and self._is_dummy(self.count)):
-            raise StopIteration
-        batch, is_last = self._held
-        with self._outside():
-            self._held = None if is_last else next(self._batches, None)
-            self.latest = batch if self._transfer is None else self._transfer(batch, self._loader_index)
-        self.is_at_end = self._held is None
-        self.count += 1
-        if self._logbook.collector is not None:
-            # self.log finds the batch size in it.
-            self._logbook.collector.take_batch(self.latest)
-        return self.latest, self.count - 1, self._loader_index

@@ -30,9 +30,9 @@ from trainwright.trainer.logbook import Logbook
 from trainwright.trainer.loops import FitLoop
 from trainwright.trainer.parts import arranged_loggers, settings_of
 from trainwright.trainer.run import Run
+from trainwright.trainer.run_position import Position
 from trainwright.trainer.settings import Settings
 from trainwright.trainer.stage import Batches
-from trainwright.trainer.state import TrainerState
 
 T = TypeVar("T")
 C = TypeVar("C", bound=Callback)
@@ -240,7 +240,7 @@ class Status:
             )
         if self.run.running_call is None:
             self._change_setting("accumulate_grad_batches", int(value))
-        self.run.trained.accumulate(int(value))
+        self.run.update_trained(accumulate_grad_batches=int(value))
 
     @property
     def estimated_stepping_batches(self) -> int | float:
@@ -294,7 +294,7 @@ class Status:
         "run.stages.predict.batch_indices", "In predict, the dataset's indices of the batch's samples, if known."
     )
 
-    state = Forwarded[TrainerState]("run.state", "The counters of the run.")
+    state = Forwarded[Position]("run.state", "The counters of the run.")
     current_epoch = Forwarded[int](
         "run.state.shown_epoch", "The epoch's number, from 0; after fit, the epochs trained."
     )

@@ -23,8 +23,8 @@ from trainwright.distributed.sync_points import SyncPoint
 from trainwright.engine.engine import Engine
 from trainwright.errors import RunStopped
 from trainwright.rank_zero import say
+from trainwright.trainer.run_position import Position
 from trainwright.trainer.settings import Settings
-from trainwright.trainer.state import TrainerState
 
 
 class EvaluationAbandoned(Exception):
@@ -46,7 +46,7 @@ class Stop:
         self,
         engine: Engine,
         settings: Settings,
-        state: TrainerState,
+        state: Position,
         save: Callable[[str], str],
         keeps_any: bool,
     ) -> None:
@@ -138,6 +138,12 @@ class Stop:
         if not self.requested or not (self.is_agreed or is_alone):
             return False
         return state.epoch >= (settings.min_epochs or 0) and state.step >= (settings.min_steps or 0)
+
+    def is_due_after(self, has_stepped: bool, window_is_open: bool) -> bool:
+        """Return whether the run ends after a batch: `is_due`, if there is any reason to look."""
+        assert self.point is not None
+        may_end = self._settings.max_steps != -1 or self.point.is_pending or self.requested
+        return has_stepped and may_end and self.is_due(window_is_open)
 
     def agree(self) -> None:
         """Stop every rank here if one of them is to stop. Collective: call on every rank."""

@@ -48,10 +48,10 @@ from trainwright.trainer.remote_call import OWN_ARGUMENTS, call_remotely, change
 from trainwright.trainer.request import Request, choose_checkpoint, read_evaluation, read_fit
 from trainwright.trainer.resume import Resumption, open_with_hooks, restore_weights
 from trainwright.trainer.run import Parts, Run
+from trainwright.trainer.run_position import Position
 from trainwright.trainer.saving import save_checkpoint
 from trainwright.trainer.settings import REPLACED, Settings
 from trainwright.trainer.sources import find_source
-from trainwright.trainer.state import TrainerState
 from trainwright.trainer.status import Status
 from trainwright.trainer.training_run import TrainingRun
 
@@ -520,7 +520,7 @@ class Trainer(Status):
         # The optimizers of the fit can still be saved, unless the module has other weights now.
         engine.optimizers = trained
         if not trained:
-            run.trained.drop_optimizers()
+            run.update_trained(optimizers=[], prepared_optimizers=[], schedulers=[])
         return result
 
     def _call_workers(self, run: Run, options: dict[str, Any]) -> Any:
@@ -540,7 +540,7 @@ class Trainer(Status):
         self.callbacks, self._loggers, self.profiler = parts
         module, self._callbacks_of_module, state = others
         parts_of_run = self._parts(self.run.root)
-        self.run = Run(parts_of_run, "fit", module, None, Choice(), None, TrainerState.of_plain(state))
+        self.run = Run(parts_of_run, "fit", module, None, Choice(), None, Position.of_plain(state))
 
 
 def call_in_worker(

@@ -16,10 +16,10 @@ from trainwright.errors import a_type_of
 from trainwright.rank_zero import rank_zero_warn
 from trainwright.trainer.inputs import iterators_of
 from trainwright.trainer.oversights import warn_of_dropped_samples
+from trainwright.trainer.run_position import Position
 from trainwright.trainer.settings import Settings
 from trainwright.trainer.sources import LoaderSource
 from trainwright.trainer.stage import limited
-from trainwright.trainer.state import TrainerState
 
 if TYPE_CHECKING:
     from trainwright.callbacks.model_checkpoint import ModelCheckpoint
@@ -37,7 +37,7 @@ class TrainData:
         source: LoaderSource,
         engine: Engine,
         settings: Settings,
-        state: TrainerState,
+        state: Position,
         options: dict[str, bool],
         *,
         pulls: bool,
@@ -61,6 +61,11 @@ class TrainData:
     def loader(self) -> ShardedLoader | ShardedCombination:
         assert self._loader is not None, "the training data is not loaded"
         return self._loader
+
+    @property
+    def position(self) -> int:
+        """Return the number of the epoch's batches that this rank has finished."""
+        return self._state.batch
 
     def load(self) -> None:
         """Load and shard the data if that was not done yet. Collective."""

@@ -17,7 +17,7 @@ import copy
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, Any
@@ -102,10 +102,19 @@ class Communication:
 
     in_step: bool = True
     in_hooks: bool = True
+    forward_is_collective: bool = False
+    counts: list[int | None] = field(default_factory=list)
+    """The numbers of collectives issued before the first hooks, before the step, after it, and after the last hooks."""
+
+    def look(self) -> None:
+        """Count the collectives issued so far. Called four times in the first batch, the last time after its last hooks."""
+        self.counts.append(collectives.count_issued())
+        if len(self.counts) == 4:
+            self.learn(self.counts, self.forward_is_collective)
 
     def learn(self, counts: list[int | None], always: bool) -> None:
-        """Take the numbers of collectives before the first hooks, before the step, after it, and after the last hooks."""
-        known = [each for each in counts if each is not None]
+        """Read these `counts`; with `always` the step communicates in any case."""
+        known = [count for count in counts if count is not None]
         if len(known) == len(counts):
             start, before, after, end = known
             self.in_step, self.in_hooks = always or after > before, before > start or end > after

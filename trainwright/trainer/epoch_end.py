@@ -1,16 +1,36 @@
-"""Validation: when a fit validates, and what it does around that."""
+"""The end of an epoch, and validations at it or within it: what is due, and the schedulers that follow."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from trainwright.data.seeding import rng_state
+from trainwright.trainer.epoch_batches import Batch
 from trainwright.trainer.evaluate import evaluate
 from trainwright.trainer.optimization import step_schedulers
-from trainwright.trainer.phase import Phase
+from trainwright.trainer.run_position import CHECKPOINT, VALIDATION, Phase
 from trainwright.trainer.stop import EvaluationAbandoned
 from trainwright.trainer.training_run import TrainingRun
+
+
+def close_epoch(run: TrainingRun, is_complete: bool) -> None:
+    """Step the epoch-wise schedulers, validate if due, call on_train_epoch_end and reduce the metrics. Collective."""
+    state, hooks, logbook = run.state, run.hooks, run.logbook
+    if state.batches_that_stepped < run.plan.log_every and not state.schedulers_stepped:
+        # A short run has rows too. A save after the whole epoch counts this one, a save of a run that stops within it does not.
+        logbook.log_step()
+    # Not again in a run that was saved in this epoch's validation and resumes here.
+    if is_complete and state.claim_epoch_schedulers():
+        step_schedulers(run, "epoch", state.epoch + 1, plateau=False)
+    if is_complete and validation_is_due(run, at_end=True):
+        validate(run, within=False)
+    if "on_train_epoch_end" in hooks.reduced_early:
+        logbook.reduce(run.module)  # so that they see the epoch's values
+    hooks.call("on_train_epoch_end")
+    logbook.finish(run.module)
+    if is_complete:
+        # After the reduction that gives the metrics which these follow.
+        step_schedulers(run, "epoch", state.epoch + 1, plateau=True)
 
 
 def validation_is_due(run: TrainingRun, at_end: bool = False) -> bool:
@@ -41,33 +61,19 @@ def validate(run: TrainingRun, within: bool) -> None:
     assert run.validation is not None
     state = run.state
     if run.optimizer is not None:
-        run.own.get("on_validation_model_zero_grad", run.optimizer.zero_grad)()
+        run.plan.overrides.get("on_validation_model_zero_grad", run.optimizer.zero_grad)()
 
     def count() -> None:
         state.count_validation()
         step_schedulers(run, "validation", state.validations, plateau=False)
         step_schedulers(run, "validation", state.validations, plateau=True)
-        if state.schedulers_wait:
-            state.let_schedulers_wait(False)
+        if state.claim_postponed_schedulers():
             step_schedulers(run, "step", state.step, plateau=True)
 
     with abandonable(run):
         evaluate(run.validation, Phase.VALIDATION_WITHIN if within else Phase.VALIDATION_AT_END, before_end=count)
     if within:  # an epoch's end asks for itself
         run.stop.agree()
-
-
-def step_followers(run: TrainingRun, is_last: bool) -> None:
-    """Step the step-wise schedulers that follow a metric, or let them wait for the validation that is due now. Collective.
-
-    Its metric may be theirs, and a checkpoint that it leads to holds their step. A step that the loss scale skipped does not
-    count.
-    """
-    is_timed = run.validation_clock is not None  # such a validation is due on no batch that is known here
-    if not is_timed and validation_is_due(run, at_end=is_last):
-        run.state.let_schedulers_wait(True)
-    else:
-        step_schedulers(run, "step", run.state.step, plateau=True)
 
 
 @contextmanager
@@ -77,17 +83,39 @@ def abandonable(run: TrainingRun) -> Iterator[None]:
     Raises:
         EvaluationAbandoned: it was.
     """
-    stop, logbook, generators = run.stop, run.logbook, rng_state()
+    stop, logbook, state = run.stop, run.logbook, run.state
+    state.mark_rng(VALIDATION)
     latest = logbook.state_dict() if stop.may_abandon(run.window.is_open) else None
     try:
         yield
     except EvaluationAbandoned:
         assert latest is not None
         logbook.drop_evaluation(latest)
-        run.progress.enter(Phase.STOPPED)  # the epoch-wise schedulers that have stepped are noted in the state
-        stop.commit(generators)
+        state.progress.end_batches(is_stopped=True)  # the state says whether the epoch-wise schedulers have stepped
+        stop.commit(state.rng[VALIDATION])
         logbook.end_evaluation()
         raise
     except BaseException:
-        run.state.load_generators(generators)  # a run resumed from a save on this error repeats the whole validation
+        state.rng[CHECKPOINT] = state.rng[
+            VALIDATION
+        ]  # a run resumed from a save on this error repeats the whole validation
         raise
+
+
+def validate_within(run: TrainingRun, batch: Batch) -> None:
+    """Validate, if an interval within the epoch has passed. Collective."""
+    if not batch.is_last and not run.window.is_open and validation_is_due(run):
+        validate(run, within=True)
+
+
+def step_plateau_schedulers(run: TrainingRun, is_last: bool) -> None:
+    """Step the step-wise schedulers that follow a metric, or let them wait for the validation that is due now. Collective.
+
+    The validation may log their metric, and a checkpoint that it leads to stores their step. A step that the loss scale skipped
+    does not count.
+    """
+    is_timed = run.validation_clock is not None  # such a validation is due on no batch that is known here
+    if not is_timed and validation_is_due(run, at_end=is_last):
+        run.state.postpone_schedulers()
+    else:
+        step_schedulers(run, "step", run.state.step, plateau=True)
