@@ -45,7 +45,8 @@ METHODS = {
         reduce register_for_checkpointing register_load_state_pre_hook register_save_state_pre_hook save save_model
         save_state set_trigger skip_first_batches split_between_processes step trigger_sync_in_backward
         unscale_gradients unwrap_model wait_for_everyone""",
-    tw.Strategy: """after_run all_gather allocate_optimizer_state backward barrier broadcast broadcast_buffers check check_gradients
+    tw.Strategy: """after_run all_gather allocate_optimizer_state backward barrier broadcast broadcast_buffers check
+        check_gradients
         clip_gradients close connect describe_optimizer finalize join_job model_pieces note_module
         optimizer_pieces reduce reduce_boolean_decision refresh_trainable refresh_weights resolve run
         setup_module setup_optimizers step sync_gradients""",

@@ -21,14 +21,13 @@ from trainwright.data.transfer import map_leaves, to_device
 from trainwright.distributed import collectives
 from trainwright.errors import a_type_of
 from trainwright.hyperparameters import HyperParameters, build, classonly, read_hyper_parameters
-from trainwright.module_hooks import ModuleHooks
+from trainwright.module_hooks import AnyTrainer, ModuleHooks
 from trainwright.rank_zero import rank_zero_only, warn
 from trainwright.tensor_names import register_clean_names
 from trainwright.value_kinds import is_collection, is_dtensor, is_metric
 
 if TYPE_CHECKING:
     from trainwright.loggers.base import Logger
-    from trainwright.trainer.trainer import Trainer
 
 Self = TypeVar("Self", bound="Module")
 
@@ -63,7 +62,7 @@ class Module(HyperParameters, ModuleHooks, nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self._trainer: Trainer | None = None
+        self._trainer: AnyTrainer = None
         self._toggled: dict[Tensor, bool] = {}
         register_clean_names(self)
 
@@ -408,7 +407,7 @@ class Module(HyperParameters, ModuleHooks, nn.Module):
                 child.training = training
 
     @property
-    def trainer(self) -> Trainer:
+    def trainer(self) -> AnyTrainer:
         """Return the trainer that runs this module; RuntimeError outside of a run."""
         if self._trainer is None:
             raise RuntimeError(
@@ -418,7 +417,7 @@ class Module(HyperParameters, ModuleHooks, nn.Module):
         return self._trainer
 
     @trainer.setter
-    def trainer(self, trainer: Trainer | None) -> None:
+    def trainer(self, trainer: AnyTrainer) -> None:
         for child in self.modules():
             if isinstance(child, Module):
                 child._trainer = trainer
@@ -501,7 +500,7 @@ def _calling_hook() -> str:
     return ""
 
 
-def trainer_of(module: Module) -> Trainer | None:
+def trainer_of(module: Module) -> AnyTrainer:
     """Return the Trainer that runs a module or has run it last; None if none has."""
     return module._trainer
 

@@ -12,6 +12,8 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from trainwright.data.transfer import to_device
 
+AnyTrainer: TypeAlias = Any
+"""The Trainer of a hook or a module. Users may annotate it with `tw.Trainer` or with `tw.callbacks.TrainerProtocol`."""
 STEP_OUTPUT: TypeAlias = Tensor | Mapping[str, Any] | None
 """What a step returns: a loss, a dict with one under "loss", or None to skip the batch."""
 TRAIN_DATALOADERS: TypeAlias = Any

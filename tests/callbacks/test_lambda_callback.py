@@ -8,7 +8,7 @@ import pytest
 from small import QUIET, Classifier, make_loader
 
 import trainwright as tw
-from trainwright.callbacks.lambda_callback import HOOKS, LambdaCallback
+from trainwright.callbacks.base import HOOKS, LambdaCallback
 from trainwright.module import is_overridden
 
 

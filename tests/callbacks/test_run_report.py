@@ -19,8 +19,8 @@ from jobs import run_job
 from small import QUIET, Classifier, make_loader
 
 import trainwright as tw
-from trainwright.callbacks import run_report, work_tree
-from trainwright.callbacks.work_tree import describe_work_tree
+from trainwright.callbacks import run_facts, run_report
+from trainwright.callbacks.run_facts import describe_work_tree
 from trainwright.errors import RunStopped
 
 FOLDER = "version_0"
@@ -312,8 +312,8 @@ def test_training_is_never_lost_for_it(tmp_path: Path, monkeypatch: pytest.Monke
     assert "The part 'Curves' cannot be made" in page.text
     assert page.facts()["width"] == "8"
     with monkeypatch.context() as patch:
-        patch.setattr(run_report, "describe_devices", fails)
-        patch.setattr(run_report, "find_record", fails)
+        patch.setattr(run_facts, "describe_devices", fails)
+        patch.setattr(run_facts, "find_record", fails)
         folder = fitted("parts", r"the part 'Time' cannot be made .*; the part 'Environment' cannot be made")
         assert (folder / "report.html").exists()
 
@@ -333,7 +333,7 @@ def test_files_of_others_and_folders_that_are_gone(tmp_path: Path) -> None:
         def on_train_end(self, trainer: tw.Trainer, module: tw.Module) -> None:
             Path(f"{trainer.log_dir}/report.html").write_text("mine")
 
-    with pytest.warns(UserWarning, match=r"report\.html is not a report of a run and is left alone; move it away"):
+    with pytest.warns(UserWarning, match=r"report\.html is not a report of a run and stays as it is; move it away"):
         trainer_in(tmp_path, callbacks=Takes()).fit(Scored(), make_loader())
     assert (tmp_path / FOLDER / "report.html").read_text() == "mine"
 
@@ -396,9 +396,9 @@ def test_git_that_takes_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     (tmp_path / "git").write_text('#!/bin/sh\ncase "$*" in *diff*) exec sleep 600;; *) echo abc;; esac\n')
     (tmp_path / "git").chmod(0o700)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    monkeypatch.setattr(work_tree, "LONGEST_SECONDS", 0.5)
+    monkeypatch.setattr(run_facts, "LONGEST_SECONDS", 0.5)
     rows = dict(describe_work_tree(tmp_path / "train.py", time.time()))
-    assert rows["files that differ from it"] == "unknown: git did not say it within 0.5 seconds"
+    assert rows["files that differ from it"] == "unknown: git did not answer within 0.5 seconds"
 
 
 def fit_on_ranks(folder: Path) -> dict[str, Any]:

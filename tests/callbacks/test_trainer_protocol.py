@@ -74,7 +74,7 @@ class Bar(tw.TQDMProgressBar):
         return {**super().get_metrics(trainer, module), "step": trainer.global_step}
 
 class Stopping(tw.EarlyStopping):
-    def on_validation_end(self, trainer: tw.Trainer, module: tw.Module) -> None:
+    def on_validation_end(self, trainer: TrainerProtocol, module: tw.Module) -> None:
         super().on_validation_end(trainer, module)
 
 given: TrainerProtocol = tw.Trainer()

@@ -54,7 +54,7 @@ def rewritten(text: str) -> str:
         ),
         (
             "from lightning.pytorch.utilities.model_summary import ModelSummary",
-            "from trainwright.callbacks.layer_summary import LayerSummary as ModelSummary",
+            "from trainwright.callbacks.model_summary import LayerSummary as ModelSummary",
         ),
         ("import accelerate", "import trainwright as accelerate"),
         ("from accelerate.utils import \\\n    set_seed", "from trainwright import \\\n    set_seed"),

@@ -16,11 +16,12 @@ from torchmetrics import MeanMetric, MetricCollection
 from torchmetrics.classification import MulticlassAccuracy, MulticlassPrecision
 
 import trainwright as tw
+from trainwright.checkpoint.codec import decode, encode
 from trainwright.distributed.connection import open_process_group
 from trainwright.distributed.environment import Environment
 from trainwright.trainer.logbook import Logbook, format_table
 from trainwright.trainer.metrics import MetricCollector
-from trainwright.trainer.run_position import Position
+from trainwright.trainer.run_position import OpenEpoch, Position
 
 READS = ("item", "tolist", "numpy", "cpu", "__float__", "__int__", "__bool__")
 
@@ -380,3 +381,18 @@ def test_a_table_has_a_column_per_loader() -> None:
         "  all          1         1",
         "  own                    3",
     ]
+
+
+# -- counters ------------------------------------------------------------------------------------------------------------
+
+
+def test_the_state_is_restored_from_plain_data() -> None:
+    epoch = OpenEpoch({"loss": 1.0}, {"values": []}, [{"rows": 3}], {"Timer": {"time": 2.0}})
+    for state in (
+        Position(),
+        Position(epoch=2, batch=3, step=9, open_epoch=epoch, rng={"epoch left": {"python": [1, 2]}}),
+    ):
+        plain = decode(*encode(state.plain(), "state"))
+        again = Position.of_plain(plain)
+        assert again.plain() == state.plain()
+        assert again.open_epoch == state.open_epoch

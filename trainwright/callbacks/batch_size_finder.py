@@ -8,16 +8,15 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from trainwright.arguments import refuses_unknown
 from trainwright.callbacks.base import Callback
-from trainwright.callbacks.learning_rate_search import MakeTrial, trial_copy
-from trainwright.callbacks.tuned_setting import TunedSetting, refuse_within_run
+from trainwright.callbacks.learning_rate_search import MakeTrial, TunedSetting, refuse_within_run, trial_copy
 from trainwright.data.datamodule import DataModule
 from trainwright.data.seeding import isolate_rng
 from trainwright.devices.hardware import free_unused_memory, is_out_of_memory
 from trainwright.rank_zero import rank_zero_info, rank_zero_warn
 
 if TYPE_CHECKING:
+    from trainwright.callbacks.trainer_protocol import TrainerProtocol
     from trainwright.module import Module
-    from trainwright.trainer.trainer import Trainer
 
 MODES = ("power", "binsearch")
 
@@ -84,7 +83,7 @@ class BatchSizeFinder(Callback):
         self.batch_arg_name, self.margin, self.max_val = batch_arg_name, margin, max_val
         self.optimal_batch_size: int | None = None
 
-    def scale_batch_size(self, trainer: Trainer, pl_module: Module) -> NoReturn:
+    def scale_batch_size(self, trainer: TrainerProtocol, pl_module: Module) -> NoReturn:
         """Raise RuntimeError: a search within a run, as Lightning has it, is not possible."""
         refuse_within_run(self, "scale_batch_size")
 
@@ -109,7 +108,7 @@ class BatchSizeFinder(Callback):
         owners = [module] if datamodule is None else [module, datamodule]
         return TunedSetting((self.batch_arg_name,), owners, "The search for a batch size")
 
-    def on_tune(self, trainer: Trainer, module: Module, data: Mapping[str, Any]) -> None:
+    def on_tune(self, trainer: TrainerProtocol, module: Module, data: Mapping[str, Any]) -> None:
         self.search(trainer.trial, module, data)
 
     def search(self, make_trial: MakeTrial, module: Module, data: Mapping[str, Any]) -> int:
@@ -187,11 +186,11 @@ class Look(Callback):
     def __init__(self, most: int) -> None:
         self.most, self.batches = most, 0
 
-    def on_train_start(self, trainer: Trainer, module: Module) -> None:
+    def on_train_start(self, trainer: TrainerProtocol, module: Module) -> None:
         batches = trainer.num_training_batches
         self.batches = 2**62 if math.isinf(batches) else int(batches)
 
-    def on_train_batch_start(self, trainer: Trainer, module: Module, batch: Any, batch_idx: int) -> int | None:
+    def on_train_batch_start(self, trainer: TrainerProtocol, module: Module, batch: Any, batch_idx: int) -> int | None:
         if trainer.state.total_batches < max(self.most, trainer.accumulate_grad_batches):
             return None
         trainer.should_stop = True

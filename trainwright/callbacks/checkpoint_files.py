@@ -22,7 +22,7 @@ from trainwright.checkpoint.reader import open_checkpoint
 from trainwright.data.seeding import isolate_rng
 from trainwright.errors import CheckpointError
 from trainwright.loggers.base import KeptCheckpoints
-from trainwright.loggers.position import CHECKPOINTS
+from trainwright.loggers.files import CHECKPOINTS
 from trainwright.loggers.remote import RemoteLogger
 from trainwright.rank_zero import say, warn
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
 
 import torch
@@ -13,7 +14,9 @@ from torch import Tensor
 from trainwright.checkpoint.discovery import same_path
 from trainwright.duration import to_seconds
 from trainwright.errors import a_type_of
-from trainwright.rank_zero import warn
+from trainwright.metric_direction import direction_of
+from trainwright.paths import absolute
+from trainwright.rank_zero import rank_zero_warn, warn
 
 if TYPE_CHECKING:
     from trainwright.callbacks.trainer_protocol import TrainerProtocol
@@ -40,6 +43,23 @@ def are_similar(state_key: str, other: str) -> bool:
 
 COUNTERS = ("epoch", "step")
 """What a ModelCheckpoint may monitor without logging it."""
+
+
+def chosen_mode(mode: str | None, monitor: str | None, callback: str) -> str:
+    """Return the mode, "min" if none is given; warn if the name of the metric says that more is better.
+
+    Raises:
+        ValueError: a mode that there is not.
+    """
+    if mode not in (None, "min", "max"):
+        raise ValueError(f"mode={mode!r} is unknown; choose from min, max.")
+    # The word score alone does not say it, unlike accuracy or f1_score.
+    if mode is None and isinstance(monitor, str) and direction_of(monitor.replace("score", "")) == "max":
+        rank_zero_warn(
+            f"{callback}(monitor={monitor!r}) keeps the lowest value, as always without a mode, but the name says that higher "
+            "is better: pass mode='max', or mode='min' if that is meant.",
+        )
+    return mode or "min"
 
 
 def check_choices(save_last: Any, save_top_k: Any, filename: Any, monitor: Any) -> None:
@@ -78,6 +98,69 @@ def checked_intervals(steps: Any, interval: Any, epochs: Any) -> tuple[int, floa
 
 def scalar(value: float) -> Tensor:
     return torch.tensor(value, dtype=torch.float64)
+
+
+FIELD = r"\{([^{}:]+)(:[^{}]*)?\}"
+"""A field of a template: a name and, if wanted, its format."""
+
+
+def check_template(template: str) -> None:
+    """Raise ValueError for an unpaired brace, and for "::"."""
+    absolute(template)
+    if set("{}") & set(re.sub(FIELD, "", template)):
+        raise ValueError(
+            f"filename={template!r} has a brace without its pair; write fields as {{epoch}} or {{val_loss:.3f}}."
+        )
+
+
+@dataclass(frozen=True)
+class Naming:
+    """How a ModelCheckpoint names its files."""
+
+    folder: str
+    """"" for names alone."""
+    insert_names: bool
+    """Whether {epoch} becomes "epoch=3" rather than "3"."""
+    equals: str
+    extension: str
+
+    def path(self, template: str, values: Mapping[str, Any], version: int | None = None) -> str:
+        """Return the path that a template gives; ValueError if it has a metric that was not logged."""
+        name = f"{self.fill(template, values)}{self.extension if version is None else f'-v{version}{self.extension}'}"
+        return f"{self.folder}/{name}" if self.folder else name
+
+    def fill(self, template: str, values: Mapping[str, Any]) -> str:
+        def written(match: re.Match[str]) -> str:
+            name, spec = match.group(1), match.group(2) or ""
+            if name not in values:
+                raise ValueError(
+                    f"filename={template!r} asks for {name!r}, which was not logged; there are {', '.join(sorted(values))}."
+                )
+            value = values[name]
+            text = format(value.item() if isinstance(value, Tensor) else value, spec[1:])
+            # "/" would make a folder
+            return f"{name.replace('/', '_')}{self.equals}{text}" if self.insert_names else text
+
+        return re.sub(FIELD, written, template)
+
+
+def name_values(trainer: TrainerProtocol, monitor: str | None, template: str, is_left: bool) -> dict[str, Any]:
+    """Return the values of a template's fields at this point of the run.
+
+    With a monitor, a metric of earlier weights is NaN. Until the monitor is logged, or if the run stops within the epoch, so is
+    every field that is missing.
+    """
+    metrics = trainer.metrics
+    values: dict[str, Any] = {
+        name: math.nan
+        if monitor is not None and metrics.is_outdated(name)
+        else metrics.monitored(name, "ModelCheckpoint")
+        for name in trainer.callback_metrics
+    }
+    values.update(epoch=trainer.current_epoch, step=trainer.global_step)
+    if is_left or (monitor is not None and monitor not in values):
+        values = {**{name: math.nan for name, _ in re.findall(FIELD, template)}, **values}
+    return values
 
 
 class Kept(TypedDict):

@@ -11,14 +11,13 @@ from torch import Tensor
 
 from trainwright.arguments import refuses_unknown
 from trainwright.callbacks.base import Callback
-from trainwright.callbacks.chosen_mode import chosen_mode
+from trainwright.callbacks.checkpoint_policy import chosen_mode
 from trainwright.errors import a_type_of
 from trainwright.rank_zero import say, warn
 
 if TYPE_CHECKING:
     from trainwright.callbacks.trainer_protocol import TrainerProtocol
     from trainwright.module import Module
-    from trainwright.trainer.trainer import Trainer
 
 
 class EarlyStoppingReason(Enum):
@@ -129,7 +128,7 @@ class EarlyStopping(Callback):
         self._stopping_wait_count = int(state.get("stopping_wait_count", self.wait_count))
         self._stopping_score = state.get("stopping_score")
 
-    def setup(self, trainer: Trainer, module: Module, stage: str) -> None:
+    def setup(self, trainer: TrainerProtocol, module: Module, stage: str) -> None:
         self._is_fitting, self._is_due = stage == "fit", False
         if stage == "fit":
             self._reset()
@@ -151,7 +150,7 @@ class EarlyStopping(Callback):
             return self._stopping_wait_count >= self.patience
         return self.stopping_reason in self._crossed(math.nan if self._stopping_score is None else self._stopping_score)
 
-    def on_validation_end(self, trainer: Trainer, module: Module) -> None:
+    def on_validation_end(self, trainer: TrainerProtocol, module: Module) -> None:
         if not self._is_fitting or trainer.sanity_checking or self.check_on_train_epoch_end:
             return
         if self.check_on_train_epoch_end is None and not trainer.state.progress.is_mid_epoch_validation:
@@ -159,7 +158,7 @@ class EarlyStopping(Callback):
         else:
             self._check(trainer)
 
-    def on_train_epoch_end(self, trainer: Trainer, module: Module) -> None:
+    def on_train_epoch_end(self, trainer: TrainerProtocol, module: Module) -> None:
         is_due, self._is_due = self._is_due, False
         if self.check_on_train_epoch_end is None:
             is_due = is_due or not trainer.enable_validation

@@ -7,13 +7,12 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from trainwright.arguments import refuses_unknown
 from trainwright.callbacks.base import Callback
-from trainwright.callbacks.learning_rate_search import LearningRateSearch, MakeTrial
-from trainwright.callbacks.tuned_setting import TunedSetting, refuse_within_run
+from trainwright.callbacks.learning_rate_search import LearningRateSearch, MakeTrial, TunedSetting, refuse_within_run
 from trainwright.rank_zero import rank_zero_info, rank_zero_warn
 
 if TYPE_CHECKING:
+    from trainwright.callbacks.trainer_protocol import TrainerProtocol
     from trainwright.module import Module
-    from trainwright.trainer.trainer import Trainer
 
 NAMES = ("lr", "learning_rate")
 
@@ -84,10 +83,10 @@ class LearningRateFinder(Callback):
         names = (self.attr_name,) if self.attr_name else NAMES
         return TunedSetting(names, [module], "The search for a learning rate")
 
-    def on_tune(self, trainer: Trainer, module: Module, data: Mapping[str, Any]) -> None:
+    def on_tune(self, trainer: TrainerProtocol, module: Module, data: Mapping[str, Any]) -> None:
         self.optimal_lr = self.search(trainer.trial, module, data)
 
-    def lr_find(self, trainer: Trainer, pl_module: Module) -> NoReturn:
+    def lr_find(self, trainer: TrainerProtocol, pl_module: Module) -> NoReturn:
         """Raise RuntimeError: a search within a run, as Lightning has it, is not possible."""
         refuse_within_run(self, "lr_find")
 

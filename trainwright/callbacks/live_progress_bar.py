@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any, Protocol
 from trainwright.callbacks.progress_bar import ProgressBar, rounded
 
 if TYPE_CHECKING:
+    from trainwright.callbacks.trainer_protocol import TrainerProtocol
     from trainwright.module import Module
-    from trainwright.trainer.trainer import Trainer
 
 NEVER = math.inf
 
 
-class Bar(Protocol):
+class ScreenBar(Protocol):
     """A bar on the screen."""
 
     def restart(self, title: str, total: int | None, count: int) -> None:
@@ -70,7 +70,7 @@ class LiveProgressBar(ProgressBar):
         """Return the stream of the plain lines that are written where bars cannot be shown."""
         return sys.stderr
 
-    def _make_bar(self, title: str, total: int | None, count: int, *, leave: bool, below: int) -> Bar:
+    def _make_bar(self, title: str, total: int | None, count: int, *, leave: bool, below: int) -> ScreenBar:
         """Show a new bar, `below` another if there is one; `leave` keeps it on the screen once it is closed."""
         raise NotImplementedError
 
@@ -90,31 +90,33 @@ class LiveProgressBar(ProgressBar):
         """Return whether a bar is on the screen."""
         return self._training.bar is not None or self._evaluation.bar is not None
 
-    def setup(self, trainer: Trainer, module: Module, stage: str) -> None:
+    def setup(self, trainer: TrainerProtocol, module: Module, stage: str) -> None:
         super().setup(trainer, module, stage)
         self._is_shown = self.is_enabled
         self._is_live = self._is_shown and self._can_be_live()
         self._close()
 
-    def teardown(self, trainer: Trainer, module: Module, stage: str) -> None:
+    def teardown(self, trainer: TrainerProtocol, module: Module, stage: str) -> None:
         self._close()
 
-    def on_train_start(self, trainer: Trainer, module: Module) -> None:
+    def on_train_start(self, trainer: TrainerProtocol, module: Module) -> None:
         self._begin_epoch(trainer)  # so that a subclass finds its bar here
 
-    def on_train_epoch_start(self, trainer: Trainer, module: Module) -> None:
+    def on_train_epoch_start(self, trainer: TrainerProtocol, module: Module) -> None:
         self._begin_epoch(trainer)
 
-    def _begin_epoch(self, trainer: Trainer) -> None:
+    def _begin_epoch(self, trainer: TrainerProtocol) -> None:
         title, total = f"{self.train_description} {trainer.current_epoch}", _known(self.total_train_batches)
         self._stage = "train"
         self._begin(self._training, title, total, trainer.state.batch, leave=True)
 
-    def on_train_batch_end(self, trainer: Trainer, module: Module, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(
+        self, trainer: TrainerProtocol, module: Module, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
         if self._training.is_due(batch_idx + 1):
             self._show_training(trainer, module, batch_idx + 1)
 
-    def on_train_epoch_end(self, trainer: Trainer, module: Module) -> None:
+    def on_train_epoch_end(self, trainer: TrainerProtocol, module: Module) -> None:
         if not self._is_shown:
             return
         self._show_training(trainer, module, trainer.state.batch)
@@ -123,7 +125,7 @@ class LiveProgressBar(ProgressBar):
             if self.leave:
                 self._training.close()
 
-    def _show_training(self, trainer: Trainer, module: Module, batches: int) -> None:
+    def _show_training(self, trainer: TrainerProtocol, module: Module, batches: int) -> None:
         if self._training.bar is not None:
             self._training.bar.show(self.get_metrics(trainer, module))
             self._training.move_to(batches)
@@ -132,7 +134,7 @@ class LiveProgressBar(ProgressBar):
             text = "".join(f", {name} {value}" for name, value in metrics.items() if name != "v_num")
             self._training.write_line(batches, text, self._lines_file())
 
-    def on_validation_start(self, trainer: Trainer, module: Module) -> None:
+    def on_validation_start(self, trainer: TrainerProtocol, module: Module) -> None:
         self._stage = "sanity" if trainer.sanity_checking else "validation"
         if trainer.sanity_checking:
             self._begin_evaluation(self.sanity_check_description, trainer.num_sanity_val_batches, leave=False)
@@ -143,28 +145,34 @@ class LiveProgressBar(ProgressBar):
         leave = self._training.bar is None
         self._begin_evaluation(self.validation_description, trainer.num_val_batches, leave=leave)
 
-    def on_test_start(self, trainer: Trainer, module: Module) -> None:
+    def on_test_start(self, trainer: TrainerProtocol, module: Module) -> None:
         self._stage = "test"
         self._begin_evaluation(self.test_description, trainer.num_test_batches, leave=True)
 
-    def on_predict_start(self, trainer: Trainer, module: Module) -> None:
+    def on_predict_start(self, trainer: TrainerProtocol, module: Module) -> None:
         self._stage = "predict"
         self._begin_evaluation(self.predict_description, trainer.num_predict_batches, leave=True)
 
     def on_validation_batch_end(
-        self, trainer: Trainer, module: Module, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+        self,
+        trainer: TrainerProtocol,
+        module: Module,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
     ) -> None:
         if self._is_shown:
             self._advance(batch_idx + 1, dataloader_idx)
 
     on_test_batch_end = on_predict_batch_end = on_validation_batch_end
 
-    def on_validation_end(self, trainer: Trainer, module: Module) -> None:
+    def on_validation_end(self, trainer: TrainerProtocol, module: Module) -> None:
         self._finish()
         if self._training.bar is not None and not trainer.sanity_checking:
             self._training.bar.show(self.get_metrics(trainer, module))
 
-    def on_test_end(self, trainer: Trainer, module: Module) -> None:
+    def on_test_end(self, trainer: TrainerProtocol, module: Module) -> None:
         self._finish()
 
     on_predict_end = on_test_end
@@ -212,7 +220,7 @@ class LoopDisplay:
     """What is shown of one loop: a bar in a terminal, plain lines elsewhere."""
 
     def __init__(self) -> None:
-        self.bar: Bar | None = None
+        self.bar: ScreenBar | None = None
         self._title = ""
         self._total: int | None = None
         self._shown = self._every_batches = 0

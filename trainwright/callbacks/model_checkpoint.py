@@ -33,27 +33,29 @@ from trainwright.callbacks.checkpoint_files import (
     remove_replaced,
     tell_loggers,
 )
-from trainwright.callbacks.checkpoint_names import Naming, check_template, name_values
 from trainwright.callbacks.checkpoint_policy import (
     KEY_SETTINGS,
     Kept,
     LatestSave,
     MonitoredScore,
+    Naming,
     Ranking,
     Save,
     check_choices,
+    check_template,
     checked_intervals,
+    chosen_mode,
+    name_values,
     scalar,
 )
-from trainwright.callbacks.chosen_mode import chosen_mode
 from trainwright.checkpoint.filesystem import sweep_temporaries
 from trainwright.errors import CheckpointError
 from trainwright.paths import absolute
 from trainwright.rank_zero import rank_zero_warn, say
 
 if TYPE_CHECKING:
+    from trainwright.callbacks.trainer_protocol import TrainerProtocol
     from trainwright.module import Module
-    from trainwright.trainer.trainer import Trainer
 
 
 class ModelCheckpoint(Checkpoint):
@@ -228,7 +230,7 @@ class ModelCheckpoint(Checkpoint):
         # These belong to this process's run.
         return {**super().__getstate__(), "_sync_point": None, "_pending": None, "_failed": None}
 
-    def setup(self, trainer: Trainer, module: Module, stage: str) -> None:
+    def setup(self, trainer: TrainerProtocol, module: Module, stage: str) -> None:
         self._is_fitting = stage == "fit" and not trainer.fast_dev_run
         if stage == "fit":
             self._begin()
@@ -239,7 +241,7 @@ class ModelCheckpoint(Checkpoint):
             if trainer.is_global_zero:
                 sweep_temporaries(folder)  # left by killed writers
 
-    def folder_in(self, trainer: Trainer) -> str:
+    def folder_in(self, trainer: TrainerProtocol) -> str:
         """Return the folder that this run saves in, once its loggers have theirs."""
         return self.given_dirpath or default_folder(trainer)
 
@@ -248,7 +250,7 @@ class ModelCheckpoint(Checkpoint):
         """Return the user's folder; None for the default one."""
         return None if self.dirpath == self._default_dirpath else self.dirpath
 
-    def on_train_start(self, trainer: Trainer, module: Module) -> None:
+    def on_train_start(self, trainer: TrainerProtocol, module: Module) -> None:
         self._saved_at = time.monotonic()
         if self.save_on_exception and self._is_fitting:
             self._failed = FailedRun("save_on_exception", trainer, module)
@@ -259,18 +261,20 @@ class ModelCheckpoint(Checkpoint):
         if self.train_time_interval is not None and self._is_fitting:
             self._sync_point = trainer.engine.connection.sync_point(self.state_key)
 
-    def on_resume_end(self, trainer: Trainer, module: Module) -> None:
+    def on_resume_end(self, trainer: TrainerProtocol, module: Module) -> None:
         """Make the save that was due when another callback wrote the checkpoint that the run resumes from."""
         self._has_validated = self._has_validated or trainer.state.validations > 0
         self._is_due = self._is_fitting and self._is_deferred
         self.on_save_point(trainer, module)
 
-    def on_save_point(self, trainer: Trainer, module: Module) -> None:
+    def on_save_point(self, trainer: TrainerProtocol, module: Module) -> None:
         """Make the save that an earlier hook has found due. Collective."""
         if self._is_due:
             self._save(trainer)
 
-    def on_train_batch_end(self, trainer: Trainer, module: Module, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(
+        self, trainer: TrainerProtocol, module: Module, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
         if self._pending is not None and self._pending.waits:
             self._pending.remove_dropped(trainer)  # what all ranks have to do waits for the next save
         if not self._is_fitting or (self.every_n_train_steps == 0 and self.train_time_interval is None):
@@ -280,7 +284,7 @@ class ModelCheckpoint(Checkpoint):
             self._is_deferred, self._awaits_score = True, self._score.is_pending(trainer)
         self._is_due = self._is_deferred and not trainer.state.progress.is_within_window
 
-    def _reaches_interval(self, trainer: Trainer, previous: int) -> bool:
+    def _reaches_interval(self, trainer: TrainerProtocol, previous: int) -> bool:
         """Return whether to save after the optimizer steps since a previous one, the same on every rank."""
         if self._sync_point is None:
             return self._step // self.every_n_train_steps > previous // self.every_n_train_steps
@@ -289,47 +293,43 @@ class ModelCheckpoint(Checkpoint):
             self._sync_point.request()
         return bool(self._sync_point.is_reached(trainer.global_step))  # the clocks of the ranks differ
 
-    def on_validation_end(self, trainer: Trainer, module: Module) -> None:
+    def on_validation_end(self, trainer: TrainerProtocol, module: Module) -> None:
         if not self._is_fitting or trainer.sanity_checking:
             return
         self._has_validated = True
-        self._follow_validation(trainer, is_within=trainer.state.progress.is_mid_epoch_validation)
-
-    def _follow_validation(self, trainer: Trainer, is_within: bool) -> None:
-        """Save after a validation within an epoch; after one at its end, the epoch's end saves."""
-        self._is_validated = not is_within
+        self._is_validated = not trainer.state.progress.is_mid_epoch_validation
         is_scored, self._awaits_score = self._awaits_score and not self._score.is_pending(trainer), False
-        if not is_within:
+        if self._is_validated:  # the epoch's end saves
             self._is_deferred = self._is_deferred or is_scored
         else:
             self._is_due = is_scored or (not self.save_on_train_epoch_end and self._is_chosen(trainer))
 
-    def on_train_epoch_end(self, trainer: Trainer, module: Module) -> None:
+    def on_train_epoch_end(self, trainer: TrainerProtocol, module: Module) -> None:
         if not self._is_fitting or not trainer.state.epoch_ended:
             return
         is_validated, self._is_validated = self._is_validated, False
         ends = not trainer.enable_validation if self.save_on_train_epoch_end is None else self.save_on_train_epoch_end
         self._is_due = self._is_deferred or (self._is_chosen(trainer) and (is_validated or ends))
 
-    def on_train_epoch_stop(self, trainer: Trainer, module: Module) -> None:
+    def on_train_epoch_stop(self, trainer: TrainerProtocol, module: Module) -> None:
         self._is_validated = False
         is_due = self._is_deferred or self._is_chosen(trainer)
         if self._is_fitting and (is_due or (self.save_last and not self._latest.is_current(trainer))):
             # Not at the next save point, since a run that resumes from here trains on without on_train_epoch_end.
             self._save(trainer, is_left=True)
 
-    def _is_chosen(self, trainer: Trainer) -> bool:
+    def _is_chosen(self, trainer: TrainerProtocol) -> bool:
         return self.every_n_epochs > 0 and (trainer.current_epoch + 1) % self.every_n_epochs == 0
 
-    def on_train_end(self, trainer: Trainer, module: Module) -> None:
+    def on_train_end(self, trainer: TrainerProtocol, module: Module) -> None:
         self._conclude(trainer)
         if self.save_last and trainer.state.total_batches and not self._latest.is_current(trainer):
             self.save_stop(trainer, "end", self.save_weights_only)
 
-    def teardown(self, trainer: Trainer, module: Module, stage: str) -> None:
+    def teardown(self, trainer: TrainerProtocol, module: Module, stage: str) -> None:
         self._sync_point = self._failed = None
 
-    def _save(self, trainer: Trainer, is_left: bool = False) -> None:
+    def _save(self, trainer: TrainerProtocol, is_left: bool = False) -> None:
         """Save if rank 0 finds it worthwhile. Collective.
 
         If the epoch `is_left`, a state that is already saved with the same score is not saved again, and a metric of the
@@ -357,7 +357,7 @@ class ModelCheckpoint(Checkpoint):
         if not self.async_save:
             self._conclude(trainer)
 
-    def _refuses_weights(self, trainer: Trainer) -> bool:
+    def _refuses_weights(self, trainer: TrainerProtocol) -> bool:
         """Return whether the weights are not finite on some rank; warn once until they are again. Collective."""
         fault, last = trainer.engine.finiteness.fault(), self._kept["last"]
         if fault and not self._has_warned_of_weights:
@@ -370,7 +370,7 @@ class ModelCheckpoint(Checkpoint):
         self._has_warned_of_weights = bool(fault)
         return bool(fault)
 
-    def _write(self, trainer: Trainer, before: Kept, weights_only: bool = False, blocking: bool = True) -> bool:
+    def _write(self, trainer: TrainerProtocol, before: Kept, weights_only: bool = False, blocking: bool = True) -> bool:
         """Write the newest checkpoint; if that fails, keep what was kept before. Collective."""
         try:
             return trainer.save_checkpoint(self._kept["written_to"], weights_only, blocking=blocking)
@@ -378,7 +378,7 @@ class ModelCheckpoint(Checkpoint):
             self._keep(before)
             raise
 
-    def _conclude(self, trainer: Trainer) -> None:
+    def _conclude(self, trainer: TrainerProtocol) -> None:
         """Wait for the pending save and conclude it. Collective."""
         pending, self._pending = self._pending, None
         if pending is not None:
@@ -388,7 +388,7 @@ class ModelCheckpoint(Checkpoint):
     def _keep_replaced(self, paths: list[str]) -> None:
         self._kept["replaced"] = paths
 
-    def _plan(self, trainer: Trainer, is_left: bool) -> Save | None:
+    def _plan(self, trainer: TrainerProtocol, is_left: bool) -> Save | None:
         """Return the save to make, None for no save; ValueError if a metric that is needed was not logged. On rank 0."""
         score, scores = self._score.read(trainer, self._has_validated), self._kept["scores"]
         if is_left and self._latest.is_current(trainer) and repr(score) == repr(self._kept["current_score"]):
@@ -413,13 +413,13 @@ class ModelCheckpoint(Checkpoint):
         )
         return Save(path, written_to, score, is_best, dropped, self._link(trainer, is_left, path, written_to))
 
-    def _link(self, trainer: Trainer, is_left: bool, *saved: str) -> str:
+    def _link(self, trainer: TrainerProtocol, is_left: bool, *saved: str) -> str:
         """Return the path of the link to a checkpoint; "" without save_last. On rank 0."""
         template = self.CHECKPOINT_NAME_LAST
         name_link = partial(self._naming.path, template, name_values(trainer, self.monitor, template, is_left))
         return free_link(name_link, saved) if self.save_last else ""
 
-    def save_stop(self, trainer: Trainer, name: str = "stop", weights_only: bool = False) -> str:
+    def save_stop(self, trainer: TrainerProtocol, name: str = "stop", weights_only: bool = False) -> str:
         """Save a run that ends here as `stop-step=..`, whatever its metric and the intervals. Collective.
 
         On a stop the first ModelCheckpoint that keeps checkpoints is called, and saves everything, even with
@@ -450,7 +450,7 @@ class ModelCheckpoint(Checkpoint):
         tell_loggers(self, trainer)
         return str(path)
 
-    def on_exception(self, trainer: Trainer, module: Module, exception: BaseException) -> None:
+    def on_exception(self, trainer: TrainerProtocol, module: Module, exception: BaseException) -> None:
         pending, self._pending = self._pending, None
         if pending is not None:
             pending.conclude_alone(trainer)
@@ -458,7 +458,7 @@ class ModelCheckpoint(Checkpoint):
             stem = f"{self.dirpath}/exception-epoch={trainer.current_epoch}-step={trainer.global_step}"
             self._failed.save(stem, self.FILE_EXTENSION, self.save_weights_only)
 
-    def file_exists(self, filepath: str, trainer: Trainer) -> bool:
+    def file_exists(self, filepath: str, trainer: TrainerProtocol) -> bool:
         """Return whether a checkpoint, or anything else, is at this path; called on rank 0."""
         return is_taken(filepath)
 

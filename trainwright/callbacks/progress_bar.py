@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from trainwright.callbacks.base import Callback
+from trainwright.module_hooks import AnyTrainer
 from trainwright.rank_zero import above_bars
 
 if TYPE_CHECKING:
-    from trainwright.callbacks.trainer_protocol import Batches
+    from trainwright.callbacks.trainer_protocol import Batches, TrainerProtocol
     from trainwright.module import Module
-    from trainwright.trainer.trainer import Trainer
 
 
 class ProgressBar(Callback):
@@ -61,9 +61,10 @@ class ProgressBar(Callback):
         self._is_wanted = True
 
     @property
-    def trainer(self) -> Trainer:
+    def trainer(self) -> TrainerProtocol:
         """Return the Trainer of the run, in its hooks."""
-        return self._module().trainer
+        trainer: TrainerProtocol = self._module().trainer
+        return trainer
 
     @property
     def total_train_batches(self) -> Batches:
@@ -108,7 +109,7 @@ class ProgressBar(Callback):
         """Let the next loader of `has_dataloader_changed` be a new one, at the start of an evaluation."""
         self._evaluated_loader = None
 
-    def get_metrics(self, trainer: Trainer, module: Module) -> dict[str, Any]:
+    def get_metrics(self, trainer: AnyTrainer, module: Module) -> dict[str, Any]:
         """Return what is shown next to a bar: the run's version and the metrics. Override it to change that."""
         version = getattr(trainer.loggers[0], "version", None) if trainer.loggers else None
         items: dict[str, Any] = {} if version in (None, "") else {"v_num": version}
@@ -119,7 +120,7 @@ class ProgressBar(Callback):
         with above_bars():
             builtins.print(*args, sep=sep, **kwargs)
 
-    def setup(self, trainer: Trainer, module: Module, stage: str) -> None:
+    def setup(self, trainer: TrainerProtocol, module: Module, stage: str) -> None:
         if not trainer.is_global_zero:
             self.disable()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.console import Console
 from rich.progress import (
@@ -21,9 +21,6 @@ from rich.progress import (
 from rich.style import Style
 from rich.table import Column
 from rich.text import Text
-
-if TYPE_CHECKING:
-    from trainwright.callbacks.rich_progress_bar import RichProgressBarTheme
 
 WIDEST_BAR, NARROWEST_BAR = 40, 10
 WIDE = 80
@@ -86,21 +83,21 @@ class MetricsColumn(ProgressColumn):
         return Text(task.fields.get("metrics", ""), style=self._style)
 
 
-def default_columns(theme: RichProgressBarTheme, width: int) -> list[ProgressColumn]:
-    """Return the columns of a terminal of this width, without the metrics."""
+def default_columns(styles: dict[str, Any], width: int) -> list[ProgressColumn]:
+    """Return the columns for a terminal of this width, in the styles of a theme, without the metrics."""
     columns: list[ProgressColumn] = [
-        TextColumn("{task.description}", style=theme.description, markup=False, table_column=Column(no_wrap=True)),
+        TextColumn("{task.description}", style=styles["description"], markup=False, table_column=Column(no_wrap=True)),
         BarColumn(
             bar_width=min(WIDEST_BAR, max(NARROWEST_BAR, width // 6)),
-            complete_style=theme.progress_bar,
-            finished_style=theme.progress_bar_finished,
-            pulse_style=theme.progress_bar_pulse,
+            complete_style=styles["progress_bar"],
+            finished_style=styles["progress_bar_finished"],
+            pulse_style=styles["progress_bar_pulse"],
             table_column=Column(no_wrap=True),
         ),
-        CountColumn(theme.batch_progress),
-        TimeColumn(theme.time),
+        CountColumn(styles["batch_progress"]),
+        TimeColumn(styles["time"]),
     ]
-    return [*columns, SpeedColumn(theme.processing_speed)] if width >= WIDE else columns
+    return [*columns, SpeedColumn(styles["processing_speed"])] if width >= WIDE else columns
 
 
 class RichDisplay:

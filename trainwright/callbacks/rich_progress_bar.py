@@ -94,7 +94,7 @@ class RichProgressBar(LiveProgressBar):
         from trainwright.callbacks.rich_display import default_columns
 
         assert self._console is not None, "it is called during a run"
-        return default_columns(self.theme, self._console.width)
+        return default_columns(self.theme.styles(), self._console.width)
 
     def _can_be_live(self) -> bool:
         console = self._console = make_console(self._console_kwargs)

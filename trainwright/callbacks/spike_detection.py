@@ -17,8 +17,8 @@ from trainwright.errors import TrainwrightError, a_type_of
 from trainwright.paths import absolute
 
 if TYPE_CHECKING:
+    from trainwright.callbacks.trainer_protocol import TrainerProtocol
     from trainwright.module import Module
-    from trainwright.trainer.trainer import Trainer
 
 
 class TrainingSpikeException(TrainwrightError):
@@ -89,11 +89,13 @@ class SpikeDetection(Callback):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._losses, self._seen = deque(state["losses"], maxlen=self.window), int(state["seen"])
 
-    def setup(self, trainer: Trainer, module: Module, stage: str) -> None:
+    def setup(self, trainer: TrainerProtocol, module: Module, stage: str) -> None:
         if stage == "fit":
             self._losses, self._seen = deque(maxlen=self.window), 0
 
-    def on_train_batch_end(self, trainer: Trainer, module: Module, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(
+        self, trainer: TrainerProtocol, module: Module, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
         loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
         value = None if loss is None or trainer.is_dummy_batch else float(torch.as_tensor(loss))
         values = [each for each in trainer.engine.ranks.exchange(value, "SpikeDetection") if each is not None]
@@ -124,7 +126,7 @@ class SpikeDetection(Callback):
         limits = [self.atol, None if self.rtol is None else self.rtol * abs(mean)]
         return all(distance > limit for limit in limits if limit is not None)
 
-    def _note(self, trainer: Trainer, batch_idx: int) -> str:
+    def _note(self, trainer: TrainerProtocol, batch_idx: int) -> str:
         """Add the batch to the file; return a sentence for the error if that failed: the spike matters more."""
         if not trainer.is_global_zero or trainer.fast_dev_run:
             return ""

@@ -18,8 +18,8 @@ from trainwright.rank_zero import rank_zero_warn
 from trainwright.tensor_names import clean_name, names_of
 
 if TYPE_CHECKING:
+    from trainwright.callbacks.trainer_protocol import TrainerProtocol
     from trainwright.module import Module
-    from trainwright.trainer.trainer import Trainer
 
 STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 
@@ -97,13 +97,13 @@ class StochasticWeightAveraging(Averaging):
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_swa_scheduler": None}  # it holds the optimizer
 
-    def setup(self, trainer: Trainer, module: Module, stage: str) -> None:
+    def setup(self, trainer: TrainerProtocol, module: Module, stage: str) -> None:
         super().setup(trainer, module, stage)
         if stage == "fit":
             self._swa_scheduler, self._latest_update_epoch = None, -1
             self._start = self._first_epoch(trainer)
 
-    def _first_epoch(self, trainer: Trainer) -> int:
+    def _first_epoch(self, trainer: TrainerProtocol) -> int:
         """Return the number, from 0, of the first epoch to average."""
         start = self._swa_epoch_start
         if isinstance(start, float):
@@ -115,7 +115,7 @@ class StochasticWeightAveraging(Averaging):
             start = int((trainer.max_epochs or 0) * start + 1e-9)  # 100 * 0.29 is a little below 29
         return max(start - 1, 0)
 
-    def on_fit_start(self, trainer: Trainer, module: Module) -> None:
+    def on_fit_start(self, trainer: TrainerProtocol, module: Module) -> None:
         super().on_fit_start(trainer, module)
         name = type(self).__name__
         if not module.automatic_optimization:
@@ -136,14 +136,14 @@ class StochasticWeightAveraging(Averaging):
                 "one for each group."
             )
 
-    def configure_lr_scheduler(self, trainer: Trainer, module: Module, optimizer: Optimizer) -> Any:
+    def configure_lr_scheduler(self, trainer: TrainerProtocol, module: Module, optimizer: Optimizer) -> Any:
         # Until the first average the module's scheduler stays.
         if self._swa_scheduler is None and self.n_averaged:
             rates: Any = self._swa_lrs if len(self._swa_lrs) > 1 else self._swa_lrs[0]
             self._swa_scheduler = SWALR(optimizer, rates, self._annealing_epochs, self._annealing_strategy)
         return self._swa_scheduler
 
-    def on_train_epoch_start(self, trainer: Trainer, module: Module) -> None:
+    def on_train_epoch_start(self, trainer: TrainerProtocol, module: Module) -> None:
         super().on_train_epoch_start(trainer, module)
         epoch = trainer.current_epoch
         if epoch < self._start or epoch <= self._latest_update_epoch:
@@ -151,7 +151,7 @@ class StochasticWeightAveraging(Averaging):
         self._update(trainer, module)
         self._latest_update_epoch = epoch
 
-    def on_before_train_end(self, trainer: Trainer, module: Module, run_epoch: Callable[[], bool]) -> None:
+    def on_before_train_end(self, trainer: TrainerProtocol, module: Module, run_epoch: Callable[[], bool]) -> None:
         if not self.n_averaged and not trainer.fast_dev_run:
             rank_zero_warn(
                 f"StochasticWeightAveraging averaged nothing: it begins after {self._start} epochs, and the run had "

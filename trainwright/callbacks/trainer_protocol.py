@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from trainwright.profilers import Profiler
     from trainwright.strategies import Strategy
 
-AnyTrainer: TypeAlias = Any
-"""The `trainer` of a hook. A class of a user may annotate it with TrainerProtocol or with `tw.Trainer`."""
 Batches = int | float
 """A number of batches; math.inf if it is unknown until the loader ends."""
 

@@ -13,8 +13,8 @@ from trainwright.arguments import refuses_unknown
 from trainwright.callbacks.averaging import AverageFunction, Averaging, Fold, fold_of
 
 if TYPE_CHECKING:
+    from trainwright.callbacks.trainer_protocol import TrainerProtocol
     from trainwright.module import Module
-    from trainwright.trainer.trainer import Trainer
 
 
 class WeightAveraging(Averaging):
@@ -87,41 +87,43 @@ class WeightAveraging(Averaging):
         """
         return step_idx is not None
 
-    def setup(self, trainer: Trainer, module: Module, stage: str) -> None:
+    def setup(self, trainer: TrainerProtocol, module: Module, stage: str) -> None:
         super().setup(trainer, module, stage)
         if stage == "fit":
             self._latest_step, self._latest_update_epoch = 0, -1
 
-    def on_train_batch_end(self, trainer: Trainer, module: Module, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(
+        self, trainer: TrainerProtocol, module: Module, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
         self._follow_step(trainer, module)
 
-    def _follow_step(self, trainer: Trainer, module: Module) -> None:
+    def _follow_step(self, trainer: TrainerProtocol, module: Module) -> None:
         steps = range(self._latest_step, trainer.global_step)  # several, if a batch steps several optimizers
         self._latest_step = trainer.global_step
         due = [self.should_update(step_idx=each) for each in steps]  # each is decided on
         if any(due):
             self._update(trainer, module)
 
-    def on_train_epoch_end(self, trainer: Trainer, module: Module) -> None:
+    def on_train_epoch_end(self, trainer: TrainerProtocol, module: Module) -> None:
         if not trainer.state.progress.is_leaving:  # a run that resumes within the epoch ends it
             self._follow_epoch(trainer, module)
 
-    def _follow_epoch(self, trainer: Trainer, module: Module) -> None:
+    def _follow_epoch(self, trainer: TrainerProtocol, module: Module) -> None:
         epoch = trainer.current_epoch
         if epoch > self._latest_update_epoch and self.should_update(epoch_idx=epoch):
             self._update(trainer, module)
             self._latest_update_epoch = epoch
 
-    def on_resume_end(self, trainer: Trainer, module: Module) -> None:
+    def on_resume_end(self, trainer: TrainerProtocol, module: Module) -> None:
         """Make the update that was due when an earlier callback wrote the checkpoint that the run resumes from."""
         self._follow_step(trainer, module)
 
-    def on_resume_start(self, trainer: Trainer, module: Module) -> None:
+    def on_resume_start(self, trainer: TrainerProtocol, module: Module) -> None:
         super().on_resume_start(trainer, module)
         if not self._is_loaded:
             self._latest_step = trainer.global_step
 
-    def on_validation_start(self, trainer: Trainer, module: Module) -> None:
+    def on_validation_start(self, trainer: TrainerProtocol, module: Module) -> None:
         if not self._is_training:
             return
         if not trainer.sanity_checking and not trainer.state.progress.is_mid_epoch_validation:
@@ -129,7 +131,7 @@ class WeightAveraging(Averaging):
                 self._follow_epoch(trainer, module)  # so that what is scored is what the epoch's checkpoint holds
         self._show(trainer, module)
 
-    def on_validation_end(self, trainer: Trainer, module: Module) -> None:
+    def on_validation_end(self, trainer: TrainerProtocol, module: Module) -> None:
         if self._is_training and self.n_averaged:
             self.pieces.put_back(trainer.strategy, module)
 

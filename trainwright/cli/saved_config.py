@@ -18,8 +18,7 @@ from trainwright.checkpoint.reader import open_checkpoint
 from trainwright.cli.argument_parser import dumped
 from trainwright.errors import CheckpointError, a_type_of
 from trainwright.loggers import CSVLogger
-from trainwright.loggers.files import write_file
-from trainwright.loggers.position import CHECKPOINTS
+from trainwright.loggers.files import CHECKPOINTS, write_file
 from trainwright.module import Module
 from trainwright.rank_zero import rank_zero_warn
 from trainwright.trainer.trainer import Trainer

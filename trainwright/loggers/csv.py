@@ -16,11 +16,9 @@ import fsspec
 from trainwright.arguments import refuses_unknown
 from trainwright.distributed.environment import Environment
 from trainwright.loggers.base import SilentExperiment
-from trainwright.loggers.files import is_local, write_file
+from trainwright.loggers.files import TABLE_NAME, is_local, write_file
 from trainwright.loggers.folder import FolderLogger, Row
 from trainwright.paths import open_no_link
-
-TABLE_NAME = "metrics.csv"
 
 
 class CSVLogger(FolderLogger):

@@ -16,6 +16,9 @@ from trainwright.paths import is_process_alive, machine, process_start_time
 
 __all__ = ["write_file"]
 
+CHECKPOINTS = "checkpoints"
+"""The default checkpoint folder within a run's log folder."""
+TABLE_NAME = "metrics.csv"
 HPARAMS_NAME, HPARAMS_YAML = "hparams.json", "hparams.yaml"
 """The files of the hyper-parameters."""
 

@@ -9,13 +9,11 @@ from typing import Any
 import fsspec
 
 from trainwright.loggers.base import Logger
+from trainwright.loggers.files import CHECKPOINTS
 from trainwright.loggers.folder import FolderLogger
 from trainwright.loggers.remote import RemoteLogger
 
 __all__ = ["CHECKPOINTS"]
-
-CHECKPOINTS = "checkpoints"
-"""The default checkpoint folder within a run's log folder."""
 
 
 def logger_states(loggers: Sequence[Logger]) -> list[dict[str, Any]]:

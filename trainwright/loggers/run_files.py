@@ -16,8 +16,7 @@ import fsspec
 import numpy as np
 
 from trainwright.history import History, Numbers, Series
-from trainwright.loggers.csv import TABLE_NAME
-from trainwright.loggers.position import CHECKPOINTS
+from trainwright.loggers.files import CHECKPOINTS, TABLE_NAME
 from trainwright.loggers.run_record import RECORD_NAME
 
 __all__ = ["find_runs", "read_history"]

@@ -16,7 +16,7 @@ from trainwright.checkpoint.reader import StoredCheckpoint, Verify, open_checkpo
 from trainwright.checkpoint.store import BackgroundSave
 from trainwright.engine.engine import Engine
 from trainwright.errors import CheckpointError, a_type_of
-from trainwright.loggers.position import CHECKPOINTS
+from trainwright.loggers.files import CHECKPOINTS
 from trainwright.paths import absolute
 from trainwright.rank_zero import rank_zero_warn
 

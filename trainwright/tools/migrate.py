@@ -235,7 +235,7 @@ def counterpart(module: str, name: str) -> tuple[str, str] | None:
     path = _path(module)
     folder = path.partition(".")[0]
     if path.startswith("utilities.model_summary") and name in ("ModelSummary", "summarize"):
-        return "trainwright.callbacks.layer_summary", "LayerSummary"
+        return "trainwright.callbacks.model_summary", "LayerSummary"
     new_name = RENAMED.get(name, name)
     if new_name in HOME_OF:
         return HOME_OF[new_name], new_name

@@ -17,8 +17,8 @@ from trainwright.distributed.ranks import Ranks
 from trainwright.engine.engine import Engine
 from trainwright.errors import CheckpointError, MissingCheckpoint, a_type_of
 from trainwright.loggers import Logger
+from trainwright.loggers.files import CHECKPOINTS
 from trainwright.loggers.folder import FolderLogger
-from trainwright.loggers.position import CHECKPOINTS
 from trainwright.loggers.remote import RemoteLogger
 from trainwright.rank_zero import rank_zero_warn
 

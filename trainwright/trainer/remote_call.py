@@ -24,7 +24,7 @@ import torch
 from torch import nn
 
 from trainwright.callbacks.base import Callback
-from trainwright.callbacks.classification_scores import ClassificationScores
+from trainwright.callbacks.classification_report import ClassificationScores
 from trainwright.callbacks.learning_rate_search import LearningRateSearch
 from trainwright.checkpoint.codec import encode
 from trainwright.engine.worker_calls import call_in_workers
