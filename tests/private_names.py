@@ -57,7 +57,7 @@ TORCH = (
     Use(
         "torch.Tensor",
         "_is_view",
-        "hand out results that are no views of fsdp's buffers (strategies/fsdp2/strategy.py)",
+        "hand out results that are no views of fsdp's buffers (strategies/fsdp2/vendor.py)",
     ),
     Use(
         "torch.Tensor",
@@ -88,7 +88,7 @@ TORCH = (
     Use(
         "torch.nn.modules.batchnorm",
         "_BatchNorm",
-        "keep normalizations in float32 under fsdp (strategies/fsdp2/strategy.py)",
+        "keep normalizations in float32 under fsdp (strategies/fsdp2/vendor.py)",
     ),
     Use(
         "torch.nn.modules.batchnorm",
@@ -154,7 +154,7 @@ TORCH = (
     Use(
         "torch.distributed.tensor._utils",
         "compute_local_shape_and_global_offset",
-        "find this rank's range of a sharded parameter (strategies/fsdp2/strategy.py)",
+        "find this rank's range of a sharded parameter (strategies/fsdp2/vendor.py)",
     ),
     Use("torch.distributed.tensor.DTensor", "_local_tensor", "read a shard without a graph of its own"),
     Use("torch.distributed.fsdp.FSDPModule", "_get_fsdp_state", "reach what fsdp keeps of a group's parameters"),
@@ -173,7 +173,7 @@ TORCH = (
     Use(
         "torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState",
         "_register_pre_backward_hook",
-        "gather for the backward of a loss that was made outside of a forward (strategies/fsdp2/strategy.py)",
+        "gather for the backward of a loss that was made outside of a forward (strategies/fsdp2/vendor.py)",
     ),
     Use(
         "torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup",

@@ -88,9 +88,8 @@ class PreparedOptimizer(Optimizer):
 
         if self._windows is not None:
             self._refuse_closure(self._windows)
-        if self._has_loss or (
-            self._engine.strategy.capabilities.takes_closure and self._engine.precision.takes_closure
-        ):
+        takes_closure = self._engine.strategy.capabilities.takes_closure and self._engine.precision.takes_closure
+        if self._has_loss or takes_closure:
             self.step_clipped(call=call)
         else:
             # Gradients have to be final (averaged, unscaled) before such a step, so it cannot compute them itself.

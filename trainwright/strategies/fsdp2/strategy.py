@@ -26,8 +26,6 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 from torch.utils.checkpoint import checkpoint
 
@@ -52,6 +50,7 @@ from trainwright.strategies.divided_optimizers import (
     refuse_unsharded,
     with_gradients,
 )
+from trainwright.strategies.fsdp2 import vendor
 from trainwright.strategies.fsdp2.low_precision_layers import Float32, allow_float32, find_float32
 from trainwright.strategies.fsdp2.sharded_access import (
     Root,
@@ -65,14 +64,6 @@ from trainwright.strategies.fsdp2.sharded_access import (
     unshard_for_call,
 )
 from trainwright.strategies.fsdp2.split_groups import by_kind, split_groups
-from trainwright.strategies.fsdp2.vendor import (
-    carried_hooks,
-    record_versions,
-    record_versions_before,
-    write_back,
-    write_back_after,
-    write_through_data,
-)
 from trainwright.strategies.fsdp2.wrap_policy import (
     MIN_PARAMETERS,
     ROOT,
@@ -86,6 +77,8 @@ from trainwright.strategies.placement import innermost_first, materialize, move
 from trainwright.strategies.replaced_options import OF_FSDP, refuse_options, reshards
 from trainwright.strategies.replication import DeferredAllReduce, equalize
 from trainwright.strategies.used_parameters import BackwardGuard, RanksUse
+
+BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
 class FSDPStrategy(Strategy):
@@ -202,7 +195,7 @@ class FSDPStrategy(Strategy):
             self._float32 = find_float32(module)
             allow_float32(module)  # before FSDP's hooks
         elif low.param_dtype is not None:
-            self._float32.groups.update(each for each in module.modules() if isinstance(each, _BatchNorm))
+            self._float32.groups.update(each for each in module.modules() if isinstance(each, BATCH_NORMS))
         is_meta = any(each.is_meta for each in (*module.parameters(), *module.buffers()))
         constructed: list[nn.Module] = []
         # Innermost first, the order in which constructors draw the values of meta modules.
@@ -223,7 +216,7 @@ class FSDPStrategy(Strategy):
         for each in to_checkpoint:
             each.forward = partial(checkpoint, each.forward, use_reentrant=False)
         self._shard_group(root, mesh, MixedPrecisionPolicy() if module in self._float32.groups else low, is_root=True)
-        write_through_data()
+        vendor.write_through_data()
         module.__dict__[ROOT] = root  # not as a submodule
         module.__dict__["__deepcopy__"] = partial(refuse_copy, module)
         module.register_forward_pre_hook(unshard_for_call)
@@ -266,8 +259,8 @@ class FSDPStrategy(Strategy):
             parameter.data = parameter.data.contiguous()
         offload = self.cpu_offload and self.device.type != "cpu"
         if not is_root:  # whose forward does it
-            group.register_forward_hook(write_back_after)
-        with carried_hooks(group):
+            group.register_forward_hook(vendor.write_back_after)
+        with vendor.carried_hooks(group):
             fully_shard(
                 group,
                 mesh=mesh,
@@ -278,7 +271,7 @@ class FSDPStrategy(Strategy):
             )
         type(group).__deepcopy__ = refuse_copy  # type: ignore[attr-defined]
         if not is_root:
-            group.register_forward_pre_hook(record_versions_before)
+            group.register_forward_pre_hook(vendor.record_versions_before)
 
     def _refuse_mixed(self, group: nn.Module, whole: list[nn.Parameter]) -> None:
         dtypes = {parameter.dtype for parameter in whole if parameter.requires_grad}
@@ -343,7 +336,7 @@ class FSDPStrategy(Strategy):
         # FSDP hooks the outputs of the root's forward, but a manual backward runs inside that forward: without these hooks
         # the root's group would never be reduced.
         for root in () if self._automatic else self.wrapped.values():
-            root._get_fsdp_state()._register_pre_backward_hook(loss)
+            vendor.gather_for_backward(root, loss)
         with self._guard.backward(self._use.has_come), failing(self.wrapped.values()):
             super().backward(loss, send, **options)
         if self.world_size > 1:
@@ -404,10 +397,9 @@ class FSDPStrategy(Strategy):
     def _piece(self, name: str, value: Tensor, writer: int | None) -> Piece:
         if not isinstance(value, DTensor):
             return super()._piece(name, value, writer)
-        _, offsets = compute_local_shape_and_global_offset(value.shape, value.device_mesh, value.placements)
         local: Tensor = value.detach().to_local()  # type: ignore[attr-defined]
         # NOTE: indexing a DTensor communicates, and would hang if ranks hold unequal shards.
-        start = offsets[0] * math.prod(value.shape[1:]) if local.numel() else 0
+        start = vendor.first_row(value) * math.prod(value.shape[1:]) if local.numel() else 0
         return Piece(name, tuple(value.shape), start, local.view(-1), self.rank)
 
     def refresh_weights(self, modules: Sequence[nn.Module], loaded: Mapping[str, Any] | None = None) -> None:
@@ -438,10 +430,10 @@ class FSDPStrategy(Strategy):
         for root in self.wrapped.values():
             root.reshard()
             root.unshard()
-            record_versions(root)
+            vendor.record_versions(root)
 
     def _write_back(self) -> None:
         for root in self.wrapped.values():
             for group in (root,) if self.reshard_after_forward else root.modules():
                 if isinstance(group, FSDPModule):
-                    write_back(group)
+                    vendor.write_back(group)
