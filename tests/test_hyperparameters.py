@@ -1,4 +1,4 @@
-"""What a constructor was given comes back: as hparams, as plain data, and as an instance built anew."""
+"""The arguments of a constructor come back: as hparams, as plain data, and in a new instance."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ class Configured(HyperParameters):
         self.save_hyperparameters(config)
 
 
-def test_the_arguments_of_the_constructor() -> None:
+def test_the_arguments_of_the_constructor_are_stored() -> None:
     net = Net(3, 0.5, 7, 8, act="gelu", heads=2)
     assert net.hparams == {"width": 3, "lr": 0.5, "act": "gelu", "heads": 2}
     assert (net.hparams.lr, net.hparams["heads"], net._hparams_name) == (0.5, 2, "kwargs")
@@ -121,7 +121,7 @@ def test_a_subclass_adds_its_own_and_its_ignore_wins() -> None:
     outer = types.SimpleNamespace()
 
     class Outer(HyperParameters):
-        def __init__(self, depth: int) -> None:  # its arguments are not those of the module that it makes
+        def __init__(self, depth: int) -> None:  # the inner module has other arguments
             outer.inner = Net(1)
 
     Outer(5)
@@ -165,7 +165,7 @@ def test_hparams_change_and_the_initial_ones_do_not() -> None:
     net.hparams_initial["lr"] = 5
     assert net.hparams_initial.lr == 0.1
     del net.hparams.new
-    with pytest.raises(AttributeError, match="hyper-parameter 'new' does not exist; choose from: width, lr"):
+    with pytest.raises(AttributeError, match=r"hyper-parameter 'new' does not exist. Choose from: width, lr"):
         net.hparams.new
     net.hparams = {"only": 1}
     assert net.hparams.only == 1
@@ -199,12 +199,12 @@ def test_building_takes_what_the_constructor_takes() -> None:
 
     assert build(Positional, Positional(4).hparams, {}).hparams.width == 4
     with pytest.warns(
-        UserWarning, match=r"takes no argument depht, so load_from_checkpoint drops it; it takes width, lr\."
+        UserWarning, match=r"takes no argument depht, so load_from_checkpoint drops it. It takes width, lr\."
     ):
         build(SavesFirst, stored, {"depht": 2})
 
 
-def test_logged_ones_of_module_and_datamodule() -> None:
+def test_module_and_datamodule_log_theirs() -> None:
     first, second, silent = Net(3), Configured({"batch_size": 4, "lr": 0.1}), SavesFirst(9)
     silent._log_hyperparams = False
     first.hparams.lr = 0.9
@@ -217,9 +217,9 @@ def test_logged_ones_of_module_and_datamodule() -> None:
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        (("widht",), ValueError, r"got 'widht', which Wrong\.__init__ does not take; its arguments are size"),
+        (("widht",), ValueError, r"got 'widht', which Wrong\.__init__ does not take. Its arguments are size"),
         ((3, 0.1), TypeError, "2 values that are not all names"),
-        ((3,), TypeError, "given as 3, an int; expected names"),
+        ((3,), TypeError, "given as 3, an int. Expected names"),
         (({1: 2},), TypeError, "named by str; 1 is an int"),
     ],
 )
@@ -231,11 +231,11 @@ def test_wrong_uses(arguments: tuple[Any, ...], error: type[Exception], message:
 
     with pytest.raises(error, match=message):
         Wrong()
-    with pytest.raises(RuntimeError, match=r"outside of Net\.__init__; call it there, or give it a dict"):
+    with pytest.raises(RuntimeError, match=r"outside of Net\.__init__. Call it there, or give it a dict"):
         Net(1).save_hyperparameters()
 
 
-def test_a_file_of_hyper_parameters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_of_hyper_parameters_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "a.json").write_text('{"lr": 0.1, "layers": [1]}')
     (tmp_path / "a.yaml").write_text("lr: 0.1\nlayers: [1]\n")
     (tmp_path / "list.json").write_text("[1]")
@@ -243,9 +243,9 @@ def test_a_file_of_hyper_parameters(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert read_hyper_parameters(str(tmp_path / "a.json")) == {"lr": 0.1, "layers": [1]}
     (tmp_path / "a.csv").write_text("key,value\nlr,0.1\nname,deep\n")
     assert read_hyper_parameters(str(tmp_path / "a.csv")) == {"lr": 0.1, "name": "deep"}
-    with pytest.raises(ValueError, match=r"expected a \.json, \.yaml"):
+    with pytest.raises(ValueError, match=r"Expected a \.json, \.yaml"):
         read_hyper_parameters("a.toml")
-    with pytest.raises(ValueError, match="holds a list; it must hold names and values"):
+    with pytest.raises(ValueError, match=r"holds a list. It must hold names and values"):
         read_hyper_parameters(str(tmp_path / "list.json"))
     with pytest.raises(ValueError, match="cannot be read as json"):
         read_hyper_parameters(str(tmp_path / "bad.json"))
@@ -262,7 +262,7 @@ class Color(enum.Enum):
     BLUE = ("b", 2)
 
 
-class Mode(str, enum.Enum):  # noqa: UP042, what programs of older Pythons write
+class Mode(str, enum.Enum):  # noqa: UP042, as in programs for older Pythons
     FAST = "fast"
 
 

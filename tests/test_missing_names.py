@@ -1,4 +1,4 @@
-"""Names of Lightning and Accelerate that do not exist here: the errors and the page say what to use instead."""
+"""Names of Lightning and Accelerate that do not exist here: the errors and the page name the replacement."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_a_missing_name_says_what_to_use() -> None:
 
 
 @pytest.mark.parametrize("name", ["core", "utilities", "utils"])
-def test_module_paths_of_peers_name_the_command(name: str) -> None:
+def test_an_error_for_module_paths_names_the_command(name: str) -> None:
     with pytest.raises(AttributeError, match=rf"'{name}'\. `trainwright migrate SCRIPT` rewrites the imports"):
         getattr(tw, name)
 

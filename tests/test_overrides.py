@@ -21,7 +21,7 @@ from trainwright.strategies.ddp.strategy import DDPStrategy
 
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Set what `trainwright launch` passes to its workers."""
+    """Set the variables that `trainwright launch` passes to its workers."""
 
     def launch(**passed_on: Any) -> None:
         for name in ("RANK", "LOCAL_RANK"):

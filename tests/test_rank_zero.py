@@ -1,4 +1,4 @@
-"""What only rank 0 does or says."""
+"""Functions that act on rank 0 only, and the lines of warnings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Wrong uses and what is said of them: what was given, what is accepted, what to do. Nothing is left behind by one."""
+"""Wrong uses and their errors, which name the value, the accepted values and the remedy. No wrong use leaves a trace."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 import trainwright as tw
 
 SETTINGS: dict[str, Any] = {"accelerator": "cpu", "max_epochs": 1, "enable_progress_bar": False}
-"""Loggers and checkpoints stay on, so that what a refused run leaves behind shows."""
+"""Loggers and checkpoints stay on, so that traces of a rejected run show."""
 
 
 class Counted(TensorDataset):
@@ -38,7 +38,7 @@ class Counted(TensorDataset):
 
 
 class Scene:
-    """What a wrong use is made with: a module and data that are right, and checkpoints of an earlier run."""
+    """The parts of a wrong use: a right module, right data, and checkpoints of an earlier run."""
 
     def __init__(self) -> None:
         self.module = Classifier()
@@ -71,7 +71,7 @@ class Scene:
             self._changed.append(name)
 
     def mend(self) -> None:
-        """Take back what `change` did."""
+        """Undo `change`."""
         for name in self._changed:
             self.module.__dict__.pop(name, None)
 
@@ -81,7 +81,7 @@ class WrongUse(NamedTuple):
     use: Callable[[Scene], Any]
     error: type[Exception]
     message: str
-    """A regular expression of what is said."""
+    """A regular expression of the error."""
     has_begun: bool = False
     """Whether the run had begun, so that its files may be there."""
 
@@ -221,16 +221,16 @@ CONSTRUCTION = [
     ("devices, an empty list", {"devices": []}, ValueError, r"devices=\[\] names no device; pass the numbers of some"),
     ("devices, a kind", {"devices": "mps"}, ValueError, r"devices='mps' names a kind of device; pass accelerator='mps'"),
     ("num_nodes without a place", {"num_nodes": 2}, ValueError,
-     r"num_nodes=2 .*has no NODE_RANK and no MASTER_ADDR; set NODE_RANK .* or start it there with trainwright launch"),
+     r"num_nodes=2 .*has no NODE_RANK and no MASTER_ADDR. Set NODE_RANK .* or start it there with trainwright launch"),
     ("max_epochs, a float", {"max_epochs": 2.0}, ValueError, r"max_epochs=2.0: expected an integer of at least -1"),
     ("max_epochs, too small", {"max_epochs": -2}, ValueError, r"max_epochs=-2: expected an integer of at least -1"),
     ("max_epochs, a bool", {"max_epochs": True}, ValueError, r"max_epochs=True: expected an integer"),
     ("num_sanity_val_steps", {"num_sanity_val_steps": -2}, ValueError,
      r"num_sanity_val_steps=-2: .* at least -1 \(-1 is all"),
     ("max_time without days", {"max_time": "01:00:00"}, ValueError,
-     r"max_time='01:00:00' is malformed; expected 'DD:HH:MM:SS'"),
+     r"max_time='01:00:00' is malformed. Expected 'DD:HH:MM:SS'"),
     ("max_time, seconds", {"max_time": 60}, ValueError,
-     r"max_time=60 is an int; expected 'DD:HH:MM:SS' .*. Give for"),
+     r"max_time=60 is an int. Expected 'DD:HH:MM:SS' .*. Give for"),
     ("limit, a fraction above 1", {"limit_val_batches": 1.5}, ValueError,
      r"limit_val_batches=1.5: expected a number of "),
     ("limit, a percentage", {"limit_train_batches": "10%"}, ValueError,
@@ -432,7 +432,7 @@ FIT = [
     ("log in configure_optimizers", {"configure_optimizers": in_hook()}, RuntimeError,
      r"'a', .*in configure_optimizers, wh"),
     ("log in setup", {"setup": in_hook()}, RuntimeError,
-     r"self.log\('a', .* in setup, where nothing is collected; log in a"),
+     r"self.log\('a', .* in setup, where nothing is collected. Log in a"),
     ("log in on_fit_start", {"on_fit_start": in_hook()}, RuntimeError,
      r"self.log\('a', .*in on_fit_start, where nothing is"),
 ]  # fmt: skip
@@ -490,12 +490,12 @@ RUNNING = [
      or loss_of(self.net, batch)}, ValueError, r"'a', .*training_step with prog_bar=False and then True; use one"),
     ("manual_backward of a number", {"automatic_optimization": False, "training_step":
      lambda self, batch, index: self.manual_backward(1.5)}, TypeError,
-     r"manual_backward was given a float; expected a l"),
+     r"manual_backward was given a float. Expected a l"),
     ("manual_backward under automatic", {"training_step": lambda self, batch, index:
      self.manual_backward(loss_of(self.net, batch))}, RuntimeError,
      r"manual_backward was called, but .* set automatic_optimization = False"),
     ("an optimizer of nobody is toggled", {"automatic_optimization": False, "training_step": lambda self, batch, index:
-     self.toggle_optimizer(3)}, TypeError, r"toggle_optimizer was given an int; expected .*self.optimizers\(\)"),
+     self.toggle_optimizer(3)}, TypeError, r"toggle_optimizer was given an int. Expected .*self.optimizers\(\)"),
     ("clipping by another way", {"automatic_optimization": False, "training_step": lambda self, batch, index:
      self.clip_gradients(self.optimizers(), 1.0, "agc")}, ValueError,
      r"gradient_clip_algorithm='agc' .*choose from norm"),
@@ -504,7 +504,7 @@ RUNNING = [
     ("dataloader_iter that nobody reads", {"training_step": lambda self, dataloader_iter: None}, RuntimeError,
      r"training_step took no batch from its dataloader_iter; call next\(dataloader_iter\)"),
 ]  # fmt: skip
-"""What shows only in a step or a hook of a run."""
+"""Wrong uses that show only in a step or a hook of a run."""
 
 OTHERS = [
     WrongUse("groups as parameters", lambda s: s.make().fit(Grouped(), s.loader), TypeError,
@@ -565,9 +565,9 @@ OTHERS = [
     WrongUse("a callback's log outside of a run", lambda s: tw.Callback().log("a", 1.0), RuntimeError,
              r"Callback.log works in the hooks of a run only"),
     WrongUse("a step that is not there", lambda s: OnlyOptimizers().training_step(None, 0), RuntimeError,
-             r"OnlyOptimizers has no training_step; define it to call trainer.fit"),
+             r"OnlyOptimizers has no training_step. Define it to call trainer.fit"),
     WrongUse("load from an instance", lambda s: s.module.load_from_checkpoint("SAVED/width"), TypeError,
-             r"does not change this one; call it on the class and use what it returns"),
+             r"does not change this one. Call it on the class and use what it returns"),
     WrongUse("an empty ckpt_path", lambda s: s.make().test(s.module, s.loader, ckpt_path=""), ValueError,
              r"ckpt_path='' is an empty path; pass a checkpoint's path, 'best', 'last' or 'auto'"),
     WrongUse("best in a fresh trainer", lambda s: s.make(enable_checkpointing=True).test(s.module, s.loader, ckpt_path="best"),
@@ -583,7 +583,7 @@ OTHERS = [
     WrongUse("load without an argument", lambda s: Width.load_from_checkpoint("SAVED/width"), TypeError,
              r"its argument width is not among the hyper-parameters .*Width.load_from_checkpoint\(path, width=\.\.\.\)"),
     WrongUse("load with an unknown one", lambda s: Width.load_from_checkpoint("SAVED/width", widht=3), UserWarning,
-             r"Width takes no argument widht, so load_from_checkpoint drops it; it takes width"),
+             r"Width takes no argument widht, so load_from_checkpoint drops it. It takes width"),
     WrongUse("load another model", lambda s: Classifier.load_from_checkpoint("SAVED/width"), tw.CheckpointError,
              r"it is of another model \(.*only in it: layer.bias .*layer.weight \(1, 3\)\)\. Build the model"),
     WrongUse("load nothing", lambda s: Classifier.load_from_checkpoint("nowhere"), tw.CheckpointError,
@@ -597,11 +597,11 @@ OTHERS = [
     WrongUse("hyper-parameters of no argument", lambda s: s.module.save_hyperparameters({1: 2}), TypeError,
              r"named by str; 1"),
     WrongUse("hyper-parameters too late", lambda s: s.module.save_hyperparameters(), RuntimeError,
-             r"save_hyperparameters\(\) was called outside of Classifier.__init__; call it there, or"),
+             r"save_hyperparameters\(\) was called outside of Classifier.__init__. Call it there, or"),
     WrongUse("to_onnx without an input", lambda s: s.module.to_onnx("a.onnx"), ValueError,
              r"to_onnx has no input: pass input_"),
     WrongUse("all_gather of a group", lambda s: s.module.all_gather(1, group=2), ValueError,
-             r"all_gather was given a group; exp"),
+             r"all_gather was given a group. Exp"),
     WrongUse("from_datasets of a loader", lambda s: tw.DataModule.from_datasets(s.loader), TypeError,
              r"train_dataset has a DataLoader; expected datasets"),
     WrongUse("EarlyStopping without monitor", lambda s: tw.EarlyStopping(None), TypeError,
@@ -624,30 +624,30 @@ OTHERS = [
     WrongUse("a schedule of accumulation", lambda s: tw.GradientAccumulationScheduler({0: 0}), ValueError,
              r"0: 0.*from 1|0"),
     WrongUse("a Timer of nothing", lambda s: tw.Timer("soon"), ValueError,
-             r"duration='soon' is malformed; expected 'DD:HH:MM:SS'"),
+             r"duration='soon' is malformed. Expected 'DD:HH:MM:SS'"),
     WrongUse("loaders combined otherwise", lambda s: tw.CombinedLoader([s.loader], "max"), ValueError,
              r"mode='max' is unknown"),
     WrongUse("a seed that is none", lambda s: tw.seed_everything("a"), (TypeError, ValueError), r"seed='a'"),
     WrongUse("Accelerator, a precision", lambda s: tw.Accelerator(mixed_precision="fp61"), ValueError,
-             r"mixed_precision='fp61' is unknown; choose from no, fp16, bf16"),
+             r"mixed_precision='fp61' is unknown. Choose from no, fp16, bf16"),
     WrongUse("Accelerator, the Trainer's word", lambda s: tw.Accelerator(mixed_precision="bf16-mixed"), ValueError,
              r"precision='bf16-mixed' means mixed_precision='bf16'"),
     WrongUse("Accelerator, two kinds of device", lambda s: tw.Accelerator(cpu=True, accelerator="mps"), ValueError,
-             r"cpu=True and accelerator='mps' were both given; pass one"),
+             r"cpu=True and accelerator='mps' were both given. Pass one"),
     WrongUse("Accelerator, an unknown kind", lambda s: tw.Accelerator(accelerator="gpuu"), ValueError,
              r"accelerator='gpuu' is unknown.*mean 'gpu'\?"),
     WrongUse("Accelerator, two precisions", lambda s: tw.Accelerator(mixed_precision="fp16", precision=16), ValueError,
-             r"mixed_precision='fp16' and precision=16 were both given; pass one"),
+             r"mixed_precision='fp16' and precision=16 were both given. Pass one"),
     WrongUse("Accelerator, no step", lambda s: tw.Accelerator(gradient_accumulation_steps=0), ValueError,
-             r"gradient_accumulation_steps=0 is not accepted; pass an integer of at least 1"),
+             r"gradient_accumulation_steps=0 is not accepted. Pass an integer of at least 1"),
     WrongUse("Accelerator prepares a dict", lambda s: tw.Accelerator(cpu=True).prepare({}), TypeError,
-             r"prepare was given an object of type dict; expected torch modules, optimizers"),
+             r"prepare was given an object of type dict. Expected torch modules, optimizers"),
     WrongUse("Accelerator prepares a class", lambda s: tw.Accelerator(cpu=True).prepare(nn.Linear), TypeError,
-             r"prepare was given .*Linear; expected torch modules|prepare was given an object of type type; expected"),
+             r"prepare was given .*Linear. Expected torch modules|prepare was given an object of type type. Expected"),
     WrongUse("Accelerator steps a stranger", lambda s: tw.Accelerator(cpu=True).step(other_adam()), ValueError,
-             r"this optimizer was not prepared; pass one that accelerator.prepare returned"),
+             r"this optimizer was not prepared. Pass one that accelerator.prepare returned"),
     WrongUse("Accelerator's backward of a number", lambda s: tw.Accelerator(cpu=True).backward(1.5), TypeError,
-             r"backward was given a float; expected a loss tensor"),
+             r"backward was given a float. Expected a loss tensor"),
 ]  # fmt: skip
 """The other calls."""
 
@@ -662,7 +662,7 @@ WRONG_FOR_EVERY_RUN = ("callbacks", "limit_train_batches", "accumulate_grad_batc
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Checkpoints of an earlier run, and what looks like some."""
+    """Checkpoints of an earlier run, and look-alikes."""
     folder = tmp_path_factory.mktemp("saved")
     for name, module, options in (
         ("full", Classifier(), {}),
@@ -681,7 +681,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def global_state() -> dict[str, Any]:
-    """Return what a wrong use must not change in the process."""
+    """Return the state of the process that a wrong use must not change."""
     return {
         "torch": torch.get_rng_state().tolist(),
         "numpy": numpy.random.get_state()[1].tolist(),  # type: ignore[index]
@@ -705,7 +705,7 @@ def test_the_table_is_long_and_its_names_differ() -> None:
 
 
 @pytest.mark.parametrize("use", ALL, ids=lambda use: use.name)
-def test_wrong_use(use: WrongUse, saved: Path, tmp_path: Path) -> None:
+def test_wrong_use_is_rejected(use: WrongUse, saved: Path, tmp_path: Path) -> None:
     (tmp_path / "SAVED").symlink_to(saved)
     scene = Scene()
     modes = {name: child.training for name, child in scene.module.named_modules()}

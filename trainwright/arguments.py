@@ -49,7 +49,7 @@ def refuse_by_position(owner: str, given: Sequence[Any], example: str) -> None:
     """Raise TypeError for arguments that were passed by position."""
     if given:
         raise TypeError(
-            f"{owner} was given {', '.join(map(repr, given))} by position; it takes its arguments by name, such as "
+            f"{owner} was given {', '.join(map(repr, given))} by position. It takes its arguments by name, such as "
             f"{owner}({example})."
         )
 
@@ -58,7 +58,7 @@ def check_flags(**given: Any) -> None:
     """Raise TypeError for an argument that is neither True nor False."""
     for name, value in given.items():
         if not isinstance(value, bool):
-            raise TypeError(f"{name}={value!r} is not accepted; pass True or False.")
+            raise TypeError(f"{name}={value!r} is not accepted. Pass True or False.")
 
 
 def foreign_hint(value: Any) -> str:
@@ -66,7 +66,7 @@ def foreign_hint(value: Any) -> str:
     packages = {base.__module__.partition(".")[0] for base in type(value).__mro__}
     if packages.isdisjoint(("lightning", "pytorch_lightning", "lightning_fabric")):
         return ""
-    return " This one is of Lightning's own classes; import its base from trainwright too (docs/migrating.md)."
+    return " This one is of Lightning's own classes. Import its base from trainwright too (docs/migrating.md)."
 
 
 class NamedArguments:

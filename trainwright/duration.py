@@ -17,18 +17,18 @@ def to_seconds(
 ) -> float:
     """Return a duration in seconds. Errors call the setting `name`."""
     expected = (
-        "expected 'DD:HH:MM:SS' (days, hours, minutes, seconds), a timedelta, or a dict of its arguments. Give for example "
+        "Expected 'DD:HH:MM:SS' (days, hours, minutes, seconds), a timedelta, or a dict of its arguments. Give for example "
         f"{name}='00:12:00:00', timedelta(hours=12) or {{'hours': 12}}."
     )
     if not isinstance(value, (str, timedelta, dict)):
-        raise TypeError(f"{name}={value!r} is {a_type_of(value)}; {expected}")
+        raise TypeError(f"{name}={value!r} is {a_type_of(value)}. {expected}")
     try:
         length = value if isinstance(value, timedelta) else timedelta(**_units_of(value))
     except (ValueError, OverflowError) as error:
-        raise ValueError(f"{name}={value!r} {error}; {expected}") from None
+        raise ValueError(f"{name}={value!r} {error}. {expected}") from None
     seconds = length.total_seconds()
     if seconds < 0 or (seconds == 0 and not allows_zero):
-        raise ValueError(f"{name}={value!r} is not positive; {expected}")
+        raise ValueError(f"{name}={value!r} is not positive. {expected}")
     return seconds
 
 
@@ -38,9 +38,9 @@ def seconds_of(timeout: float | timedelta | None) -> float | None:
         return None
     seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
     if isinstance(seconds, bool) or not isinstance(seconds, (int, float)):
-        raise TypeError(f"timeout={timeout!r} is not accepted; pass seconds, a timedelta, or None.")
+        raise TypeError(f"timeout={timeout!r} is not accepted. Pass seconds, a timedelta, or None.")
     if not 0 < seconds < math.inf:
-        raise ValueError(f"timeout={timeout!r} is not accepted; pass a positive number of seconds, or None.")
+        raise ValueError(f"timeout={timeout!r} is not accepted. Pass a positive number of seconds, or None.")
     return float(seconds)
 
 

@@ -41,7 +41,7 @@ class AttributeDict(dict[str, Any]):
 
     def __getattr__(self, name: str) -> Any:
         if name not in self:
-            raise AttributeError(f"hyper-parameter {name!r} does not exist; choose from: {_listed(self)}.")
+            raise AttributeError(f"hyper-parameter {name!r} does not exist. Choose from: {_listed(self)}.")
         return self[name]
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -69,7 +69,7 @@ class classonly(classmethod):  # type: ignore[type-arg]
         @functools.wraps(bound)  # raising in __get__ would break tools that look at every attribute of an instance
         def refuse(*args: Any, **kwargs: Any) -> NoReturn:
             raise TypeError(
-                f"{name} makes a new instance and does not change this one; call it on the class and use what it returns: "
+                f"{name} makes a new instance and does not change this one. Call it on the class and use what it returns: "
                 f"instance = {kind}.{name}(path)."
             )
 
@@ -97,15 +97,15 @@ class HyperParameters:
     ) -> None:
         """Store the arguments of `__init__`, and of the subclasses' `__init__`, as `hparams`.
 
-        Each argument has its value at the time of this call; `*args` are not stored. Checkpoints and loggers get plain data
+        Arguments have their values at the time of this call. `*args` are not stored. Checkpoints and loggers get plain data
         and values with a plain form: enum members, dataclasses, Namespaces, OmegaConf containers, classes and functions (by
         name), and partials of these. Pass other values (a network, a dataset, a lambda) to `load_from_checkpoint`.
 
         Args:
-            args: names of the arguments to store, all of them by default; or one dict, Namespace or dataclass instance
+            args: names of the arguments to store, all of them by default, or one dict, Namespace or dataclass instance
                 whose content becomes the hyper-parameters.
             ignore: names to skip, also if a base class has stored them.
-            frame: where to look for the constructor's arguments; by default the calling frames.
+            frame: where to look for the constructor's arguments, by default the calling frames.
             logger: whether the loggers get them.
 
         Raises:
@@ -119,7 +119,7 @@ class HyperParameters:
             values = _chosen(self, arguments, args)
         elif len(args) > 1:
             raise TypeError(
-                f"save_hyperparameters got {len(args)} values that are not all names; expected names of the "
+                f"save_hyperparameters got {len(args)} values that are not all names. Expected names of the "
                 'arguments ("lr", "width"), or one dict, Namespace or dataclass instance. Give names, not values.'
             )
         else:
@@ -136,7 +136,7 @@ class HyperParameters:
 
     @property
     def hparams(self) -> AttributeDict:
-        """Return the hyper-parameters, by attribute (`self.hparams.lr`) and by key; they may be changed."""
+        """Return the hyper-parameters, by attribute (`self.hparams.lr`) and by key. They may be changed."""
         if self._hparams is None:
             self._hparams = AttributeDict()
         return self._hparams
@@ -203,7 +203,7 @@ def logged_hyper_parameters(
         if different:
             raise ValueError(
                 f"the module and the datamodule both log hyper-parameters named {', '.join(different)}, with different "
-                "values; rename one of them, or call save_hyperparameters(logger=False) in one of the two."
+                "values. Rename one of them, or call save_hyperparameters(logger=False) in one of the two."
             )
         merged.update(plain)
     return merged
@@ -242,14 +242,14 @@ def build(
         values = {**hyper_parameters, **rebuilt}
     if unknown := [key for key in overrides if not is_taken(key)]:
         warn(
-            f"{cls.__name__} takes no argument {', '.join(unknown)}, so load_from_checkpoint drops it; it takes "
+            f"{cls.__name__} takes no argument {', '.join(unknown)}, so load_from_checkpoint drops it. It takes "
             f"{_listed(named)}.",
             stacklevel=4,
         )
     values = {key: value for key, value in {**values, **overrides}.items() if is_taken(key)}
     _refuse_missing(cls, named, values, hyper_parameters)
     first = [each.name for each in named.values() if each.kind is each.POSITIONAL_ONLY and each.name in values]
-    return cls(*map(values.pop, first), **values)
+    return cls(*[values.pop(name) for name in first], **values)
 
 
 def _refuse_missing(
@@ -278,7 +278,7 @@ def read_hyper_parameters(path: str) -> dict[str, Any]:
     kind = str(path).rpartition(".")[2].lower()
     if kind not in ("json", "yaml", "yml", "csv"):
         raise ValueError(
-            f"hparams_file={str(path)!r} is of an unknown kind; expected a .json, .yaml, .yml or .csv file."
+            f"hparams_file={str(path)!r} is of an unknown kind. Expected a .json, .yaml, .yml or .csv file."
         )
     try:
         loads = json.loads if kind == "json" else importlib.import_module("yaml").safe_load
@@ -293,7 +293,7 @@ def read_hyper_parameters(path: str) -> dict[str, Any]:
     except Exception as error:  # the parsers have no common error
         raise ValueError(f"hparams_file={str(path)!r} cannot be read as {kind}: {error!r}") from error
     if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
-        raise ValueError(f"hparams_file={str(path)!r} holds {a_type_of(values)}; it must hold names and values.")
+        raise ValueError(f"hparams_file={str(path)!r} holds {a_type_of(values)}. It must hold names and values.")
     return values
 
 
@@ -309,7 +309,7 @@ def _constructor_arguments(owner: object, frame: FrameType | None) -> dict[str, 
     found: list[dict[str, Any]] = []
     while frame is not None:
         code = frame.f_code
-        # A wrapper of the constructor has another name: the constructor's own frame is before or after it.
+        # A wrapper of the constructor has another name. The constructor's frame is before or after it.
         if code.co_name == "__init__" and code.co_argcount and frame.f_locals.get(code.co_varnames[0]) is owner:
             found.append(_frame_arguments(owner, frame))
         frame = frame.f_back
@@ -331,14 +331,14 @@ def _chosen(owner: object, arguments: dict[str, Any] | None, names: Sequence[str
     kind = type(owner).__name__
     if arguments is None:
         raise RuntimeError(
-            f"save_hyperparameters() was called outside of {kind}.__init__; call it there, or give it a dict of the "
+            f"save_hyperparameters() was called outside of {kind}.__init__. Call it there, or give it a dict of the "
             "hyper-parameters."
         )
     unknown = [name for name in names if name not in arguments]
     if unknown:
         raise ValueError(
-            f"save_hyperparameters got {', '.join(map(repr, unknown))}, which {kind}.__init__ does not take; "
-            f"its arguments are {_listed(arguments)}."
+            f"save_hyperparameters got {', '.join(map(repr, unknown))}, which {kind}.__init__ does not take. "
+            f"Its arguments are {_listed(arguments)}."
         )
     return {name: arguments[name] for name in names} if names else arguments
 
@@ -351,7 +351,7 @@ def _from_collection(value: Any) -> AttributeDict:
         value = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
     if not isinstance(value, Mapping):
         raise TypeError(
-            f"hyper-parameters were given as {value!r:.80}, {a_type_of(value)}; expected names of arguments, "
+            f"hyper-parameters were given as {value!r:.80}, {a_type_of(value)}. Expected names of arguments, "
             "or one dict, Namespace or dataclass instance."
         )
     wrong = [key for key in value if not isinstance(key, str)]

@@ -24,7 +24,7 @@ _GREATEST = re.compile(
 
 
 def direction_of(name: str) -> Direction | None:
-    """Return "min" or "max"; None if the name does not say which."""
+    """Return "min" or "max", or None if the name does not say which."""
     if _LEAST.search(name):
         return "min"
     return "max" if _GREATEST.search(name) else None

@@ -1,7 +1,7 @@
 """Overrides: arguments that something outside a script sets. No other file replaces an argument that a script passes.
 
 There are three sources: the flags of `trainwright launch` and its config, variables TRAINWRIGHT_<OWNER>_<ARGUMENT>, and the
-file that TRAINWRIGHT_RUNG names. A tool such as `trainwright ladder` writes that file; it also names the tool's observer.
+file that TRAINWRIGHT_RUNG names. A tool such as `trainwright ladder` writes that file. It also names the tool's observer.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ class LoopObserver:
     """Watches one loop that is written with an Accelerator. The methods of the base class do nothing."""
 
     def begin(self, device: torch.device, strategy: str, precision: str, num_processes: int) -> None:
-        """Called before the loop's objects are prepared, at each call of prepare."""
+        """Called at every call of prepare, before the loop's objects are prepared."""
 
     def note_pass(self) -> None:
         """Called when a pass over a prepared loader begins."""
 
     def note_batch(self, num_samples: int | None) -> None:
-        """Called with the number of samples of each batch, or None if the batch does not show it."""
+        """Called for every batch with its number of samples, or None if the batch does not show it."""
 
     def note_training(self) -> None:
-        """Called after each backward."""
+        """Called after every backward."""
 
     def note_step(self, count: int) -> None:
-        """Called after each step of a prepared optimizer, with the number of all steps. It may end the loop by SystemExit."""
+        """Called after every step of a prepared optimizer, with the number of all steps. It may end the loop by SystemExit."""
 
 
 class Observer:
@@ -54,7 +54,7 @@ class Observer:
         """Called when a Trainer has been made, or its constructor has failed."""
 
     def added_arguments(self, owner: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the arguments of a constructor to change, such as `callbacks`, from those of the script."""
+        """Return the arguments to change, such as `callbacks`, given the script's arguments of a constructor."""
         return {}
 
     def loop(self) -> LoopObserver:
@@ -100,7 +100,7 @@ class OverrideFile:
         self.replaced: dict[str, tuple[str, str]] = {}
         """The script's value and the override's, by argument, if they differ."""
         self.applied: set[str] = set()
-        """The arguments that the script has passed, or left out, where an override was in force."""
+        """The arguments for which an override was in force."""
         try:
             content = json.loads(Path(path).read_text(encoding="utf-8"))
             self.overrides = [Override(**each) for each in content["overrides"]]
@@ -172,7 +172,7 @@ def overridden(
     is_open: bool | None = None,
     is_like: Callable[[Any, Any], bool] = lambda given, value: bool(given == value),
 ) -> Any:
-    """Return the value of an argument: that of an override which wins, or fills it, or else the script's.
+    """Return the value of an argument: from an override that wins or fills it, or else the script's.
 
     Args:
         owner: the class or function that takes the argument.
@@ -195,7 +195,7 @@ def overridden(
 
 
 def _flags(owner: str) -> Iterator[Override]:
-    """Yield what the command line of `trainwright launch`, or its config, sets. None of it wins."""
+    """Yield the settings of `trainwright launch`'s command line and config. None of them wins."""
     if owner not in ("Engine", "Trainer", "Accelerator"):
         return
     environment = Environment.detect()
@@ -224,8 +224,8 @@ def _warn_of_flag(override: Override, given: Any) -> None:
 def overridable(owner: str) -> Callable[[Callable[P, None]], Callable[P, None]]:
     """Apply the overrides of an owner to the arguments of its constructor.
 
-    TRAINWRIGHT_<OWNER>_<ARGUMENT> sets an argument that the script leaves out, which is printed once. Its text is read as a
-    Python literal (true, false and none in any case), or taken as it is, as that of a path always is. The file of overrides
+    TRAINWRIGHT_<OWNER>_<ARGUMENT> sets an argument that the script omits, which is printed once. Its text is read as a
+    Python literal (true, false and none in any case), or taken as it is. A path always is. The file of overrides
     replaces the arguments of both.
     """
 
@@ -253,14 +253,14 @@ def overridable(owner: str) -> Callable[[Callable[P, None]], Callable[P, None]]:
 
 
 def _variables(owner: str, parameters: Mapping[str, inspect.Parameter]) -> Iterator[Override]:
-    """Yield what variables of the environment set; ValueError if the owner has no such argument. None of it wins."""
+    """Yield the arguments that variables set (ValueError if the owner lacks one). None of them wins."""
     known = list(parameters)[1:]
     for name, text in argument_variables(owner).items():
         variable = f"TRAINWRIGHT_{owner.upper()}_{name.upper()}"
         if name not in known:
             close = difflib.get_close_matches(name, known, n=1)
             hint = f" Did you mean TRAINWRIGHT_{owner.upper()}_{close[0].upper()}?" if close else ""
-            raise ValueError(f"the environment has {variable}, but {owner} has no argument {name}; unset it.{hint}")
+            raise ValueError(f"the environment has {variable}, but {owner} has no argument {name}. Unset it.{hint}")
         value = text if "PathLike" in str(parameters[name].annotation) else _literal(text)
         yield Override(owner, name, value, f"{variable}={text}", wins=False)
 
@@ -278,7 +278,7 @@ def _literal(text: str) -> Any:
 def _replaced(
     file: OverrideFile, owner: str, given: Mapping[str, Any], parameters: Mapping[str, inspect.Parameter]
 ) -> dict[str, Any]:
-    """Return the arguments of a constructor with the overrides of a file, and with what its observer adds."""
+    """Return the arguments of a constructor with a file's overrides and its observer's arguments."""
     arguments = dict(given)
     for override in file.overrides:
         if override.owner == owner:
@@ -289,7 +289,7 @@ def _replaced(
 
 
 def _is_within(override: Override, given: Any, arguments: Mapping[str, Any]) -> bool:
-    """Return whether the script's value already is what an override is for, so that it stays."""
+    """Return whether the script's value already serves an override's purpose, so that it stays."""
     if override.argument in ("max_steps", "min_steps") and arguments.get("fast_dev_run"):
         return True
     if override.argument == "max_steps":

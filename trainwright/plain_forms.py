@@ -195,8 +195,8 @@ def look_up(path: str) -> Any:
 def find(path: str, cls: type[Any]) -> Any:
     """Return the class or function of a name in a checkpoint, for the constructor of a class.
 
-    These are allowed: the package of the class; torch's modules, optimizers, schedulers and functions of tensors; the types in
-    the constructor's annotations and defaults; and everything passed to `torch.serialization.add_safe_globals`.
+    Allowed are the package of the class, torch's modules, optimizers, schedulers and functions of tensors, the types in
+    the constructor's annotations and defaults, and everything passed to `torch.serialization.add_safe_globals`.
 
     Raises:
         LookupError: it is not imported, or not allowed.
@@ -233,6 +233,6 @@ def _is_of_torch(value: Any, path: str) -> bool:
         return issubclass(value, (nn.Module, Optimizer, LRScheduler, enum.Enum))
     if module in ("torch.nn.functional", "torch.nn.init"):
         return True
-    # Functions of tensors are built in. Those of torch that load files are not, except this one.
+    # Functions of tensors are built in. torch's functions that load files are not, except this one.
     is_function_of_tensors = module == "torch" or getattr(nn.functional, value.__name__, None) is value
     return is_function_of_tensors and inspect.isbuiltin(value) and value.__name__ != "from_file"

@@ -1,4 +1,4 @@
-"""Rank zero: functions to call on every rank that act on rank 0 only; warnings that show the user's line.
+"""Rank zero: functions to call on every rank that act on rank 0 only, and warnings that show the user's line.
 
 Messages to stderr appear above the progress bars of tqdm.
 """
@@ -22,7 +22,7 @@ __all__ = ["say"]
 _OWN = os.path.dirname(__file__) + os.sep  # not normalized, like the names of the frames' files
 _PYTHON = os.path.dirname(os.__file__) + os.sep
 _INSTALLED = tuple(f"{_PYTHON}{name}{os.sep}" for name in ("site-packages", "dist-packages"))
-"""What is installed within Python's folder, outside of a virtual environment: it does not count as Python's."""
+"""Folders of installed packages within Python's folder, which do not count as Python's."""
 
 
 def above_bars() -> AbstractContextManager[Any]:
@@ -61,7 +61,7 @@ def warn(message: str | Warning, category: type[Warning] = UserWarning, stacklev
 
 
 def _inner() -> tuple[str, ...]:
-    """Return what the file names of the package's frames and of torch's begin with, and those of frozen modules."""
+    """Return the beginnings of file names of frames of the package, of torch and of frozen modules."""
     torch = getattr(sys.modules.get("torch"), "__file__", None)
     return (_OWN, "<frozen ", *(() if torch is None else (os.path.dirname(torch) + os.sep,)))
 
@@ -126,9 +126,9 @@ def rank_zero_info(message: object, *args: object, stacklevel: int = 1) -> None:
     """Log at level INFO to the logger "trainwright" on rank 0.
 
     Args:
-        message: a text, with a format such as %s for each of `args`.
+        message: a text, with formats such as %s for `args`.
         args: the values to format.
-        stacklevel: whose line is logged: 1 for the caller's, 2 for that of the function that called it.
+        stacklevel: whose line is logged: 1 for the caller's, 2 for its caller's.
 
     >>> tw.rank_zero_info("%d samples are longer than the context", 3)
     """
@@ -142,8 +142,8 @@ def rank_zero_warn(message: str | Warning, category: type[Warning] = UserWarning
     Args:
         message: a text, or a Warning, whose class is then the category.
         category: the class of the warning.
-        stacklevel: whose line is shown: 1 for the caller's, 2 for that of the function that called it. A line of this package
-            or of torch gives way to that of the code that called it.
+        stacklevel: whose line is shown: 1 for the caller's, 2 for its caller's. Instead of a line of this package
+            or of torch, the line that called it is shown.
 
     >>> tw.rank_zero_warn("3 samples are longer than the context")
     """

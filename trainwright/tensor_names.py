@@ -1,4 +1,4 @@
-"""Tensor names: the one name of each parameter and buffer, for checkpoints, averages, callbacks and messages.
+"""Tensor names: the one name of a parameter or buffer, for checkpoints, averages, callbacks and messages.
 
 Names contain no parts of wrappers such as torch.compile's. Hooks of state_dict may rename its keys, as torch's
 `checkpoint_wrapper` does, so a parameter's path in the module may differ from its name in the checkpoint.
@@ -18,7 +18,7 @@ from torch.nn.parameter import is_lazy
 WRAPPER = "_orig_mod"
 """The attribute in which a compiled module holds the original one."""
 RECOMPUTED = "_checkpoint_wrapped_module"
-"""The attribute in which torch's activation wrappers hold theirs; their own hooks keep it out of a state_dict."""
+"""The attribute in which torch's activation wrappers store the original. Their hooks keep it out of a state_dict."""
 
 
 def clean_name(name: str) -> str:
@@ -48,7 +48,7 @@ def _clean(module: nn.Module, state_dict: dict[str, Any], prefix: str, local_met
 
 
 def _adapt(module: nn.Module, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
-    """Rename each key to the form that this module uses."""
+    """Rename the keys to the form that this module uses."""
     if not any(is_compiled(each) for each in module.modules()):
         _rename(state_dict, prefix, clean_name)
         return
@@ -61,7 +61,7 @@ def _adapt(module: nn.Module, state_dict: dict[str, Any], prefix: str, *rest: An
 
 
 def own_name(module: nn.Module, name: str) -> str:
-    """Return the key that a module's own state_dict uses for a name, whatever is compiled."""
+    """Return the key of a name in the state_dict of a module, whatever is compiled."""
     current: Any = module
     parts = []
     for part in clean_name(name).split("."):
@@ -84,7 +84,7 @@ def _rename(state_dict: dict[str, Any], prefix: str, rename: Callable[[str], str
 
 
 EXTRA_STATE = "_extra_state"
-"""The last part of the state_dict keys under which torch stores what a module's `get_extra_state` returned."""
+"""The last part of the state_dict keys under which torch stores the results of `get_extra_state`."""
 
 
 def is_extra_state(name: str) -> bool:
@@ -93,7 +93,7 @@ def is_extra_state(name: str) -> bool:
 
 
 def names_of(module: nn.Module) -> dict[Tensor, str]:
-    """Return the name of each parameter and buffer; the first one of a tied tensor."""
+    """Return the names of all parameters and buffers. A tied tensor has its first name."""
     names: dict[Tensor, str] = {}
     for name, tensor in named_tensors(module):
         names.setdefault(tensor, name)
@@ -101,7 +101,7 @@ def names_of(module: nn.Module) -> dict[Tensor, str]:
 
 
 def named_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
-    """Return the parameters and buffers by their names in a checkpoint, a tied tensor by each of its names.
+    """Return the parameters and buffers by their names in a checkpoint, a tied tensor by all of its names.
 
     A tensor that is not in the state_dict is named by the path of its module.
     """
@@ -112,7 +112,7 @@ def named_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
 
 
 def state_entries(module: nn.Module) -> list[tuple[str, Tensor, bool]]:
-    """Return the tensors of a module's state_dict by name, and for each whether the module itself uses it."""
+    """Return the tensors of a module's state_dict by name, and whether the module itself uses them."""
     state = module.state_dict(keep_vars=True)  # first, because FSDP's hooks replace parameters by their shards
     in_use: dict[Any, Tensor] = {}
     entries = []

@@ -1,4 +1,4 @@
-"""What an Accelerator's backward accepts, in every batch: losses of prepared models, several over one forward too."""
+"""The losses that an Accelerator's backward accepts in every batch, several over one forward too."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_only_the_first_loss_has_its_graph_walked(monkeypatch: pytest.MonkeyPatc
 def test_losses_of_no_prepared_model_are_rejected() -> None:
     accelerator = tw.Accelerator(cpu=True)
     stranger = nn.Linear(4, 1)
-    with pytest.raises(RuntimeError, match="backward was called before a model was prepared; pass the model"):
+    with pytest.raises(RuntimeError, match=r"backward was called before a model was prepared. Pass the model"):
         accelerator.backward(stranger(INPUTS).mean())
     net, optimizer = made(accelerator)
     for _ in range(2):
@@ -67,7 +67,7 @@ def test_losses_of_no_prepared_model_are_rejected() -> None:
     train(accelerator, net, optimizer)
 
 
-def test_losses_that_share_a_forward_and_parameters_beside_the_model() -> None:
+def test_losses_may_share_a_forward_and_use_parameters_beside_the_model() -> None:
     accelerator = tw.Accelerator(cpu=True)
     net, optimizer = made(accelerator)
     scale = nn.Parameter(torch.ones(1))
@@ -158,11 +158,11 @@ def test_the_model_before_prepare_loses_no_precision(precision: str) -> None:
     accelerator = tw.Accelerator(cpu=True, precision=precision)
     net, inputs = Scored(4, 1), INPUTS.to(torch.bfloat16 if precision == "bf16-true" else torch.float32)
     model, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), 0.1))
-    refused = rf"does not compute in precision '{precision}'; prepare does not change your model"
+    refused = rf"does not compute in precision '{precision}'. Prepare does not change your model"
     with pytest.raises(ValueError, match=refused):
         accelerator.backward(net(inputs).mean())
     train(accelerator, model, optimizer)
-    # What computes in the precision may be trained through, and what has no parameter of the model needs none.
+    # A loss may go through modules in the precision, and needs no parameter of the model.
     with accelerator.autocast():
         loss = net(inputs).mean()
     accelerator.backward(loss)

@@ -253,8 +253,8 @@ def test_the_timeout_reaches_the_process_group(results: list[dict[str, Any]]) ->
         ({"comm_hook": "power_sgd", "comm_state": 3}, TypeError, "comm_state=3 .* pass a dict of PowerSGDState's"),
         ({"comm_hook": "power_sgd", "comm_state": {"rank": 1}}, ValueError, "is not accepted by torch's PowerSGDState"),
         ({"comm_hook": "power_sgd", "comm_state": {"start_powerSGD_iter": 1}}, ValueError, "PowerSGDState"),
-        ({"timeout": 0}, ValueError, "timeout=0 is not accepted; pass a positive number of seconds"),
-        ({"timeout": "1 h"}, TypeError, "timeout='1 h' is not accepted; pass seconds, a timedelta, or None"),
+        ({"timeout": 0}, ValueError, "timeout=0 is not accepted. Pass a positive number of seconds"),
+        ({"timeout": "1 h"}, TypeError, "timeout='1 h' is not accepted. Pass seconds, a timedelta, or None"),
     ],
 )
 def test_options_that_are_refused(options: dict[str, Any], kind: type[Exception], text: str) -> None:

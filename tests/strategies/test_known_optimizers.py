@@ -39,5 +39,5 @@ def test_unknown_optimizer_is_rejected_with_the_argument_that_accepts_it() -> No
 
 @pytest.mark.parametrize("kind", [tw.FSDPStrategy, tw.DeepSpeedStrategy])
 def test_elementwise_has_to_be_a_bool(kind: Any) -> None:
-    with pytest.raises(TypeError, match=r"elementwise='Lion' is not accepted; pass True or False"):
+    with pytest.raises(TypeError, match=r"elementwise='Lion' is not accepted. Pass True or False"):
         kind(elementwise="Lion")

@@ -251,42 +251,6 @@ def test_minus_one_from_a_hook_of_the_module_ends_the_epoch() -> None:
 # -- loaders -------------------------------------------------------------------------------------------------------------
 
 
-def flags(length: int, start: int = 0) -> DataLoader[Any]:
-    return DataLoader(list(range(start, start + length)), batch_size=1)
-
-
-class Pairs(Diary):
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        self.trained.append((batch_idx, batch))
-        return self.net(torch.ones(1, 8, device=self.device)).sum()
-
-
-@pytest.mark.parametrize(
-    ("mode", "expected"),
-    [
-        ("min_size", [(0, 10), (1, 11)]),
-        ("max_size", [(0, 10), (1, 11), (2, None), (3, None)]),
-        ("max_size_cycle", [(0, 10), (1, 11), (2, 10), (3, 11)]),
-        ("sequential", [0, 1, 2, 3, 10, 11]),
-        (None, [(0, 10), (1, 11), (2, 10), (3, 11)]),
-    ],
-)
-@pytest.mark.parametrize("kind", ["list", "dict"])
-def test_training_loaders_are_combined_by_mode(mode: Any, expected: list[Any], kind: str) -> None:
-    loaders: Any = [flags(4), flags(2, 10)] if kind == "list" else {"a": flags(4), "b": flags(2, 10)}
-    module, trainer = run(Pairs(), loaders if mode is None else tw.CombinedLoader(loaders, mode), max_epochs=2)
-
-    def read(batch: Any) -> Any:
-        if isinstance(batch, Tensor):
-            return batch.item()
-        assert isinstance(batch, dict if kind == "dict" else list)
-        return tuple(None if each is None else each.item() for each in (batch.values() if kind == "dict" else batch))
-
-    assert [(index, read(batch)) for index, batch in module.trained] == [*enumerate(expected)] * 2
-    assert trainer.num_training_batches == len(expected)
-    assert trainer.global_step == 2 * len(expected)
-
-
 class Unmeasured(IterableDataset[Any]):
     def __init__(self, length: float = 44) -> None:
         self.length = length
@@ -313,27 +277,6 @@ def test_streams_of_unknown_length_are_trained() -> None:
     assert module.validations[:2] == [(0, 5), (0, 10)]
     with pytest.raises(ValueError, match=r"a limit of 0.5 is a fraction of the batches, but this loader has no length"):
         run(loader=endless, limit_train_batches=0.5)
-
-
-def test_loaders_are_made_again() -> None:
-    class Own(Diary):
-        made: list[str]
-
-        def train_dataloader(self) -> Any:
-            self.made.append(f"train {self.current_epoch}")
-            return make_loader(8 + 4 * self.current_epoch)
-
-        def val_dataloader(self) -> Any:
-            self.made.append(f"val {self.current_epoch}")
-            return make_loader(4)
-
-    for every, made in ((0, ["train 0", "val 0"]), (2, ["train 0", "val 0", "train 2", "val 2"])):
-        module = Own()
-        module.made = []
-        trainer = tw.Trainer(max_epochs=4, num_sanity_val_steps=0, reload_dataloaders_every_n_epochs=every, **QUIET)
-        trainer.fit(module)
-        assert module.made == made
-        assert trainer.global_step == (8 if every == 0 else 2 + 2 + 4 + 4)
 
 
 def test_validation_loaders_are_made_again_only_for_a_validation() -> None:
@@ -445,56 +388,6 @@ def test_steps_can_take_several_batches_from_an_iterator() -> None:
 
 
 # -- what surrounds it ---------------------------------------------------------------------------------------------------
-
-
-def test_an_interrupt_reaches_on_exception_and_the_caller(tmp_path: Path) -> None:
-    told: list[str] = []
-
-    class Interrupted(Diary):
-        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-            self.log("loss", 1.0)
-            if batch_idx == 3:
-                raise KeyboardInterrupt
-            return super().training_step(batch, batch_idx)
-
-    class Watch(tw.Callback):
-        def on_exception(self, trainer: Any, module: Any, exception: BaseException) -> None:
-            told.append(f"{type(exception).__name__} {trainer.interrupted} {trainer.global_step}")
-
-        def teardown(self, trainer: Any, module: Any, stage: str) -> None:
-            told.append(stage)
-
-    logger = tw.CSVLogger(tmp_path)
-    settings = {**QUIET, "logger": logger, "log_every_n_steps": 1}
-    trainer = tw.Trainer(max_epochs=1, callbacks=Watch(), **settings)
-    with pytest.raises(KeyboardInterrupt):
-        trainer.fit(Interrupted(), make_loader())
-    assert told == ["KeyboardInterrupt True 3", "fit"]
-    assert trainer.interrupted
-    assert len((Path(logger.log_dir) / "metrics.csv").read_text().splitlines()) == 4
-    trainer.fit(Diary(), make_loader())
-    assert not trainer.interrupted
-
-
-def test_barebones_has_no_callbacks_and_loggers() -> None:
-    trainer = tw.Trainer(max_epochs=1, accelerator=ACCELERATOR, barebones=True)
-    assert (trainer.callbacks, trainer.loggers) == ([], [])
-    module = Diary()
-    trainer.fit(module, make_loader(), make_loader(8))
-    assert (trainer.global_step, len(module.validated)) == (11, 2)
-    for wrong in ({"logger": True}, {"enable_progress_bar": True}, {"fast_dev_run": True}):
-        with pytest.raises(ValueError, match="barebones=True leaves out"):
-            tw.Trainer(barebones=True, **wrong)
-
-
-def test_anomalies_are_detected() -> None:
-    class Broken(Diary):
-        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-            return torch.sqrt(self.net(batch[0]).sum() * 0.0 - 1.0)
-
-    with pytest.warns(UserWarning, match="Error detected in SqrtBackward0"), pytest.raises(RuntimeError, match="nan"):
-        run(Broken(), detect_anomaly=True)
-    assert not torch.is_anomaly_enabled()
 
 
 def test_deterministic_enables_the_algorithms_of_torch() -> None:

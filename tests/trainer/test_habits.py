@@ -486,7 +486,7 @@ def test_objects_of_lightnings_classes_are_named() -> None:
         lambda: trainer_of().fit(Classifier(), theirs),
         lambda: trainer_of().fit(Classifier(), datamodule=theirs),
     ):
-        with pytest.raises(TypeError, match=r"of Lightning's own classes; import its base from trainwright too"):
+        with pytest.raises(TypeError, match=r"of Lightning's own classes. Import its base from trainwright too"):
             use()
 
 

@@ -128,7 +128,7 @@ def test_each_hook_has_the_defaults_and_the_freedom_of_the_table() -> None:
 @pytest.mark.parametrize("hook", [*CLOSED_HOOKS, ""])
 def test_the_other_hooks_say_where_to_log(hook: str) -> None:
     where = f"called in {hook}" if hook else "called outside of a step or hook"
-    with pytest.raises(RuntimeError, match=f"{where}, where nothing is collected; log in training_step"):
+    with pytest.raises(RuntimeError, match=f"{where}, where nothing is collected. Log in training_step"):
         log(collector_in(hook), "x", 1.0)
 
 

@@ -44,7 +44,7 @@ def test_a_name_that_fsspec_reads_as_a_chain_is_rejected(tmp_path: Path, monkeyp
         lambda: tw.Trainer(default_root_dir="a::b", **QUIET),
     ):
         with pytest.raises(
-            ValueError, match="'::', which fsspec reads as a chain of file systems; choose a name without it"
+            ValueError, match=r"'::', which fsspec reads as a chain of file systems. Choose a name without it"
         ):
             make()
     assert tw.ModelCheckpoint("simplecache::memory://kept").dirpath == "simplecache::memory://kept"

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from jobs import run_job
-from small import QUIET, make_loader, make_net
+from small import QUIET, make_net
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -125,34 +125,6 @@ def test_one_process_returns_predictions_in_order(tmp_path: Path) -> None:
 def test_two_ranks_return_all_predictions(tmp_path: Path) -> None:
     for found in run_job(predictions, 2, tmp_path):
         check(found, 2)
-
-
-@pytest.mark.host
-def test_predictions_go_to_callbacks_and_come_from_a_checkpoint(tmp_path: Path) -> None:
-    taken: list[int] = []
-
-    class Writer(tw.Callback):
-        def on_predict_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, *indices: int) -> None:
-            taken.append((len(outputs), *indices))
-
-    class Training(Forward):
-        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-            return self.net(batch[0]).sum()
-
-        def configure_optimizers(self) -> Any:
-            return torch.optim.SGD(self.parameters(), lr=0.1)
-
-        def predict_dataloader(self) -> Any:
-            return numbers()
-
-    trainer = tw.Trainer(max_epochs=1, limit_train_batches=2, callbacks=Writer(), **QUIET)
-    module = Training()
-    trainer.fit(module, make_loader())
-    trainer.save_checkpoint(tmp_path / "trained.ckpt")
-    outputs = trainer.predict(Training(), ckpt_path=tmp_path / "trained.ckpt")
-    assert all(torch.equal(left, module(batch)) for left, batch in zip(outputs, numbers(), strict=True))
-    assert taken == [(4, 0), (4, 1), (4, 2), (4, 3), (4, 4), (1, 5)]
-    assert not any(each.requires_grad for each in outputs)
 
 
 def test_a_batch_of_one_keeps_its_values_on_the_way() -> None:

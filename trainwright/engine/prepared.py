@@ -208,9 +208,8 @@ class PreparedOptimizer(Optimizer):
             self.optimizer.zero_grad(set_to_none)
         if self._windows is not None:
             self._began = self._windows.backwards
-        strategy = self._engine.strategy
-        if self.optimizer in strategy.finalized:  # by a clip without a step
-            release(strategy, self.optimizer)
+        if self.optimizer in self._engine.strategy.finalized:  # by a clip without a step
+            release(self._engine.strategy, self.optimizer)
 
     def _drop_waiting(self) -> None:
         if self._cleared_at is not None:

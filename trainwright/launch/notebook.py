@@ -1,6 +1,6 @@
 """Worker calls: run a function in every worker of a new job and return rank 0's result.
 
-For a process whose own command cannot be run again: a notebook, a REPL, a test runner. The same launcher as a script's starts
+For a process whose command cannot be run again: a notebook, a REPL, a test runner. The same launcher as a script's starts
 the workers, as fresh interpreters: a fork could not use a device that is in use here.
 """
 
@@ -44,10 +44,10 @@ def run_in_workers(
     nodes: Nodes | None = None,
     defaults: dict[str, str] | None = None,
 ) -> Any:
-    """Run `function(folder, **named)` in every worker of a new job; return what it returned on rank 0, None on other nodes.
+    """Run `function(folder, **named)` in every worker of a new job. Return rank 0's result, or None on other nodes.
 
     Args:
-        function: imported by the workers, or copied to them if they cannot; returns plain data and tensors.
+        function: imported by the workers, or copied to them if they cannot. It returns plain data and tensors.
         named: its arguments, by the names that errors use for them.
         num_processes: the workers on this node.
         folder: an empty folder for this job only.
@@ -81,7 +81,7 @@ def run_in_workers(
 
 
 def work(folder: str) -> None:
-    """Do the work in a worker, and write what rank 0 returned."""
+    """Do the work in a worker, and write rank 0's result."""
     path = Path(folder)
     defaults = json.loads((path / SEARCH_PATH).read_text(encoding="utf-8"))["defaults"]
     os.environ[JOB_VARIABLE] = json.dumps({**json.loads(os.environ[JOB_VARIABLE]), **defaults})
@@ -106,10 +106,10 @@ def work(folder: str) -> None:
 def _failed(folder: Path, code: int, asked: str) -> Exception:
     report = folder / REPORT
     if code == 0:
-        return WorkerFailed(f"{asked}: a worker exited before its work was done; do not call sys.exit() in it.")
+        return WorkerFailed(f"{asked}: a worker exited before its work was done. Do not call sys.exit() in it.")
     if not report.exists():
         return LaunchError(
-            f"{asked}: the launcher of its workers ended with exit code {code} before their work was done; its output is "
+            f"{asked}: the launcher of its workers ended with exit code {code} before their work was done. Its output is "
             "above. Run the work as a script to see more."
         )
     text = report.read_text(encoding="utf-8").strip()
@@ -130,8 +130,8 @@ END_SECONDS = 4.5  # for the launcher to end its workers, to which it gives 3 s 
 
 
 def run_launcher(command: list[str]) -> int:
-    """Run the launcher as a child, pass signals on, and return its exit code; KeyboardInterrupt once it ends after a Ctrl-C."""
-    # NOTE: the kernel kills the child when the *thread* that started it ends; that is this one, which waits for it.
+    """Run the launcher as a child, pass signals on, and return its exit code (KeyboardInterrupt if it ends after a Ctrl-C)."""
+    # NOTE: the kernel kills the child when the *thread* that started it ends. That is this one, which waits for it.
     entry = str(Path(__file__).with_name("entry.py"))
     streams = [each for each in (sys.stdout, sys.stderr) if each is not None]
     for stream in streams:
@@ -157,7 +157,7 @@ def run_launcher(command: list[str]) -> int:
 
 @contextlib.contextmanager
 def _passing_on(process: subprocess.Popen[bytes]) -> Iterator[list[int]]:
-    """Pass the first signal of each kind on to the launcher, and yield the list of those; a second Ctrl-C interrupts."""
+    """Pass the first signal of every kind on to the launcher, and yield their list. A second Ctrl-C interrupts."""
     passed: list[int] = []
     if threading.current_thread() is not threading.main_thread():  # only the main thread may install handlers
         yield passed
@@ -211,7 +211,7 @@ def _relay(process: subprocess.Popen[bytes]) -> None:
 
 
 def _end(process: subprocess.Popen[bytes], number: signal.Signals) -> None:
-    """Make the launcher end its workers; they end with it in any case."""
+    """Make the launcher end its workers. They end with it in any case."""
     try:
         process.send_signal(number)
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -245,7 +245,7 @@ def carry(error: BaseException) -> list[dict[str, Any]]:
 
 
 def render(parts: list[dict[str, Any]]) -> str:
-    """Return the text of a carried traceback; source lines that the worker did not have are looked up here."""
+    """Return the text of a carried traceback. Source lines that the worker did not have are looked up here."""
     text = ""
     for part in parts:
         frames = [

@@ -27,7 +27,7 @@ class _Source:
 
 
 class PrefixedOutput:
-    """Prints the lines that arrive in its pipes, each with its own prefix, from one thread."""
+    """Prints the lines that arrive in its pipes, with the prefixes of the pipes, from one thread."""
 
     def __init__(self) -> None:
         self._selector = selectors.DefaultSelector()
@@ -36,7 +36,7 @@ class PrefixedOutput:
         self._thread = threading.Thread(target=self._run, name="trainwright-output", daemon=True)
 
     def open_pipe(self, prefix: str, target: TextIO, log: str | None = None) -> str:
-        """Return a path for a worker's stream; the file `log` gets its lines too, without the prefix."""
+        """Return a path for a worker's stream. The file `log` gets its lines too, without the prefix."""
         read_fd, write_fd = os.pipe()
         self._write_fds.append(write_fd)
         self._selector.register(read_fd, selectors.EVENT_READ, _Source(prefix.encode(), target, log))
@@ -44,7 +44,7 @@ class PrefixedOutput:
         return f"/dev/fd/{write_fd}"
 
     def start(self) -> None:
-        """Start printing; close the launcher's own write ends, so that a pipe ends with its worker."""
+        """Start printing. Close the launcher's write ends, so that a pipe ends with its worker."""
         for fd in self._write_fds:
             os.close(fd)
         self._write_fds.clear()
@@ -68,16 +68,16 @@ class PrefixedOutput:
             self._print(key.data, b"")
 
     def _print(self, source: _Source, chunk: bytes) -> None:
-        """Print the lines that a chunk completes; an empty one is the end of the stream."""
+        """Print the lines that a chunk completes. An empty one is the end of the stream."""
         *lines, source.pending = (source.pending + chunk).split(b"\n")
         if source.pending and (not chunk or len(source.pending) > MAX_LINE_BYTES):
             lines.append(source.pending)
             source.pending = b""
         if not lines:
             return
-        # A progress bar redraws its line after each carriage return: only the last state is printed.
+        # A progress bar redraws its line after a carriage return: only the last state is printed.
         shown = [line.rstrip(b"\r").rpartition(b"\r")[2] for line in lines]
-        with contextlib.suppress(OSError, ValueError):  # keep reading the pipes even if our own output is closed
+        with contextlib.suppress(OSError, ValueError):  # keep reading the pipes even if our output is closed
             source.target.buffer.write(b"".join(source.prefix + line + b"\n" for line in shown))
             source.target.buffer.flush()
         if source.log is not None:
@@ -86,7 +86,7 @@ class PrefixedOutput:
 
 
 class PipeLogs(LogsSpecs):
-    """Rank 0 inherits the terminal; the other ranks write into pipes. With a folder, each rank's output is kept in a file."""
+    """Rank 0 inherits the terminal. The other ranks write into pipes. With a folder, files store the output too."""
 
     def __init__(self, folder: str | None, start_number: Callable[[], int]) -> None:
         super().__init__()
@@ -95,10 +95,10 @@ class PipeLogs(LogsSpecs):
 
     @property
     def root_log_dir(self) -> str:
-        return os.devnull  # elastic's own log folder is not used
+        return os.devnull  # elastic's log folder is not used
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
-        """Return where each rank's streams go; an empty path is the launcher's own stream."""
+        """Return where the ranks' streams go. An empty path is the launcher's stream."""
         self.output = PrefixedOutput()
         stdouts: dict[int, str] = {}
         stderrs: dict[int, str] = {}
@@ -109,7 +109,7 @@ class PipeLogs(LogsSpecs):
             prefix = f"[rank{rank}] " if rank else ""
             log = None if self._folder is None else str(Path(self._folder, f"rank{rank}.log"))
             for streams, target in ((stdouts, sys.stdout), (stderrs, sys.stderr)):
-                # In a terminal rank 0 writes directly, for its progress bars; elsewhere lines of ranks must not mix.
+                # In a terminal rank 0 writes directly, for its progress bars. Elsewhere lines of ranks must not mix.
                 is_direct = rank == 0 and log is None and target.isatty()
                 streams[local_rank] = "" if is_direct else self.output.open_pipe(prefix, target, log)
             if rank == 0 and log is None and sys.stdout.isatty():

@@ -1,4 +1,4 @@
-"""Roster: what the main node knows of the job's nodes, and which of them run it next."""
+"""Roster: the job's nodes as the main node knows them, and their connections. It chooses the nodes of the next start."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ _NUMBER = struct.Struct("!I")
 
 
 class Heartbeat:
-    """This node's connections: on the main node one to each other node, on another node one to the main node.
+    """This node's connections: on the main node to all other nodes, on another node to the main node.
 
-    Nodes are known by the number of their arrival; the main node's is 0.
+    Nodes are known by the number of their arrival. The main node's is 0.
     """
 
     def __init__(self, address: str, *, is_main: bool) -> None:
@@ -47,7 +47,7 @@ class Heartbeat:
         self._keep(0, peer)
 
     def accept(self, highest: Callable[[], int]) -> list[int]:
-        """Accept the connections that wait, without blocking; return the new numbers, from 1 to the highest given so far.
+        """Accept the connections that wait, without blocking. Return the new numbers, from 1 to the highest given so far.
 
         `highest` is called once a number has arrived, since a node gets one right before it connects.
         """
@@ -134,7 +134,7 @@ class Round:
     restarts: int = 0
     """How many of the restarts that are allowed it took."""
     arrivals: list[int] = field(default_factory=list)
-    """The nodes that run it, in the order of their ranks, each by the number of its arrival."""
+    """The arrival numbers of the nodes that run it, in the order of their ranks."""
     members: list[Member] = field(default_factory=list)
 
     def to_json(self) -> str:
@@ -147,7 +147,7 @@ class Round:
 
 
 class Roster:
-    """On the main node: the nodes that have arrived, of which each round takes those that are ready.
+    """On the main node: the nodes that have arrived. Every round takes the ready ones.
 
     Args:
         nodes: how many the job has.
@@ -174,7 +174,7 @@ class Roster:
             if member.node_rank is not None and member.node_rank in others and self.round.number < 0:
                 self._refused.add(arrival)
                 text = (
-                    f"node_rank={member.node_rank} was given to two nodes; give each its own number, from 0 to "
+                    f"node_rank={member.node_rank} was given to two nodes. Give each its own number, from 0 to "
                     f"{self._nodes.count - 1}."
                 )
                 post(self._store, f"refused/{arrival}", text)
@@ -184,7 +184,7 @@ class Roster:
         return [0, *(each for each in self._heartbeat.living() if each in self._members and each not in self._refused)]
 
     def choose(self, *, is_over: bool = False) -> list[int] | None:
-        """Return the nodes of the next round in the order of their ranks; None while it has to wait for some.
+        """Return the nodes of the next round in the order of their ranks, or None while it has to wait for some.
 
         `is_over` says that the time to wait has passed.
         """

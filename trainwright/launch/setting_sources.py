@@ -1,4 +1,4 @@
-"""Sources: where `trainwright launch` finds each setting: a flag, the environment, the config, or a default."""
+"""The sources of `trainwright launch`'s settings: flags, the environment, the config, and defaults."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["NameCheck", "Sources"]
 
 FLAGS = {name: f"--{name.replace('_', '-')}" for name in KEYS if name != "env"}
 MACHINES = ("nodes", "num_nodes", "node_rank")
-"""A range of machines, and what it takes the place of."""
+"""A range of machines, and the settings that it replaces."""
 VARIABLE_OF = {key: variable for variable, key in KEY_OF.items()}
 
 NameCheck = Callable[[str | None, str | None, int], str | None]
@@ -71,7 +71,7 @@ class Sources:
         """Return the settings with the Trainer's name of the precision.
 
         Raises:
-            ValueError: a strategy or a precision is unknown; the message has the config's line if it is there.
+            ValueError: a strategy or a precision is unknown. The message has the config's line if it is there.
         """
         num_processes = settings["devices"].value * settings["num_nodes"].value
         precision = None
@@ -87,7 +87,7 @@ class Sources:
         return {**settings, "precision": settings["precision"]._replace(value=precision)}
 
     def contradictions(self, settings: Mapping[str, Setting]) -> Iterator[str]:
-        """Yield a line for each entry of the config that a flag or the environment overrides, also a range a fixed number."""
+        """Yield a line for every entry of the config that a flag or the environment overrides."""
         flags = [given for each in MACHINES if (given := self.find(each, flags_only=True)) is not None]
         for name, entry in self.config.values.items():
             used = settings.get({"cpu": "accelerator", "nodes": "num_nodes"}.get(name, name))

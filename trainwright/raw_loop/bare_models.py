@@ -28,7 +28,7 @@ def init_empty_weights(include_buffers: bool = False) -> Iterator[None]:
     memory planned (`tw.estimate_memory`), without them.
 
     Args:
-        include_buffers: put buffers there too; then nothing is allocated at all.
+        include_buffers: put buffers there too. Then nothing is allocated at all.
 
     >>> with tw.init_empty_weights():
     ...     model = nn.Linear(4, 3)
@@ -47,7 +47,7 @@ def init_on_device(device: torch.device | str | int, include_buffers: bool = Fal
     """Put the parameters of modules made in the block on a device.
 
     Args:
-        device: a torch.device, or what makes one, such as "cuda:1".
+        device: a torch.device, or the argument of one, such as "cuda:1".
         include_buffers: make all tensors of the block there, buffers too.
 
     >>> with tw.init_on_device("meta", include_buffers=True):
@@ -61,7 +61,7 @@ def init_on_device(device: torch.device | str | int, include_buffers: bool = Fal
         is_there = given.device.type == device.type and device.index in (None, given.device.index)
         if is_there or is_lazy(given):
             return None  # the parameter itself, so that tied ones stay tied
-        # Not by the constructor of a subclass, which may take other arguments; its attributes come along.
+        # Not by the constructor of a subclass, which may take other arguments. Its attributes come along.
         moved = Tensor._make_subclass(type(given), given.detach().to(device), given.requires_grad)
         vars(moved).update(vars(given))
         return moved
@@ -90,7 +90,7 @@ def extract_model_from_parallel(
     """Return the user's model, without the wrappers of `prepare` and of torch's data parallelism.
 
     Args:
-        keep_fp32_wrapper: has no effect: a prepared model's own forward is never replaced.
+        keep_fp32_wrapper: has no effect: a prepared model keeps its forward.
         keep_torch_compile: leave the wrapper of torch.compile on a model that has no other wrapper within it.
         recursive: replace the wrapped submodules of the model too, in place.
 

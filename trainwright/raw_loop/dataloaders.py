@@ -33,11 +33,11 @@ class DataLoaderConfiguration(NamedArguments):
     """
 
     split_batches: bool = False
-    """Whether a loader's batch is that of all ranks together, of which each gets a part. By default it is one rank's."""
+    """Whether a loader's batch is divided over the ranks. By default it belongs to one rank."""
     dispatch_batches: bool | None = None
-    """Whether rank 0 alone reads the data and sends each rank its batch: for data that differs from rank to rank, or that only
-    one process can read. By default (False, None) each rank reads its own samples of a dataset with indices; of an
-    IterableDataset it reads all batches and keeps its own."""
+    """Whether only rank 0 reads the data and sends the ranks their batches: for data that differs by rank, or that only
+    one process can read. By default (False, None) a rank reads only its samples of a dataset with indices. Of an
+    IterableDataset it reads all batches and keeps its share."""
     even_batches: bool = True
     """Accepted with either value. The ranks always have equally many batches, and no sample counts twice: a last round is
     divided evenly, and a rank for which no sample is left works on another's, with weight zero in `backward` and left out by
@@ -45,7 +45,7 @@ class DataLoaderConfiguration(NamedArguments):
     use_seedable_sampler: bool = False
     """Accepted with either value: the order of the data always follows from the seed and the epoch."""
     data_seed: int | None = None
-    """The seed of the order; by default torch's seed on rank 0 when the first loader is prepared."""
+    """The seed of the order, by default torch's seed on rank 0 when the first loader is prepared."""
     non_blocking: bool = False
     """Accepted with either value: copies from pinned memory to an accelerator never block the host."""
     use_stateful_dataloader: bool = False
@@ -57,9 +57,9 @@ class DataLoaderConfiguration(NamedArguments):
             value = getattr(self, field.name)
             if field.name == "data_seed":
                 if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
-                    raise TypeError(f"data_seed={value!r} is {a_type_of(value)}; expected an int, or None.")
+                    raise TypeError(f"data_seed={value!r} is {a_type_of(value)}. Expected an int, or None.")
             elif not isinstance(value, bool) and not (field.name == "dispatch_batches" and value is None):
-                raise TypeError(f"{field.name}={value!r} is not accepted; pass True or False.")
+                raise TypeError(f"{field.name}={value!r} is not accepted. Pass True or False.")
 
 
 class LoaderOptions(NamedTuple):
@@ -69,12 +69,14 @@ class LoaderOptions(NamedTuple):
     moves: bool = True
     """Whether batches are moved to the device."""
     rng_types: tuple[str, ...] = ()
-    """The generators that all ranks set to rank 0's state at the start of each epoch."""
+    """The generators that all ranks set to rank 0's state at the start of an epoch."""
 
     def prepare(self, engine: Engine, loader: Any, iterations: Iterations, moves: bool | None = None) -> PreparedLoader:
         """Return a loader prepared with these options. Collective."""
         chosen = self.configuration
-        types = [each for each in self.rng_types if each != "generator"]  # the order never comes from the loader's own
+        types = [
+            each for each in self.rng_types if each != "generator"
+        ]  # the order never comes from the loader's generator
         return PreparedLoader(
             engine,
             loader,
@@ -90,7 +92,7 @@ class LoaderOptions(NamedTuple):
 def loader_options(
     configuration: DataLoaderConfiguration | None, split_batches: bool, rng_types: Iterable[Any] | None, moves: bool
 ) -> LoaderOptions:
-    """Return what the arguments of an Accelerator mean for its loaders.
+    """Return the options of loaders from the arguments of an Accelerator.
 
     Raises:
         TypeError, ValueError: one of them is wrong.
@@ -99,7 +101,7 @@ def loader_options(
         configuration = DataLoaderConfiguration()
     elif not isinstance(configuration, DataLoaderConfiguration):
         raise TypeError(
-            f"dataloader_config is {a_type_of(configuration)}; expected a DataLoaderConfiguration of trainwright."
+            f"dataloader_config is {a_type_of(configuration)}. Expected a DataLoaderConfiguration of trainwright."
         )
     check_flags(split_batches=split_batches, device_placement=moves)
     if split_batches:
@@ -108,13 +110,13 @@ def loader_options(
 
 
 def check_loader(given: Any) -> None:
-    """Refuse what is not a loader (TypeError)."""
+    """Raise TypeError if it is not a loader."""
     if not isinstance(given, (DataLoader, PreparedLoader)):
-        raise TypeError(f"prepare_data_loader was given {a_type_of(given)}; expected a torch DataLoader.")
+        raise TypeError(f"prepare_data_loader was given {a_type_of(given)}. Expected a torch DataLoader.")
 
 
 def synchronize(rng_types: Iterable[Any], generator: torch.Generator | None, broadcast: Callable[[Any], Any]) -> None:
-    """Set generators of this process to rank 0's state, by name; "generator" is the one given. Collective.
+    """Set generators of this process to rank 0's state, by name. "generator" is the one given. Collective.
 
     Raises:
         TypeError: not a list.
@@ -123,8 +125,8 @@ def synchronize(rng_types: Iterable[Any], generator: torch.Generator | None, bro
     for name in _names(rng_types):
         if name == "generator":
             if generator is None:
-                raise ValueError('rng_types has "generator", but no generator was given; pass generator=.')
-            # Generators take states in host memory; the broadcast may have put them on the device.
+                raise ValueError('rng_types has "generator", but no generator was given. Pass generator=.')
+            # Generators take states in host memory. The broadcast may have put them on the device.
             generator.set_state(broadcast(generator.get_state()).cpu())
         elif name == "torch":
             torch.set_rng_state(broadcast(torch.get_rng_state()).cpu())
@@ -136,19 +138,19 @@ def synchronize(rng_types: Iterable[Any], generator: torch.Generator | None, bro
 def _names(rng_types: Iterable[Any]) -> tuple[str, ...]:
     """Return the names of generators, or of members of an enum of them (TypeError, ValueError)."""
     if isinstance(rng_types, str) or not isinstance(rng_types, Iterable):
-        raise TypeError(f"rng_types={rng_types!r} is not a list; expected a list of names, such as ['torch'].")
+        raise TypeError(f"rng_types={rng_types!r} is not a list. Expected a list of names, such as ['torch'].")
     names = tuple(str(getattr(each, "value", each)) for each in rng_types)
     device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     known = ["torch", "generator", *([] if device is None else [device.type])]
     if unknown := [each for each in names if each not in known]:
-        raise ValueError(f"rng_types has {unknown[0]!r}; expected {', '.join(known)}.")
+        raise ValueError(f"rng_types has {unknown[0]!r}. Expected {', '.join(known)}.")
     return names
 
 
 class SkippedBatches:
-    """A loader whose first iteration begins within the epoch, and each later one at an epoch's start.
+    """A loader whose first iteration begins within the epoch, and later ones at an epoch's start.
 
-    Other attributes are those of the loader.
+    It has the loader's other attributes.
     """
 
     def __init__(self, loader: Any, num_batches: int) -> None:
@@ -177,7 +179,7 @@ class SkippedBatches:
         try:
             yield from batches
         finally:
-            self.num_batches = 0  # only now: `len` is that of the iteration under way
+            self.num_batches = 0  # only now, since `len` describes the iteration under way
 
 
 def skip_first_batches(dataloader: Any, num_batches: int = 0) -> SkippedBatches:
@@ -186,7 +188,7 @@ def skip_first_batches(dataloader: Any, num_batches: int = 0) -> SkippedBatches:
     Later iterations are whole epochs. A loader that `load_state` has put at that batch begins there: nothing is skipped twice.
 
     Args:
-        dataloader: one that an Accelerator has prepared, or any other. A DataLoader with indices does not read what is skipped.
+        dataloader: any loader, prepared or not. A DataLoader with indices does not read the skipped samples.
         num_batches: batches of this rank, counted from the start of the epoch.
 
     Raises:
@@ -198,9 +200,9 @@ def skip_first_batches(dataloader: Any, num_batches: int = 0) -> SkippedBatches:
     (2, 8)
     """
     if isinstance(num_batches, bool) or not isinstance(num_batches, int) or num_batches < 0:
-        raise ValueError(f"num_batches={num_batches!r} is not accepted; pass an integer of at least 0.")
+        raise ValueError(f"num_batches={num_batches!r} is not accepted. Pass an integer of at least 0.")
     if not isinstance(dataloader, Iterable):
-        raise TypeError(f"skip_first_batches was given {a_type_of(dataloader)}; expected a loader.")
+        raise TypeError(f"skip_first_batches was given {a_type_of(dataloader)}. Expected a loader.")
     return SkippedBatches(dataloader, num_batches)
 
 
@@ -233,11 +235,11 @@ class _Later:
 def set_seed(seed: int, device_specific: bool = False, deterministic: bool = False) -> None:
     """Seed python, numpy and torch on every device: `seed_everything(seed)`, with two options.
 
-    The order of the data depends on rank 0's seed alone, also with device_specific.
+    The order of the data depends only on rank 0's seed, also with device_specific.
 
     Args:
         seed: from 0 to 2**32 - 1, the same on every rank.
-        device_specific: add the rank to the seed, for other random numbers (dropout, noise) on each.
+        device_specific: add the rank to the seed, for different random numbers (dropout, noise) on the ranks.
         deterministic: let torch use deterministic algorithms only, in this process from now on. Call it before a GPU is used.
 
     Raises:
@@ -253,5 +255,5 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
     if deterministic:
         prepare_deterministic()
         torch.use_deterministic_algorithms(True)
-        # cuDNN's search may choose another algorithm in each run.
+        # cuDNN's search may choose another algorithm in every run.
         cuda.try_algorithms(False)

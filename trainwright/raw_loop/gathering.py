@@ -1,4 +1,4 @@
-"""Gathering: what the processes of a raw loop gather, reduce, pad and broadcast, as methods and as functions.
+"""Gathering: the collectives of a raw loop's processes, as methods and as functions.
 
 The functions are for code of a job that has no Accelerator to call. `engine/nests.py` does the work.
 """
@@ -25,7 +25,7 @@ from trainwright.raw_loop.job_states import PartialState, Processes
 
 
 class Collectives(Processes):
-    """What the processes of an Engine's job give each other. Every method is collective: call it on every rank."""
+    """The collectives of an Engine's job. Call its methods on every rank."""
 
     def __init__(self, engine: Engine) -> None:
         super().__init__(engine)
@@ -35,7 +35,7 @@ class Collectives(Processes):
     def gather(self, tensor: Any) -> Any:
         """Return a nested structure with the values of all ranks, rank by rank. Collective: call on every rank.
 
-        Tensors are joined along their first dimension, which may differ; a tensor without dimensions becomes a
+        Tensors are joined along their first dimension, which may differ. A tensor without dimensions becomes a
         row. Lists of plain data, and tuples of numbers and texts, are joined item by item. A number or a text becomes a list
         with one item per rank. None stays None.
 
@@ -46,15 +46,15 @@ class Collectives(Processes):
         return nests.gather(tensor, self.engine.ranks)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False, *, loader: Any = None) -> Any:
-        """Gather the results for a batch, without those of ranks that had no sample left in the last round.
+        """Gather the results for a batch, except from ranks without samples in the last round.
 
-        So each sample of the loader is there once. Collective: call on every rank, for each batch, before the next one.
+        So every sample of the loader occurs once. Collective: call on every rank, for every batch, before the next one.
 
         Args:
             input_data: see `gather`.
             use_gather_object: return a list with the items of all ranks' lists, rank by rank, and join no tensors: for plain
                 data, and tensors whose shapes differ. Something that is not a list counts as one item.
-            loader: the prepared loader that the batch is from, where a loop reads several at once; by default the first.
+            loader: the prepared loader that the batch is from, where a loop reads several at once, by default the first.
 
         Raises:
             TypeError, ValueError: see `gather`.
@@ -66,7 +66,7 @@ class Collectives(Processes):
 
     @refuses_unknown
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
-        """Return a nested structure with the sum, mean, min or max over the ranks of each number and each tensor element.
+        """Return a nested structure with the sum, mean, min or max over the ranks, of numbers and tensor elements.
 
         Collective: call on every rank.
 
@@ -75,7 +75,7 @@ class Collectives(Processes):
 
         Raises:
             TypeError: the structure holds something else.
-            ValueError: the reduction is unknown; or, on every rank, shapes differ.
+            ValueError: the reduction is unknown, or on every rank shapes differ.
         """
         return nests.reduce(tensor, reduction, self.engine.ranks, scale)
 
@@ -100,7 +100,7 @@ class Collectives(Processes):
         return nests.pad(tensor, dim, pad_index, pad_first)
 
     def set_trigger(self) -> None:
-        """Let the next `check_trigger` return True on every rank; this call communicates nothing."""
+        """Let the next `check_trigger` return True on every rank. This call communicates nothing."""
         self._is_triggered = True
 
     def check_trigger(self) -> bool:
@@ -123,16 +123,16 @@ class Collectives(Processes):
         yield
 
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> SkippedBatches:
-        """Return a loader whose first iteration begins at this batch of the epoch; see the function of this name."""
+        """Return a loader whose first iteration begins at this batch of the epoch. See the function of this name."""
         return skip_first_batches(dataloader, num_batches)
 
     def _ranks_with_samples(self, loader: Any) -> Sequence[bool] | None:
-        """Return whether each rank has new samples in a loader's current batch; None if all have."""
+        """Return by rank whether it has new samples in a loader's current batch, or None if all have."""
         return None
 
 
 def _position() -> tuple[tuple[int, ...], str]:
-    """Return how far this rank's loop is: a rank that has made more collectives has left out a call that others wait in."""
+    """Return how far this rank's loop is: a rank that has made more collectives has skipped a call that others wait in."""
     return (count_issued(in_all=True) or 0,), ""
 
 
@@ -141,7 +141,7 @@ def gather(tensor: Any) -> Any:
 
     Args:
         tensor: tensors, lists of plain data, numbers and texts, or a nest of them. Tensors of shape (n, ...) are joined along
-            their first dimension, and one without dimensions becomes a row; lists are joined, and a number or a text becomes a
+            their first dimension, and one without dimensions becomes a row. Lists are joined, and a number or a text becomes a
             list with one item per rank.
 
     Raises:
@@ -155,19 +155,19 @@ def gather(tensor: Any) -> Any:
     return nests.gather(tensor, _ranks())
 
 
-# "mean" is the default of Accelerate's function, "sum" that of its method.
+# "mean" is the default of Accelerate's function, and "sum" of its method.
 @refuses_unknown
 def reduce(tensor: Any, reduction: str = "mean", scale: float = 1.0) -> Any:
     """Return the mean, sum, min or max over the ranks. Collective: call on every rank.
 
     Args:
-        tensor: tensors, numbers, or a nest of them; each tensor has the same shape on every rank, and is reduced elementwise.
+        tensor: tensors, numbers, or a nest of them. A tensor has the same shape on every rank, and is reduced elementwise.
         reduction: "mean", "sum", "min" or "max".
         scale: a factor of the results.
 
     Raises:
         TypeError: the structure holds something else.
-        ValueError: the reduction is unknown; or, on every rank, shapes differ.
+        ValueError: the reduction is unknown, or on every rank shapes differ.
 
     >>> accelerator = tw.Accelerator(devices=2)
     >>> tw.reduce({"loss": 1.0 + accelerator.process_index}, "mean")

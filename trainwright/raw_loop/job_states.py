@@ -22,9 +22,9 @@ from trainwright.raw_loop.loop_settings import word_for
 
 
 class DistributedType(StrEnum):
-    """How the processes of a job divide the work; a member equals its name as text.
+    """How the processes of a job divide the work. A member equals its name as text.
 
-    The members after FSDP are for scripts written for Accelerate that compare with them; no job has one.
+    The members after FSDP are for scripts written for Accelerate that compare with them. No job has one.
 
     >>> accelerator = tw.Accelerator(devices=1)
     >>> accelerator.distributed_type == tw.DistributedType.NO == "NO"
@@ -64,7 +64,7 @@ class Processes:
 
     @property
     def distributed_type(self) -> DistributedType:
-        """Return how the processes divide the work; one process has `NO` under every strategy that replicates the model."""
+        """Return how the processes divide the work. One process has `NO` under every strategy that replicates the model."""
         if (named := self.engine.strategy.capabilities.distributed_type) is not None:
             return DistributedType(named)
         if not self.use_distributed:
@@ -115,31 +115,31 @@ class Processes:
         return self.engine.rank_zero_first()
 
     def local_main_process_first(self) -> AbstractContextManager[None]:
-        """Return a context whose block each node's first process runs before the others. Collective: enter it on every rank."""
+        """Return a context whose block the nodes' first processes run before the others. Collective: enter it on every rank."""
         return self.engine.rank_zero_first(local=True)
 
     @contextmanager
     def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
-        """Yield this process's part of a list, a tuple, a tensor, or a dict of these; nothing is communicated.
+        """Yield this process's part of a list, a tuple, a tensor, or a dict of these. Nothing is communicated.
 
         The parts are contiguous and differ by at most one item; with apply_padding the last item pads the shorter ones.
         """
         yield nests.portion(inputs, self.process_index, self.num_processes, apply_padding)
 
     def on_main_process(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a function that runs on the job's first process, and returns None on the others; a decorator."""
+        """Return a function that runs on the job's first process, and returns None on the others. A decorator."""
         return self._only(function, lambda: self.is_main_process)
 
     def on_local_main_process(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a function that runs on each node's first process, and returns None on the others; a decorator."""
+        """Return a function that runs on every node's first process, and returns None on the others. A decorator."""
         return self._only(function, lambda: self.is_local_main_process)
 
     def on_last_process(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a function that runs on the job's last process, and returns None on the others; a decorator."""
+        """Return a function that runs on the job's last process, and returns None on the others. A decorator."""
         return self._only(function, lambda: self.is_last_process)
 
     def on_process(self, function: Callable[..., Any] | None = None, process_index: int | None = None) -> Any:
-        """Return a function that runs on one process of the job; without `function`, a decorator.
+        """Return a function that runs on one process of the job, or a decorator if there is no `function`.
 
         Raises:
             ValueError: the job has no process of that number.
@@ -152,7 +152,7 @@ class Processes:
     def on_local_process(
         self, function: Callable[..., Any] | None = None, local_process_index: int | None = None
     ) -> Any:
-        """Return a function that runs on one process of each node; without `function`, a decorator.
+        """Return a function that runs on one process per node, or a decorator if there is no `function`.
 
         Raises:
             ValueError: this node has no process of that number.
@@ -169,7 +169,7 @@ class Processes:
 
     def _only(self, function: Callable[..., Any], is_chosen: Callable[[], bool]) -> Callable[..., Any]:
         if not callable(function):
-            raise TypeError(f"a decorator of processes was given {a_type_of(function)}; expected a function.")
+            raise TypeError(f"a decorator of processes was given {a_type_of(function)}. Expected a function.")
 
         @wraps(function)
         def chosen(*args: Any, **kwargs: Any) -> Any:
@@ -179,11 +179,11 @@ class Processes:
 
     def _check_index(self, index: Any, count: int, name: str = "process_index") -> None:
         if isinstance(index, bool) or not isinstance(index, int) or not 0 <= index < count:
-            raise ValueError(f"{name}={index!r} is not accepted; pass a number from 0 to {count - 1}.")
+            raise ValueError(f"{name}={index!r} is not accepted. Pass a number from 0 to {count - 1}.")
 
 
 class PartialState(Processes):
-    """The processes of this job, without a model: in a launched script it joins the job; otherwise it is one process.
+    """The processes of this job, without a model: in a launched script it joins the job. Otherwise it is one process.
 
     Collective: create it on every rank.
 
@@ -198,7 +198,7 @@ class PartialState(Processes):
 
     @refuses_unknown
     def __init__(self, cpu: bool = False) -> None:
-        # Without a launcher "auto" would start a process for each GPU.
+        # Without a launcher "auto" would start a process per GPU.
         is_launched = Environment.detect().launched_by != "single"
         super().__init__(Engine(devices="auto" if is_launched else 1, accelerator="cpu" if cpu else "auto"))
 
@@ -209,7 +209,7 @@ class AcceleratorState(Processes):
     Collective without an accelerator: create it on every rank.
 
     Args:
-        accelerator: whose state to show; without one, the processes of this job as `PartialState` sees them.
+        accelerator: whose state to show. By default it shows the processes of this job as `PartialState` sees them.
 
     >>> accelerator = tw.Accelerator(devices=1, mixed_precision="bf16")
     >>> accelerator.state.num_processes, accelerator.state.mixed_precision
@@ -234,7 +234,7 @@ class GradientState:
     """The accumulation windows and loaders of an Accelerator, as `accelerator.gradient_state` shows them.
 
     Raises:
-        TypeError: it is made by hand; each Accelerator has its own.
+        TypeError: it is made by hand, instead of by an Accelerator.
 
     >>> accelerator = tw.Accelerator(gradient_accumulation_steps=4)
     >>> model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
@@ -249,7 +249,7 @@ class GradientState:
     def __init__(self, windows: AccumulationWindows | None = None, iterations: Iterations | None = None) -> None:
         if windows is None or iterations is None:
             raise TypeError(
-                "the process has no GradientState; each Accelerator has its own: accelerator.gradient_state."
+                "the process has no GradientState. Each Accelerator has its own: accelerator.gradient_state."
             )
         self._windows, self._iterations = windows, iterations
 
@@ -265,7 +265,7 @@ class GradientState:
 
     @property
     def active_dataloader(self) -> PreparedLoader | None:
-        """Return the prepared loader that the loop is over; None outside a loop."""
+        """Return the prepared loader that the loop is over, or None outside a loop."""
         iteration, _ = self._iterations.current()
         return None if iteration is None else iteration.loader
 
@@ -282,7 +282,7 @@ class GradientState:
 
     @property
     def remainder(self) -> int:
-        """Return how many samples of a padded last round are real; 0 in any other round, -1 outside a loop."""
+        """Return how many samples of a padded last round are real, or 0 in any other round, -1 outside a loop."""
         loader = self.active_dataloader
         if loader is None:
             return -1

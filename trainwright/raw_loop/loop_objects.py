@@ -1,4 +1,4 @@
-"""Preparation: the models, optimizers, loaders and schedulers of a raw loop, and what the Engine makes of them."""
+"""Preparation: the models, optimizers, loaders and schedulers of a raw loop, prepared by the Engine."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from trainwright.raw_loop.plugins import GradientAccumulationPlugin
 from trainwright.strategies.base import Optimization, StepResult
 
 NAMES = {"module": "model", "optimizer": "optimizer", "loader": "data_loader", "scheduler": "scheduler"}
-"""What the Accelerator's method for a kind of object is named after."""
+"""The ends of the names of the Accelerator's methods for kinds of objects."""
 
 
 class PreparationOptions(NamedTuple):
@@ -42,12 +42,12 @@ class PreparationOptions(NamedTuple):
     steps_with_optimizer: bool = True
     """Whether schedulers step only where their optimizer has."""
     scheduler_steps: int = 1
-    """Steps of a user's scheduler for each step of the prepared one."""
+    """Steps of a user's scheduler per step of the prepared one."""
     loaders: LoaderOptions = LoaderOptions()
 
 
 class Preparation(Preparations):
-    """What a loop has prepared, the windows of its models and the passes over its loaders."""
+    """The prepared objects of a loop, the windows of its models and the passes over its loaders."""
 
     def __init__(
         self,
@@ -58,10 +58,10 @@ class Preparation(Preparations):
     ) -> None:
         super().__init__()
         self.step_count = 0
-        """Number of optimizer steps, summed over the optimizers; skipped steps count."""
+        """Number of optimizer steps, summed over the optimizers. Skipped steps count."""
         observer = active_observer()
         self._observer = None if observer is None else observer.loop()
-        """What a tool watches of the loop; None if no tool runs the script."""
+        """The observer of the tool that runs the script, or None if there is none."""
         self.iterations = Iterations(self._observer)
         self.windows = AccumulationWindows(
             engine,
@@ -80,11 +80,11 @@ class Preparation(Preparations):
         """Models that the first loss trained."""
 
     def prepare(self, given: Sequence[Any], placement: Sequence[bool | None] | None = None) -> tuple[Any, ...]:
-        """Return the prepared objects for those given; see `Accelerator.prepare`. Collective."""
+        """Return the prepared objects for those given. See `Accelerator.prepare`. Collective."""
         objects = [self.to_prepare(each) for each in given]
         if placement is not None and (not isinstance(placement, (list, tuple)) or len(placement) != len(objects)):
             raise ValueError(
-                f"device_placement={placement!r} is not a list of {len(objects)} items; give one for each object."
+                f"device_placement={placement!r} is not a list of {len(objects)} items. Give one for each object."
             )
         if self._observer is not None:
             strategy = self._engine.strategy
@@ -97,11 +97,11 @@ class Preparation(Preparations):
             if kind is None:
                 if isinstance(each, SkippedBatches):
                     raise TypeError(
-                        "prepare was given what skip_first_batches returned; pass the loader to prepare, and the result to "
+                        "prepare was given what skip_first_batches returned. Pass the loader to prepare, and the result to "
                         "skip_first_batches."
                     )
                 raise TypeError(
-                    f"prepare was given an object of type {type(each).__name__}; expected torch modules, optimizers "
+                    f"prepare was given an object of type {type(each).__name__}. Expected torch modules, optimizers "
                     "(subclasses of torch.optim.Optimizer), DataLoaders or LR schedulers."
                 )
             if self.of(each) is None and each not in new[kind]:
@@ -132,10 +132,10 @@ class Preparation(Preparations):
         if any(self._engine.replaced.current(each) is not each for each in before):
             raise ValueError(
                 f"the optimizer of {type(module).__name__} was prepared before it, and the strategy has replaced its "
-                "parameters; prepare the model before its optimizer, or in the same call."
+                "parameters. Prepare the model before its optimizer, or in the same call."
             )
         is_mixed = self._engine.precision.forward_context() is not None
-        # Without either, the module's own forward does all that a wrapper would.
+        # Otherwise the module's forward does everything that a wrapper would.
         is_wrapped = is_mixed or module in self._engine.strategy.wrapped
         self.models.append(PreparedModule(self._engine, module, to_float32=is_mixed) if is_wrapped else module)
         return self.models[-1]
@@ -143,7 +143,7 @@ class Preparation(Preparations):
     def optimizer_of(self, given: Any) -> PreparedOptimizer:
         """Return the prepared optimizer for one (ValueError)."""
         if not isinstance(prepared := self.of(given), PreparedOptimizer):
-            raise ValueError("this optimizer was not prepared; pass one that accelerator.prepare returned.")
+            raise ValueError("this optimizer was not prepared. Pass one that accelerator.prepare returned.")
         return prepared
 
     def optimizer_that_steps(self, parameters: Iterable[Tensor]) -> PreparedOptimizer:
@@ -151,7 +151,7 @@ class Preparation(Preparations):
         given = {parameters} if isinstance(parameters, Tensor) else set(parameters)
         if not given:
             raise ValueError(
-                "no parameters to clip were passed; pass a list, since an iterator is empty once it was read."
+                "no parameters to clip were passed. Pass a list, since an iterator is empty once it was read."
             )
         for prepared in self.optimizers:
             own = {each for each in stepped_by(prepared) if each.requires_grad}
@@ -159,12 +159,12 @@ class Preparation(Preparations):
             if own and own <= given and not any(each.grad is not None for each in given - own):
                 return prepared
         raise ValueError(
-            "the parameters to clip are not those of one prepared optimizer; pass those that one optimizer steps, such as "
+            "the parameters to clip are not those of one prepared optimizer. Pass those that one optimizer steps, such as "
             "model.parameters() of a model whose only optimizer was prepared."
         )
 
     def note_trained(self, leaves: set[Tensor]) -> None:
-        """Note which models a loss trains, from the tensors that its backward adds gradients to; none if that is unknown."""
+        """Record which models a loss trains, from the tensors that get gradients (empty if unknown)."""
         modules = self._engine.modules
         is_certain = bool(leaves) or len(modules) == 1
         self._trained = [
@@ -180,7 +180,7 @@ class Preparation(Preparations):
         return ", ".join(type(each).__name__ for each in alone)
 
     def warn_of_norm(self, norm: float | None) -> None:
-        """Warn once, if the loop clips at another norm than the strategy's own configuration."""
+        """Warn once, if the loop clips at another norm than the strategy's configuration."""
         used = self._optimization.clip_norm
         if norm is None or used in (None, norm) or self._has_warned_of_norm:
             return
@@ -192,14 +192,14 @@ class Preparation(Preparations):
         )
 
     def ranks_with_samples(self, loader: Any = None) -> list[bool] | None:
-        """Return whether each rank has new samples in the current batch of a loader; None if all have.
+        """Return by rank whether it has new samples in the current batch of a loader, or None if all have.
 
-        Without `loader` it is the one that the loop is over.
+        The default loader is the one under iteration.
         """
         prepared = self.of(loader) if loader is not None else None
         if loader is not None and not isinstance(prepared, PreparedLoader):
             raise ValueError(
-                "gather_for_metrics: this loader was not prepared; pass one that accelerator.prepare returned."
+                "gather_for_metrics: this loader was not prepared. Pass one that accelerator.prepare returned."
             )
         if prepared is None:
             iteration, _ = self.iterations.current()
@@ -220,7 +220,7 @@ class Preparation(Preparations):
             if self._options.fuses:
                 use_fused(each, engine.modules)
         earlier = len(engine.optimizers)
-        # The strategies expect those that an earlier call returned first in the list.
+        # The strategies expect the earlier optimizers first in the list.
         inner = engine.prepare_optimizers([*engine.optimizers, *optimizers])[earlier:]
         norm = self._optimization.clip_norm
         for given, each in zip(optimizers, inner, strict=True):
@@ -247,7 +247,7 @@ class Preparation(Preparations):
             self._observer.note_step(self.step_count)
 
     def _drop_gradients(self, models: tuple[nn.Module, ...]) -> bool:
-        """Clear the gradients of these models, of all if none is given; return whether there were any."""
+        """Clear the gradients of these models, of all if none is given. Return whether there were any."""
         own = {parameter for model in models for parameter in model.parameters()}
         # An engine that keeps gradients by itself shows none in the parameters.
         had_any = not self._engine.strategy.capabilities.holds_modules and self.windows.has_gradients
@@ -265,7 +265,7 @@ class Preparation(Preparations):
         if world_size > 1 and not stepped_by(optimizer) <= own:
             raise ValueError(
                 f"the {type(optimizer).__name__} has parameters of no prepared model, which each of the {world_size} "
-                "ranks would train by itself; pass the models and their optimizers to prepare in one call."
+                "ranks would train by itself. Pass the models and their optimizers to prepare in one call."
             )
 
     def _admit(self, optimizer: Optimizer) -> None:
@@ -275,9 +275,9 @@ class Preparation(Preparations):
 
 
 def check_kind(call: str, given: Any, kind: str) -> None:
-    """Refuse what a call for one kind of object cannot prepare (TypeError)."""
+    """Raise TypeError if a call for one kind of object gets another kind."""
     found = kind_of(given)
     if found != kind:
-        hint = f"; it is for prepare_{NAMES[found]}" if found is not None else ""
+        hint = f". It is for prepare_{NAMES[found]}" if found is not None else ""
         a_kind = f"{'an' if kind == 'optimizer' else 'a'} {kind}"
         raise TypeError(f"{call} was given {a_type_of(given)}, which is not {a_kind}{hint}.")

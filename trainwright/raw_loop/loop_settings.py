@@ -1,4 +1,4 @@
-"""Settings: what the Accelerator's arguments mean for the Engine's parts, and which arguments are refused."""
+"""Settings: the Engine's parts that the Accelerator's arguments choose, and the arguments that are rejected."""
 
 from __future__ import annotations
 
@@ -40,17 +40,17 @@ REPLACED = {
     "fp16": "pass mixed_precision='fp16'",
     "compile": "pass dynamo_backend='inductor'",
 }
-"""Arguments of Accelerate and of the Trainer that the Accelerator does not take, with what to do instead."""
+"""Arguments of Accelerate and of the Trainer that the Accelerator does not take, with their replacements."""
 
 
 def word_for(precision: Precision) -> str:
-    """Return "no", "fp16" or "bf16"; for a precision that has no such name, its own."""
+    """Return "no", "fp16" or "bf16", or the name of another precision."""
     return next((word for word, name in MIXED.items() if name == precision.name), precision.name)
 
 
 @dataclass
 class LoopSettings:
-    """The arguments of an Accelerator that choose the Engine's parts; see there.
+    """The arguments of an Accelerator that choose the Engine's parts. See there.
 
     Raises:
         ValueError, TypeError: two of them contradict each other, or one is wrong.
@@ -71,7 +71,7 @@ class LoopSettings:
     def __post_init__(self) -> None:
         self._check_precision()
         if self.cpu and self.accelerator not in ("auto", "cpu"):
-            raise ValueError(f"cpu=True and accelerator={self.accelerator!r} were both given; pass one.")
+            raise ValueError(f"cpu=True and accelerator={self.accelerator!r} were both given. Pass one.")
         check_length(self.gradient_accumulation_steps, "gradient_accumulation_steps")
         self.device_type = "cpu" if self.cpu else self.accelerator
         find = by_kind(self.kwargs_handlers)
@@ -89,22 +89,22 @@ class LoopSettings:
             _compiler(self.dynamo_backend),
             is_like=lambda given, value: (given is None) == (value is None),
         )
-        """The backend that compiles prepared models; None if they run eagerly."""
+        """The backend that compiles prepared models, or None if they run eagerly."""
 
     @property
     def clip_norm(self) -> float | None:
-        """Return the limit on the gradients' norm in each step; None if only the loop clips."""
+        """Return the limit on the gradients' norm in each step, or None if only the loop clips."""
         return self.deepspeed_plugin.gradient_clipping if self.deepspeed_plugin is not None else None
 
     def _check_precision(self) -> None:
         mixed = self.mixed_precision
         if mixed is not None and self.precision is not None:
-            raise ValueError(f"mixed_precision={mixed!r} and precision={self.precision!r} were both given; pass one.")
+            raise ValueError(f"mixed_precision={mixed!r} and precision={self.precision!r} were both given. Pass one.")
         if mixed is not None and mixed not in tuple(MIXED):
             of_trainer = next((word for word, name in MIXED.items() if name == mixed), None)
             hint = f" precision={mixed!r} means mixed_precision={of_trainer!r}." if of_trainer else ""
             hint = hint or " precision= takes every precision of the Trainer."
-            raise ValueError(f"mixed_precision={mixed!r} is unknown; choose from {', '.join(MIXED)}.{hint}")
+            raise ValueError(f"mixed_precision={mixed!r} is unknown. Choose from {', '.join(MIXED)}.{hint}")
 
     def _accumulation(self) -> GradientAccumulationPlugin:
         """Return the plugin that the arguments mean, its `num_steps` filled in."""
@@ -121,7 +121,7 @@ class LoopSettings:
         given = {name: length for name, length in lengths.items() if length is not None}
         if len(set(given.values())) > 1:
             listed = " and ".join(f"{name}={length}" for name, length in given.items())
-            raise ValueError(f"{listed} were given; pass one number.")
+            raise ValueError(f"{listed} were given. Pass one number.")
         length = next(iter(given.values()), 1)
         if plugin is None:
             return GradientAccumulationPlugin(length)
@@ -136,7 +136,7 @@ class LoopSettings:
         if names and self.strategy != "auto":
             names.insert(0, f"strategy={self.strategy!r}")
         if len(names) > 1:
-            raise ValueError(f"{' and '.join(names)} were given; pass one.")
+            raise ValueError(f"{' and '.join(names)} were given. Pass one.")
         if given:
             return given[0].strategy()
         return self.strategy if ddp is None else ddp.strategy(self.strategy)
@@ -158,16 +158,16 @@ def _compiler(given: Any) -> str | None:
     # Imported only where models are compiled, because it takes long.
     from torch._dynamo import list_backends
 
-    # torch's default leaves out the backends for debugging, such as "eager".
+    # torch's default omits the backends for debugging, such as "eager".
     known = list_backends(exclude_tags=())
     if name not in known:
         raise ValueError(
-            f"dynamo_backend={given!r} is unknown; choose from no, {', '.join(known)}.{did_you_mean(name, known)}"
+            f"dynamo_backend={given!r} is unknown. Choose from no, {', '.join(known)}.{did_you_mean(name, known)}"
         )
     return name
 
 
 def _of_kind(given: Any, kind: type, name: str) -> Any:
     if given is not None and not isinstance(given, kind):
-        raise TypeError(f"{name} is {a_type_of(given)}; expected a {kind.__name__} of trainwright.")
+        raise TypeError(f"{name} is {a_type_of(given)}. Expected a {kind.__name__} of trainwright.")
     return given

@@ -15,7 +15,7 @@ from trainwright.strategies.module_checks import graph_leaves
 
 
 class LossCheck:
-    """Checks each loss in a few calls, and walks the autograd graph of the first one."""
+    """Checks every loss in a few calls, and walks the autograd graph of the first one."""
 
     def __init__(self, engine: Engine, preparation: Preparation) -> None:
         self._engine, self._preparation = engine, preparation
@@ -42,12 +42,12 @@ class LossCheck:
             RuntimeError: nothing was prepared.
         """
         if not isinstance(loss, Tensor):
-            raise TypeError(f"backward was given {a_type_of(loss)}; expected a loss tensor.")
+            raise TypeError(f"backward was given {a_type_of(loss)}. Expected a loss tensor.")
         if loss.numel() != 1 and options.get("gradient") is None:
-            raise ValueError(f"backward was given a loss of shape {tuple(loss.shape)}; take its mean or its sum.")
+            raise ValueError(f"backward was given a loss of shape {tuple(loss.shape)}. Take its mean or its sum.")
         if not loss.requires_grad:
             raise ValueError(
-                "backward was given a loss that needs no gradients; compute it from the outputs of a prepared model, outside "
+                "backward was given a loss that needs no gradients. Compute it from the outputs of a prepared model, outside "
                 "torch.no_grad(), and do not detach it."
             )
         if not self._has_passed:
@@ -61,7 +61,7 @@ class LossCheck:
         engine, preparation = self._engine, self._preparation
         if not preparation.models and not preparation.optimizers:
             raise RuntimeError(
-                "backward was called before a model was prepared; pass the model and its optimizer to accelerator.prepare, "
+                "backward was called before a model was prepared. Pass the model and its optimizer to accelerator.prepare, "
                 "and compute the loss with the model that it returns."
             )
         leaves = graph_leaves(loss) if engine.strategy.capabilities.holds_modules else set[Tensor]()
@@ -104,7 +104,7 @@ class LossCheck:
         if models and weights and not is_called:
             raise ValueError(
                 "backward was given a loss of the model as it was before prepare, or of a part of it, which does not compute "
-                f"in precision {self._engine.precision.name!r}; prepare does not change your model. Call the model "
+                f"in precision {self._engine.precision.name!r}. Prepare does not change your model. Call the model "
                 "that accelerator.prepare returned, or call a part of it within accelerator.autocast()."
             )
 
@@ -120,7 +120,7 @@ class LossCheck:
             if is_old or not forwards:
                 raise ValueError(
                     "backward was given a loss that a method of a prepared model made, or the model as it was before prepare, "
-                    "whose gradients no strategy averages over the ranks; call the model that accelerator.prepare returned "
+                    "whose gradients no strategy averages over the ranks. Call the model that accelerator.prepare returned "
                     "itself, and let its forward call the method."
                 )
         keeps = options.get("retain_graph")

@@ -55,7 +55,7 @@ def state_dict_of(model: nn.Module, strategy: Strategy) -> dict[str, Any]:
     Collective if it is sharded. TypeError for something else than a model, RuntimeError if the ranks' gradients were mixed up.
     """
     if not isinstance(model, nn.Module):
-        raise TypeError(f"a model has the weights, but {a_type_of(model)} was given; pass the model.")
+        raise TypeError(f"a model has the weights, but {a_type_of(model)} was given. Pass the model.")
     strategy.check_gradients()
     module = extract_model_from_parallel(model)
     from trainwright.strategies.whole_module import gather_module, is_sharded  # which imports FSDP
@@ -71,7 +71,7 @@ def size_of(text: int | str) -> int:
     match = _SIZE.fullmatch(text.strip()) if isinstance(text, str) else None
     if match is None or not float(match[1]):
         raise ValueError(
-            f"max_shard_size={text!r} is not accepted; pass a number of bytes, or one with a unit such as '10GB' or '512MiB'."
+            f"max_shard_size={text!r} is not accepted. Pass a number of bytes, or one with a unit such as '10GB' or '512MiB'."
         )
     return int(float(match[1]) * _UNITS[match[2].upper()])
 
@@ -137,7 +137,7 @@ def _write_model(state: Mapping[str, Any], files: Files, folder: str, limit: int
 
 
 def _divided(tensors: Mapping[str, Tensor], limit: int) -> list[dict[str, Tensor]]:
-    """Return the tensors in groups of at most `limit` bytes, in their order; a larger tensor is alone in its group."""
+    """Return the tensors in groups of at most `limit` bytes, in their order. A larger tensor has a group by itself."""
     shards: list[dict[str, Tensor]] = [{}]
     size = 0
     for name, tensor in tensors.items():
@@ -176,7 +176,7 @@ def _move(files: Files, source: str, target: str) -> None:
 
 
 def save_object(obj: Any, path: str | os.PathLike[str], *, is_writer: bool) -> None:
-    """Write plain data and tensors into one file, on the rank that writes; see `Accelerator.save`.
+    """Write plain data and tensors into one file, on the rank that writes. See `Accelerator.save`.
 
     Raises:
         TypeError: something else is in the object.
@@ -211,7 +211,7 @@ def save_object(obj: Any, path: str | os.PathLike[str], *, is_writer: bool) -> N
 
 
 def load_object(path: str | os.PathLike[str]) -> Any:
-    """Return what `save_object` wrote, or the tensors of any safetensors file.
+    """Return the data of `save_object`, or the tensors of any safetensors file.
 
     Raises:
         CheckpointError: the file is missing or damaged, or is another kind of file.
@@ -226,11 +226,11 @@ def load_object(path: str | os.PathLike[str]) -> Any:
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
     length = int.from_bytes(data[:8], "little")
-    # A safetensors file begins with its header's length in 8 bytes, then JSON; `save` has written any other as JSON alone.
+    # A safetensors file begins with its header's length in 8 bytes, then JSON. `save` writes other files as plain JSON.
     if data[8:9] != b"{" or length > len(data) - 8:
         if data.startswith(PICKLE_STARTS):
             raise CheckpointError(
-                f"{path} is not valid JSON but a pickle, as torch.save writes; read it with torch.load."
+                f"{path} is not valid JSON but a pickle, as torch.save writes. Read it with torch.load."
             )
         return decode(load_json(data, str(path)), {})
     try:

@@ -27,13 +27,13 @@ class ProfileKwargs(NamedArguments):
     """Options of `Accelerator.profile`.
 
     Args:
-        activities: what to record: "cpu" and the name of an accelerator; by default all that torch can.
+        activities: the activities to record: "cpu" and the name of an accelerator, by default all that torch can.
         schedule_option: batches by phase: "skip_first" once, then in turns "wait", "warmup" and "active", which is recorded,
-            "repeat" times (0: to the end). The loop calls `step()` of what `profile` yields after each batch.
-        on_trace_ready: called with the profiler after each recording.
+            "repeat" times (0: to the end). The loop calls the `step()` of the yielded profiler after a batch.
+        on_trace_ready: called with the profiler after a recording.
         record_shapes, profile_memory, with_stack, with_flops, with_modules: torch.profiler's.
-        output_trace_dir: the folder, a path or a URL, into which each rank writes a trace for chrome://tracing or
-            perfetto.dev after each recording: profile-RANK.json, later ones profile-RANK-2.json and so on.
+        output_trace_dir: the folder, a path or a URL, into which every rank writes a trace for chrome://tracing or
+            perfetto.dev after a recording: profile-RANK.json, later ones profile-RANK-2.json and so on.
 
     Raises:
         ValueError: an activity or a phase is unknown.
@@ -64,14 +64,14 @@ class ProfileKwargs(NamedArguments):
             for name in given:
                 if name not in known:
                     raise ValueError(
-                        f"ProfileKwargs was given the {kind} {name!r}; choose from {', '.join(known)}."
+                        f"ProfileKwargs was given the {kind} {name!r}. Choose from {', '.join(known)}."
                         f"{did_you_mean(name, known)}"
                     )
 
 
 @contextmanager
 def profiled(options: ProfileKwargs) -> Iterator[profile]:
-    """Record the block, and write what was recorded; the traces of other ranks may still be written when it ends."""
+    """Record the block, and write the traces. The traces of other ranks may still be written when it ends."""
     recordings = 0
     files = Profiler(options.output_trace_dir)
 
@@ -104,7 +104,7 @@ REPLICATING = "ddp"
 
 
 class DDPCommunicationHookType(StrEnum):
-    """How strategy "ddp" sends gradients, under Accelerate's names for `comm_hook`; a member equals its value as text.
+    """How strategy "ddp" sends gradients, under Accelerate's names for `comm_hook`. A member equals its value as text.
 
     >>> options = tw.DistributedDataParallelKwargs(comm_hook=tw.DDPCommunicationHookType.BF16)
     >>> options.comm_hook == "bf16"
@@ -124,7 +124,7 @@ class AutocastKwargs(NamedArguments):
 
     Args:
         enabled: False computes in full precision there.
-        cache_enabled: whether weights that were cast are kept for later uses in the block; None for torch's default.
+        cache_enabled: whether weights that were cast are kept for later uses in the block, or None for torch's default.
 
     >>> accelerator = tw.Accelerator(mixed_precision="bf16")
     >>> with accelerator.autocast(tw.AutocastKwargs(enabled=False)):
@@ -142,7 +142,7 @@ class DistributedDataParallelKwargs(NamedArguments):
 
     Args:
         dim, broadcast_buffers: accepted with their defaults only.
-        check_reduction: accepted; it has no effect.
+        check_reduction: accepted. It has no effect.
         bucket_cap_mb: MiB of gradients that are averaged together.
         find_unused_parameters: set it if some batches use only a part of the model.
         gradient_as_bucket_view: let gradients be views of the buckets, which saves memory.
@@ -182,7 +182,7 @@ class DistributedDataParallelKwargs(NamedArguments):
                 )
 
     def strategy(self, chosen: str | Strategy) -> str | Strategy:
-        """Return the strategy "ddp" with these settings, if that or "auto" was chosen; otherwise the one chosen."""
+        """Return the strategy "ddp" with these settings, if that or "auto" was chosen, or else the chosen one."""
         names = ("auto", REPLICATING)
         if chosen not in names:
             return chosen  # as scripts pass these options whatever the strategy is
@@ -207,8 +207,8 @@ class GradScalerKwargs(NamedArguments):
 
     Args:
         init_scale: the first scale.
-        growth_factor: what the scale is multiplied by after growth_interval steps in a row without an inf or a NaN.
-        backoff_factor: what it is multiplied by after a step with one, which is skipped.
+        growth_factor: the factor of the scale after growth_interval steps in a row without an inf or a NaN.
+        backoff_factor: the factor of the scale after a step with one, which is skipped.
         growth_interval: optimizer steps.
         enabled: False scales nothing.
 
@@ -234,8 +234,8 @@ class InitProcessGroupKwargs(NamedArguments):
     """Options of the process group.
 
     Args:
-        backend: accepted if None, "nccl" or "gloo"; the device decides.
-        timeout: how long a rank waits for the others in a collective; half an hour by default.
+        backend: accepted if None, "nccl" or "gloo". The device decides.
+        timeout: how long a rank waits for the others in a collective, half an hour by default.
 
     Raises:
         ValueError: an init_method, since the launcher's is used, or another backend.
@@ -271,27 +271,27 @@ KINDS: tuple[type, ...] = (
 
 
 def by_kind(given: Iterable[Any] | None, kinds: tuple[type, ...] = KINDS) -> Callable[[type], Any]:
-    """Return a function that finds the object of a kind among those given; None if it was left out.
+    """Return a function that finds the object of a kind among those given, or None if it is missing.
 
     Raises:
         TypeError: an object of another kind.
         ValueError: two of one kind.
     """
     if isinstance(given, kinds):
-        raise TypeError(f"kwargs_handlers={given!r} is not a list; pass kwargs_handlers=[{type(given).__name__}(...)].")
+        raise TypeError(f"kwargs_handlers={given!r} is not a list. Pass kwargs_handlers=[{type(given).__name__}(...)].")
     if given is not None and not isinstance(given, Iterable):
         raise TypeError(
-            f"kwargs_handlers={given!r} is not a list; expected a list of options, such as [AutocastKwargs()]."
+            f"kwargs_handlers={given!r} is not a list. Expected a list of options, such as [AutocastKwargs()]."
         )
     found: dict[type, Any] = {}
     for each in given or ():
         kind = next((kind for kind in kinds if isinstance(each, kind)), None)
         if kind is None:
             raise TypeError(
-                f"kwargs_handlers has {a_type_of(each)}; expected objects of trainwright's "
+                f"kwargs_handlers has {a_type_of(each)}. Expected objects of trainwright's "
                 f"{', '.join(kind.__name__ for kind in kinds)}."
             )
         if kind in found:
-            raise ValueError(f"kwargs_handlers has two {kind.__name__}; pass one.")
+            raise ValueError(f"kwargs_handlers has two {kind.__name__}. Pass one.")
         found[kind] = each
     return found.get

@@ -235,7 +235,7 @@ def test_a_first_rung_that_nothing_can_be_compared_with(
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ([], "no script was given; pass one, or -m and a module, after the options."),
+        ([], "no script was given. Pass one, or -m and a module, after the options."),
         (["none.py"], "file 'none.py' does not exist; pass the path of a script"),
         (["--rungs", "fdsp", "train.py"], "--rungs fdsp: choose from unchanged, "),
         (["--rungs", "unchanged,fdsp", "train.py"], "Did you mean 'fsdp'?"),

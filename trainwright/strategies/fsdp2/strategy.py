@@ -78,8 +78,6 @@ from trainwright.strategies.replaced_options import OF_FSDP, refuse_options, res
 from trainwright.strategies.replication import DeferredAllReduce, equalize
 from trainwright.strategies.used_parameters import BackwardGuard, RanksUse
 
-BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
-
 
 class FSDPStrategy(Strategy):
     """Fully sharded data parallelism; on one process too.
@@ -195,7 +193,7 @@ class FSDPStrategy(Strategy):
             self._float32 = find_float32(module)
             allow_float32(module)  # before FSDP's hooks
         elif low.param_dtype is not None:
-            self._float32.groups.update(each for each in module.modules() if isinstance(each, BATCH_NORMS))
+            self._float32.groups.update(each for each in module.modules() if isinstance(each, vendor.BATCH_NORM))
         is_meta = any(each.is_meta for each in (*module.parameters(), *module.buffers()))
         constructed: list[nn.Module] = []
         # Innermost first, the order in which constructors draw the values of meta modules.

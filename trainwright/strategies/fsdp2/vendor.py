@@ -14,7 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.nn.modules.batchnorm import _BatchNorm
 
+BATCH_NORM = _BatchNorm
 _PLAIN_DATA: Any = Tensor.data
 
 
