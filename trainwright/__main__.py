@@ -40,7 +40,7 @@ COMMANDS = {
         "trainwright.tools.migrate:migrate_command",
         "rewrite the imports of a Lightning or Accelerate script",
     ),
-    "checkpoint": ("trainwright.checkpoint.commands:checkpoint_command", "show, verify, export or import a checkpoint"),
+    "checkpoint": ("trainwright.tools.checkpoints:checkpoint_command", "show, verify, export or import a checkpoint"),
 }
 """The subcommands beside launch: "module:function", imported when chosen, and a line of help."""
 LOST_READER = 141

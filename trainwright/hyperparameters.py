@@ -176,7 +176,8 @@ def hyper_parameter_entries(
     """Return a checkpoint's entries for an owner, and at the first call the names of values without a form."""
     plain, forms = stored_hyper_parameters(owner, is_plain)
     left_out = [] if owner._has_named_left_out else _left_out(forms)
-    owner._has_named_left_out = owner._has_named_left_out or bool(left_out)
+    if left_out:
+        owner._has_named_left_out = True
     if not plain and not forms:
         return {}, left_out
     if owner._is_omegaconf and not forms:
@@ -233,7 +234,7 @@ def build(
 
     forms = {name: form for name, form in (forms or {}).items() if name not in overrides}
     if hparams_name in named and hparams_name not in (AS_ARGUMENTS, *hyper_parameters):
-        within = {key for key in overrides if key in hyper_parameters and key not in named}
+        within = (overrides.keys() & hyper_parameters.keys()) - named.keys()
         stored = {**hyper_parameters, **{key: overrides[key] for key in within}}
         overrides = {key: value for key, value in overrides.items() if key not in within}
         values = {} if hparams_name in overrides else {hparams_name: _content(cls, hparams_name, stored, forms)}

@@ -1,4 +1,4 @@
-"""ModelPruning: masks as torch's pruning makes them, what it refuses, several ranks, and exact resumes."""
+"""ModelPruning: masks as torch's pruning makes them, rejected settings, several ranks, and exact resumes."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def zeros(module: nn.Module) -> list[float]:
 
 
 def by_hand(is_global: bool, rewinds: bool) -> list[torch.Tensor]:
-    """Train and prune in a loop with torch's own functions."""
+    """Train and prune in a loop with torch's functions."""
     net = make_net()
     parameters = list(net.parameters())  # torch's pruning changes their order in the module
     optimizer = torch.optim.AdamW(parameters, lr=0.05)
@@ -136,7 +136,7 @@ def test_a_checkpoint_holds_what_was_scored_and_a_plain_module_loads_it(tmp_path
         assert torch.equal(value.cpu(), torch.where(value.cpu() == 0, 0.0, initial[name]))
 
 
-def test_amounts_and_epochs(capsys: pytest.CaptureFixture[str]) -> None:
+def test_amounts_depend_on_the_epoch(capsys: pytest.CaptureFixture[str]) -> None:
     module = Classifier()
     pairs = [(module.net[0], "weight")]
     callback = tw.ModelPruning(
@@ -161,14 +161,14 @@ def test_amounts_and_epochs(capsys: pytest.CaptureFixture[str]) -> None:
         fit(tw.ModelPruning("l1_unstructured", amount=1000), 1)
 
 
-def test_a_structured_method_prunes_channels() -> None:
+def test_channels_are_pruned_by_a_structured_method() -> None:
     settings = {"pruning_fn": "random_structured", "use_global_unstructured": False, "pruning_dim": 0}
     assert zeros(fit(tw.ModelPruning(**settings, **TRAINS_ON), 1)) == pytest.approx([6 / 13, 0.0, 2 / 3, 0.0])
 
 
 @pytest.mark.host
 @pytest.mark.parametrize("options", [{"precision": "16-mixed"}, {"precision": "bf16-true"}], ids=str)
-def test_precisions(options: dict[str, Any]) -> None:
+def test_pruning_works_in_every_precision(options: dict[str, Any]) -> None:
     callback = tw.ModelPruning("l1_unstructured", amount=0.5, **TRAINS_ON)
     module = fit(callback, 2, accumulate_grad_batches=3, **options)
     module.net(torch.zeros(1, 8).to(module.net[0].bias.dtype))
@@ -182,8 +182,8 @@ def test_precisions(options: dict[str, Any]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.host
-@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")  # torch's own, in its compiler
-def test_a_compiled_module() -> None:
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")  # raised in torch's compiler
+def test_pruning_works_on_a_compiled_module() -> None:
     callback = tw.ModelPruning("l1_unstructured", amount=0.5, **TRAINS_ON)
     module = fit(callback, 2, compile=True)
     assert sorted(callback.masks) == sorted(FIRST)
@@ -193,7 +193,7 @@ def test_a_compiled_module() -> None:
         assert not getattr(module.get_submodule(owner), attribute)[~mask].any()
 
 
-def test_a_module_that_is_pruned_already() -> None:
+def test_module_that_is_pruned_already_is_rejected() -> None:
     module = Classifier()
     prune.identity(module.net[0], "weight")
     with pytest.raises(
@@ -202,7 +202,7 @@ def test_a_module_that_is_pruned_already() -> None:
         fit(tw.ModelPruning("l1_unstructured"), 1, module=module)
 
 
-def test_gradients_of_what_is_pruned() -> None:
+def test_gradients_of_pruned_elements_are_zero() -> None:
     class Watches(tw.Callback):
         def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
             for name, parameter in module.named_parameters():
@@ -341,7 +341,7 @@ class Late(Classifier):
 
 
 @pytest.mark.parametrize("is_setup", [True, False], ids=["setup", "configure_model"])
-def test_layers_that_come_late(is_setup: bool) -> None:
+def test_late_layers_have_masks(is_setup: bool) -> None:
     for given in (False, True):
         layers = make_net()
         pairs = [(layers[0], "weight")] if given else None
@@ -356,7 +356,7 @@ def test_layers_that_come_late(is_setup: bool) -> None:
         fit(tw.ModelPruning("l1_unstructured"), 1, module=Late(layers, is_setup))
 
 
-def test_a_sparse_embedding() -> None:
+def test_sparse_embedding_is_pruned() -> None:
     class Embeds(Classifier):
         def __init__(self) -> None:
             super().__init__()
@@ -391,7 +391,7 @@ def test_an_amount_of_more_than_is_left_prunes_all(settings: dict[str, Any], exp
     assert (found if len(expected) > 1 else [sum(found)]) == expected
 
 
-def test_two_callbacks_of_other_pairs(tmp_path: Path) -> None:
+def test_different_pairs_are_pruned_by_two_callbacks(tmp_path: Path) -> None:
     def both(module: Classifier) -> list[tw.ModelPruning]:
         return [
             tw.ModelPruning("l1_unstructured", [(module.net[index], "weight")], amount=amount, **TRAINS_ON)
@@ -423,7 +423,7 @@ def test_another_modules_masks_are_refused(tmp_path: Path) -> None:
 
 
 def on_ranks(folder: Path) -> Any:
-    """Prune under each strategy that can."""
+    """Prune under every strategy that can."""
     results: dict[str, Any] = {}
     for strategy in ("ddp", "ddp_sharded"):
         for settings in ({"pruning_fn": "random_unstructured"}, {"pruning_fn": "l1_unstructured", **TRAINS_ON}):

@@ -19,7 +19,7 @@ class Killed(Exception):
 
 
 class Sums(tw.Callback):
-    """Stores the sum of the weights after each step in pieces, beside the model."""
+    """Stores the sum of the weights after every step in pieces, beside the model."""
 
     priority = 5
 

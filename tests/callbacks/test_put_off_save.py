@@ -18,7 +18,7 @@ class Killed(Exception):
 
 
 class DiesBeforeItsSave(tw.ModelCheckpoint):
-    """Ends the run between the save of another callback and its own, at the same step."""
+    """Ends the run between the saves of another callback and of this one, at the same step."""
 
     def on_save_point(self, trainer: Any, module: Any) -> None:
         if trainer.global_step == KILLED_AT and trainer.resume_source is None:

@@ -1,4 +1,4 @@
-"""The contract of callbacks: the built-in ones use what TrainerProtocol names, the Trainer has it, and annotations fit."""
+"""The contract of callbacks: the built-in ones use members of TrainerProtocol, the Trainer has them, and annotations fit."""
 
 from __future__ import annotations
 

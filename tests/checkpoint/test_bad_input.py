@@ -74,7 +74,7 @@ CASES: dict[str, tuple[Callable[[Path], Path], str]] = {
     ),
     "empty directory": (
         lambda path: made(path, None),
-        r"it has no manifest\.json that is a plain file\. Give the directory of a checkpoint of trainwright; one without",
+        r"it has no manifest\.json that is a plain file\. Either its save never finished",
     ),
     "file": (
         lambda path: made(path, b"text"),
@@ -193,7 +193,7 @@ class HoldingModule(Watched):
         checkpoint["tokenizer"] = {"rule": lambda text: text}
 
 
-ACCEPTED = r"expected None, bool, int, .*\. Let the state_dict or hook that returned it return plain data instead"
+ACCEPTED = r"expected None, bool, int, .*\. Change the state_dict or hook that returned it: return plain data instead"
 
 
 def test_state_that_is_no_plain_data_is_named_and_earlier_checkpoints_stay(tmp_path: Path) -> None:
@@ -222,19 +222,19 @@ def test_state_that_is_no_plain_data_is_named_and_earlier_checkpoints_stay(tmp_p
     assert [each.name for each in tmp_path.glob("*.ckpt")] == ["epoch=0-step=11.ckpt"]
 
 
-OR_ELSE = r"or leave it out of the state_dict that it comes from \(a buffer by persistent=False\)\."
+OR_ELSE = r"or remove it from its state_dict \(a buffer by persistent=False\)\."
 UNSTORABLE: dict[str, tuple[Callable[[], Any], str]] = {
     "sparse": (
         lambda: torch.eye(2).to_sparse(),
-        r"torch\.sparse_coo on cpu; a checkpoint stores dense tensors with data\. Make",
+        r"torch\.sparse_coo on cpu, but a checkpoint stores dense tensors with data\. Convert",
     ),
     "meta": (
         lambda: torch.ones(2, device="meta"),
-        r"torch\.strided on meta; a checkpoint stores dense tensors with data\. Make",
+        r"torch\.strided on meta, but a checkpoint stores dense tensors with data\. Convert",
     ),
     "nested": (
         lambda: torch.nested.nested_tensor([torch.ones(2)]),
-        r"nested on cpu; a checkpoint stores dense .*\. Make it one",
+        r"nested on cpu, but a checkpoint stores dense .*\. Convert it",
     ),
     "dtype": (
         lambda: torch.ones(2, dtype=torch.complex128),
@@ -313,6 +313,6 @@ def test_a_read_only_directory_is_named_in_the_error(open_folder: Path) -> None:
         assert line.startswith(f"checkpoint {path} was not written: ")
     for line in said[:2]:
         assert "the directory cannot be written (PermissionError: [Errno 13] Permission denied: " in line
-        assert line.endswith("Give one that this user may write to, or change its permissions")
+        assert line.endswith("Choose a directory that this user may write to, or change its permissions")
     assert "the directory cannot be made (NotADirectoryError" in said[2]
-    assert said[2].endswith("Give a path none of whose parts is a file")
+    assert said[2].endswith("Choose a path without a file as one of its parts")

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 from checkpoint_format import FIXTURES
 
-from trainwright.checkpoint.commands import examine
-from trainwright.checkpoint.reader import open_checkpoint
+from trainwright.checkpoint.reader import examine, open_checkpoint
 from trainwright.errors import CheckpointError
 
 REAL = sorted((FIXTURES / "format-1").glob("*.ckpt"))

@@ -15,9 +15,8 @@ from jobs import run_job
 from torch import nn
 
 import trainwright as tw
-from trainwright.checkpoint.commands import examine
 from trainwright.checkpoint.manifest import FORMAT_VERSION
-from trainwright.checkpoint.reader import open_checkpoint
+from trainwright.checkpoint.reader import examine, open_checkpoint
 from trainwright.data.seeding import isolate_rng, set_rng_state
 from trainwright.errors import CheckpointError
 

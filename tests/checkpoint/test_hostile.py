@@ -31,7 +31,8 @@ sys.path[:0] = json.loads(sys.argv[2])
 import torch
 import trainwright as tw
 from trainwright.checkpoint.foreign_formats import read_weights
-from trainwright.checkpoint.commands import candidates, examine, summary
+from trainwright.checkpoint.reader import candidates, examine
+from trainwright.tools.checkpoints import summary
 from trainwright.checkpoint.discovery import find_checkpoints, is_checkpoint
 from trainwright.checkpoint.reader import open_checkpoint
 from test_hostile import Net

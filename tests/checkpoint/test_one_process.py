@@ -14,9 +14,8 @@ from small import ON_HOST, QUIET, Classifier, assert_close, assert_equal, loss_o
 from torch import nn
 
 import trainwright as tw
-from trainwright.checkpoint.commands import examine
 from trainwright.checkpoint.conversion import export_safetensors
-from trainwright.checkpoint.reader import open_checkpoint
+from trainwright.checkpoint.reader import examine, open_checkpoint
 
 STRATEGIES = ["ddp", "ddp_sharded", "fsdp", "deepspeed_stage_1", "deepspeed_stage_2", "deepspeed_stage_3"]
 pytestmark = pytest.mark.slow

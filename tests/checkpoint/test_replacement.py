@@ -120,7 +120,7 @@ def test_without_a_rename_a_path_that_is_taken_is_refused(save: Any, check: Any)
     files = fsspec.filesystem("memory")
     try:
         save("memory://over/a.ckpt", 1, overwrite=True)
-        with pytest.raises(CheckpointError, match="its file system has no rename, by which one replaces"):
+        with pytest.raises(CheckpointError, match="its file system has no rename, which a replacement needs"):
             save("memory://over/a.ckpt", 2, overwrite=True)
         check(open_checkpoint("memory://over/a.ckpt"), 1)
         assert len(find_checkpoints("memory://over")) == 1

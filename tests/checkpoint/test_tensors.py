@@ -282,7 +282,7 @@ def test_what_has_no_place_in_a_file_is_refused_by_name(
 def test_freed_memory_is_refused_by_name() -> None:
     tensor = torch.zeros(4)
     tensor.untyped_storage().resize_(0)
-    with pytest.raises(CheckpointError, match="tensor 'w' has its memory freed"):
+    with pytest.raises(CheckpointError, match="the memory of tensor 'w' was freed"):
         write_shard(HashingStream(io.BytesIO()), "f", [whole("w", tensor)])
 
 

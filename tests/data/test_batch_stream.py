@@ -186,7 +186,7 @@ def test_samples_are_counted_by_the_first_dimension_of_columns_and_by_the_length
 def test_a_last_round_with_unclear_samples_is_named_and_weighs_by_the_first_part() -> None:
     assert round_sizes([[8], [8]], 2) == round_sizes([[7, 3], [7, 3]], 2) == []
     assert round_sizes([[8], [2]], 2) == [8, 2]
-    with pytest.warns(UserWarning, match=r"samples of a batch are unclear .*\[7, 3\].*collate_fn"):
+    with pytest.warns(UserWarning, match=r"samples in a batch is unclear: .*\[7, 3\].*collate_fn"):
         assert round_sizes([[7, 3], [5, 2]], 3) == [7, 5, 0]
 
 
@@ -211,7 +211,7 @@ def test_what_no_rank_can_share_is_told_with_what_its_caller_has() -> None:
         def __iter__(self) -> Any:
             return super().__iter__()
 
-    advice = "set use_distributed_sampler=False .or leave (the|its) loader out of prepare"
+    advice = "set use_distributed_sampler=False .or do not pass (the|its) loader to prepare"
     with pytest.raises(TypeError, match=f"Own overrides __iter__.*{advice}"):
         shares(Own([1, 2]), 2)
 

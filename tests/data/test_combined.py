@@ -365,7 +365,7 @@ def test_what_cannot_be_combined_is_refused() -> None:
     with pytest.raises(ValueError, match="mode='longest' is unknown; choose from min_size, max_size"):
         CombinedLoader([[1]], "longest")  # type: ignore[arg-type]
     combined = CombinedLoader([[1]])
-    with pytest.raises(AttributeError, match="pass limit_train_batches="):
+    with pytest.raises(AttributeError, match="Pass limit_train_batches="):
         combined.limits = [1]
     assert not hasattr(combined, "limits")
     with pytest.raises(ValueError, match="got an empty dict"):
@@ -381,7 +381,7 @@ def test_what_cannot_be_combined_is_refused() -> None:
         combination([numbers(0, 3), numbers(0, 0)], "max_size_cycle")
     with pytest.raises(RuntimeError, match="an empty loader cannot be cycled"):
         read(combination([numbers(0, 3), DataLoader(Drawing(0))], "max_size_cycle"))
-    with pytest.raises(TypeError, match="shard each of them by itself"):
+    with pytest.raises(TypeError, match="Shard every loader separately"):
         combination([numbers(0, 3), numbers(0, 3)], "sequential", world_size=2, kind="padded")
     with pytest.raises(TypeError, match="has no length"):
         len(combination([numbers(0, 3), unsized(0, 3)], "min_size"))

@@ -247,18 +247,20 @@ def test_shuffling_is_switched_off() -> None:
     assert ordered(DataLoader(torch.arange(3), batch_size=None, shuffle=True)) == [0, 1, 2]
     assert ordered(DataLoader(numbers(4), batch_sampler=[[3, 1], [0]])) == [[3, 1], [0]]
     own = DataLoader(numbers(5), sampler=RandomSampler(numbers(5), replacement=True, num_samples=2))
-    with pytest.warns(UserWarning, match="the loader's RandomSampler chooses.*replaced by the order of the dataset"):
+    with pytest.warns(
+        UserWarning, match="the loader's RandomSampler chooses the order. The order of the dataset replaces it"
+    ):
         assert ordered(own) == [[0], [1], [2], [3], [4]]
     with pytest.warns(UserWarning, match="the loader's Drawing chooses"):
         assert ordered(DataLoader(numbers(300), sampler=Drawing(4)))[0] == [0]
     subset = SubsetRandomSampler([7, 1, 4])
     loader = DataLoader(numbers(9), 2, sampler=subset)
-    with pytest.warns(UserWarning, match="the loader's SubsetRandomSampler chooses.*replaced"):
+    with pytest.warns(UserWarning, match="the loader's SubsetRandomSampler chooses.*replaces"):
         assert ordered(loader) == [[1, 4], [7]]
     assert loader.sampler is loader.batch_sampler.sampler is subset, "the user's loader keeps its own"  # type: ignore[union-attr]
     shuffled = BatchSampler(RandomSampler(numbers(4)), 2, False)
     own_batches = type("OwnBatches", (BatchSampler,), {})(shuffled.sampler, 2, False)
-    with pytest.warns(UserWarning, match="the loader's OwnBatches chooses its own order, which is kept"):
+    with pytest.warns(UserWarning, match="the loader's OwnBatches chooses the order. Pass another sampler"):
         assert len(ordered(DataLoader(numbers(4), batch_sampler=own_batches))) == 2
 
 

@@ -331,9 +331,9 @@ def test_what_is_read_again_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().err == (
         "trainwright: skipping the first 4 batches of this epoch: a Stream has no state_dict(), so they have to be re-read.\n"
     )
-    with pytest.raises(ValueError, match=r"4 batches of 2 samples were consumed, .* batches of 3, .* batch_size=2"):
+    with pytest.raises(ValueError, match=r"saved after 4 batches of 2 samples, .* batches of 3, .* batch_size=2"):
         segment(DataLoader(Stream(20), batch_size=3), 1, batch, state, None)
-    with pytest.raises(ValueError, match="of 1 loaders, but there are 2 now; resume with the loaders"):
+    with pytest.raises(ValueError, match=r"belongs to 1 loaders, but now there are 2\. Resume with the loaders"):
         segment([loader, loader], 1, batch, state, None)
 
 
@@ -346,7 +346,7 @@ def test_a_place_beyond_the_data_is_seen() -> None:
     share = shard(DataLoader(numbers(16), batch_size=2), rank=0, world_size=1, mode="train")
     share.load_state_dict(state)
     with pytest.warns(
-        UserWarning, match="of a SequentialSampler of 20 samples, .* of 16 samples: .* come twice or not at all"
+        UserWarning, match="of a SequentialSampler of 20 samples, .* of 16 samples. .* come twice or not at all"
     ):
         share.set_epoch(SEED, EPOCH, batch)
     assert not share.starts_beyond

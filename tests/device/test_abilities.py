@@ -1,4 +1,4 @@
-"""A device that lacks what others have: no float64, no pinned memory, no bfloat16 in autocast, no process group, as on MPS."""
+"""A device without float64, pinned memory, bfloat16 in autocast and a process group, like MPS."""
 
 from __future__ import annotations
 
@@ -224,14 +224,14 @@ def run(lines: str, folder: Path, **environment: str) -> None:
     assert done.returncode == 0, done.stderr[-4000:]
 
 
-def test_a_device_without_float64_pinned_memory_or_a_process_group(tmp_path: Path) -> None:
+def test_a_device_may_lack_float64_pinned_memory_and_a_process_group(tmp_path: Path) -> None:
     lacks = dict.fromkeys(("SIM_FLOAT64", "SIM_PINNED", "SIM_BF16", "SIM_PROCESS_GROUP"), "0")
     run(POOR, tmp_path, SIM_DEVICES="1", **lacks)
 
 
-def test_two_devices(tmp_path: Path) -> None:
+def test_two_devices_work_together(tmp_path: Path) -> None:
     run(RICH, tmp_path, SIM_DEVICES="2")
 
 
-def test_several_devices_without_a_process_group(tmp_path: Path) -> None:
+def test_several_devices_without_a_process_group_are_used_singly(tmp_path: Path) -> None:
     run(APART, tmp_path, SIM_DEVICES="2", SIM_PROCESS_GROUP="0")

@@ -1,7 +1,6 @@
-"""Mistakes that only a device shows, put in by hand: the simulated one finds each of them.
+"""Mistakes that only a device shows, made on purpose: the simulated device finds all of them.
 
-What makes the package right on a device is taken out of it, one thing at a time. That run must fail, or end in other numbers;
-the same run without the mistake must not.
+A test removes one precaution of the package. The run must then fail or end in other numbers, and not without the mistake.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ class Watched(Classifier):
 
 
 def train(tmp_path: Path) -> dict[str, Tensor]:
-    """Train with what copies, waits and draws: batches from a pinned loader one ahead, dropout, a background save, a resume."""
+    """Train with copies, waits and random numbers: prefetch from a pinned loader, dropout, a background save, a resume."""
     first = tw.Trainer(max_epochs=1, log_every_n_steps=100, **SETTINGS)
     module = Watched(dropout=0.3)
     try:

@@ -1,4 +1,4 @@
-"""Which accelerator a name stands for, and what is asked of it. On a machine without one, and on any other."""
+"""Names of accelerators, generator states and abilities, on a machine with an accelerator or without one."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_a_second_kind_of_accelerator_is_refused(monkeypatch: pytest.MonkeyPatch
 
 
 def test_earlier_checkpoints_hold_generators_by_number(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The one that has drawn is the process's own; on a machine with as many devices each goes back by its number, too."""
+    """The generator that has drawn is the process's. On a machine with as many devices all are restored by number, too."""
 
     def state(offset: int) -> torch.Tensor:
         return torch.tensor([7, offset]).view(torch.uint8)
@@ -112,7 +112,7 @@ def test_the_host_is_asked_what_it_can_do() -> None:
 
 
 def test_a_device_that_cannot_is_believed() -> None:
-    """The meta device has no numbers: what reads one of it fails, as on a device that lacks the operator."""
+    """The meta device has no values, so reads of them fail, as on a device that lacks the operator."""
     assert abilities.collective_backend("mps") is None
     assert abilities.collective_backend("meta") is None
     assert not abilities.has_streams("meta")

@@ -89,7 +89,7 @@ def test_the_inner_of_two_launchers_is_used() -> None:
     torchrun = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
     assert Environment.detect(SLURM | torchrun).launched_by == "torchrun"
     assert Environment.detect(SLURM | OPEN_MPI).launched_by == "mpi"
-    # srun started one proxy a node for Intel MPI's mpirun, which started two processes on each.
+    # srun started one proxy per node for Intel MPI's mpirun, which started two processes per node.
     proxy = SLURM | PMI | {"SLURM_NTASKS": "4", "PMI_SIZE": "4", "PMI_RANK": "1", "MASTER_ADDR": "a"}
     assert Environment.detect(proxy | {"PMI_SIZE": "8", "MPI_LOCALNRANKS": "2"}).world_size == 8
     assert Environment.detect(SLURM | {"PMI_RANK": "5", "PMI_SIZE": "7"}).launched_by == "slurm"  # srun --mpi=pmi2

@@ -30,7 +30,7 @@ TORCHRUN = {
     "TORCHELASTIC_RESTART_COUNT": "2",
 }
 
-# Rank 0 holds the store and ends first; rank 1 goes on for a while and must not take that for a failure.
+# Rank 0 hosts the store and ends first. Rank 1 goes on for a while and must not consider that a failure.
 PLAIN_SCRIPT = """
 import sys, time
 from unittest import mock
@@ -136,7 +136,7 @@ def test_a_backend_is_picked_for_the_device() -> None:
 def test_the_cublas_setting_of_a_user_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
     prepare_deterministic()
-    assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":16:8"  # what the user chose stays
+    assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":16:8"  # the user's choice stays
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
     prepare_deterministic()
     assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"

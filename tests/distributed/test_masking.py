@@ -1,4 +1,4 @@
-"""Masking: which parts of command lines and variables are left out, and where else they are."""
+"""Masking: the secrets of command lines and variables are hidden, also in other texts."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ def test_an_address_of_another_machine_is_refused() -> None:
         listen_at("192.0.2.77", 0)
     with listen_at("192.0.2.77", 0, else_everywhere=True) as listener:  # it may be translated on its way
         assert listener.getsockname()[0] == "0.0.0.0"
-    with pytest.raises(LaunchError, match=r"main address 'no such host' is not known here.*give the name or IP"):
+    with pytest.raises(LaunchError, match=r"main address 'no such host' is not known here.*pass the name or IP"):
         listen_at("no such host", 0)
 
 
@@ -36,7 +36,7 @@ def test_the_interface_towards_an_address_is_found() -> None:
 
 
 def test_the_name_of_this_machine_is_not_taken_for_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
-    answer = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.1.1", 0))]  # as Debian answers for its own name
+    answer = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.1.1", 0))]  # as Debian answers for a machine's name
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: answer)
     with listen_at("node01", 0, else_everywhere=True) as listener:
         assert listener.getsockname()[0] == "0.0.0.0"

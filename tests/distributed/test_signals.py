@@ -1,4 +1,4 @@
-"""What notes signals: while the main thread is busy in C, in forked children, and with others that want them too."""
+"""The watch records signals while the main thread is busy in C, in forked children, and beside other handlers."""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ def test_who_has_left_is_not_waited_for() -> None:
 
 
 def test_ranks_in_different_calls_are_told_apart() -> None:
-    """No rank takes what another has posted in another call for its answer; all of them say the same."""
+    """No rank accepts another call's post as its answer, and all ranks raise the same error."""
 
     def work(channel: StoreChannel) -> list[str]:
         said = []

@@ -1,4 +1,4 @@
-"""A module's own way to save and load itself is used in a resume, a test and a load of the Accelerator."""
+"""A module that saves and loads itself does so in a resume, a test and a load of the Accelerator."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What gather and reduce do with structures, plain data and numbers: on one process as on several."""
+"""Gather and reduce of structures, plain data and numbers, in one process as in several."""
 
 from __future__ import annotations
 

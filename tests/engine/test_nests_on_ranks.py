@@ -1,4 +1,4 @@
-"""What ranks hand to each other: gathered, reduced, broadcast, divided, and one after the other; alone and on two ranks."""
+"""Values that ranks gather, reduce, broadcast and divide, and blocks that run in turns, on one rank and on two."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Gathering(Classifier):
 
 
 def by_turns(context: Any, rank: int, folder: Path) -> bool:
-    """Return whether this rank saw what rank 0 made within its turn, without having waited for it there."""
+    """Return whether this rank saw the file that rank 0 made in its turn, without waiting for it."""
     path = folder / "made"
     with context:
         if rank == 0:
@@ -66,7 +66,7 @@ def by_turns(context: Any, rank: int, folder: Path) -> bool:
 
 
 def plain_data(accelerator: tw.Accelerator) -> dict[str, Any]:
-    """Gather and reduce what is no tensor, over a loader whose last round is filled up."""
+    """Gather and reduce plain data, over a loader whose last round is filled up."""
     rank = accelerator.process_index
     texts, labels = [], []
     for batch in accelerator.prepare(DataLoader([(f"sample {index}", index) for index in range(5)], batch_size=2)):
@@ -83,7 +83,7 @@ def plain_data(accelerator: tw.Accelerator) -> dict[str, Any]:
 
 
 def late_and_foreign(accelerator: tw.Accelerator) -> dict[str, Any]:
-    """Train what was frozen first, and what was added later, on data of each rank's own; return the weights of all ranks."""
+    """Train layers that were frozen or added later, on different data per rank; return the weights of all ranks."""
     rank, ranks = accelerator.process_index, accelerator.num_processes
     with torch.device("meta"):
         net = torch.nn.ModuleDict({"body": torch.nn.Linear(3, 3), "head": torch.nn.Linear(3, 1)})
@@ -204,16 +204,16 @@ def check(found: dict[str, Any], ranks: int) -> None:
     assert torch.equal(nested["pair"][1][0], stacked([0, 1][:ranks]))
     assert torch.equal(nested["pair"][1][1], stacked([0.5, 0.5][:ranks]))
     assert ranks == 1 or "different shapes (rank 0: (2,), rank 1: (3,)); they have to be equal" in found["refused"]
-    # Each rank's loss scales rank r's part by r + 1, and that part is (r + 1) times the weight.
+    # Every rank's loss scales rank r's part by r + 1, and that part is (r + 1) times the weight.
     assert torch.equal(found["gradient"], torch.full((2,), float(ranks * (rank + 1) ** 2)))
 
 
-def test_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_one_process_gathers_and_broadcasts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     check(job(tmp_path), 1)
     assert "printed by rank 0" in capsys.readouterr().out
 
 
-def test_on_two_ranks(tmp_path: Path) -> None:
+def test_two_ranks_gather_and_broadcast(tmp_path: Path) -> None:
     for found in run_job(job, 2, tmp_path):
         check(found, 2)
 

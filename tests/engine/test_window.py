@@ -90,7 +90,7 @@ def test_what_another_models_loss_leaves_is_cleared_between_windows() -> None:
 
 
 def steps_of(accelerator: Any, model: nn.Module, optimizer: Any, loader: Any, at: dict[int, Any]) -> list[int]:
-    """Train over a loader and return the batches at which the optimizer stepped; `at` calls something before a batch's step."""
+    """Train over a loader and return the batches at which the optimizer stepped. `at` has calls before a batch's step."""
     made = []
     for index, batch in enumerate(loader):
         if index in at and at[index]() == "break":

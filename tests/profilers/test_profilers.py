@@ -113,7 +113,7 @@ def test_a_file_is_written_where_oneis_asked_for(tmp_path: Path, capsys: pytest.
     with fsspec.open("memory://profiles/fit-profile.txt", "rt") as file:
         assert "training_step" in file.read()
     assert capsys.readouterr().out == ""
-    with pytest.raises(ValueError, match="filename='a/b' is not a plain name; give the folder as dirpath"):
+    with pytest.raises(ValueError, match=r"filename='a/b' is not a plain name\. Pass the folder as dirpath"):
         SimpleProfiler(filename="a/b")
 
 
@@ -163,7 +163,7 @@ def test_actions_may_lie_within_each_other(kind: type[Profiler]) -> None:
         with pytest.raises(KeyError), profiler.profile("broken"):
             raise KeyError
         profiler.teardown("test")
-    with pytest.raises(RuntimeError, match="action='outer' was stopped, but it is not running; start it first"):
+    with pytest.raises(RuntimeError, match="action='outer' was stopped, but it is not running"):
         profiler.stop("outer")
     if isinstance(profiler, SimpleProfiler):
         seconds = {action: duration.seconds for action, duration in profiler.durations.items()}
@@ -221,7 +221,7 @@ def test_the_advanced_profiler_names_functions(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("lines", "error"), [(0, ValueError), (1.5, ValueError), (-0.1, ValueError), ("3", TypeError)])
 def test_a_bad_line_count_is_refused(lines: Any, error: type[Exception]) -> None:
-    with pytest.raises(error, match=r"line_count_restriction=.* accepted\. Pass for example 20 or 0\.1"):
+    with pytest.raises(error, match=r"line_count_restriction=.* expected .*\. Pass for example 20 or 0\.1"):
         AdvancedProfiler(line_count_restriction=lines)
 
 

@@ -114,7 +114,7 @@ def accelerator_of(split: bool, dispatch: bool, even: bool) -> tw.Accelerator:
 def is_possible(case: Case, ranks: int) -> bool:
     if case["kind"] == "once" and not (case["dispatch_batches"] or ranks == 1):
         return False
-    return not (case["kind"] == "own batches" and case["dispatch_batches"] and case["split_batches"])
+    return not (case["kind"] == "own batches" and case["split_batches"] and ranks > 1)
 
 
 def gathered(accelerator: tw.Accelerator, batch: torch.Tensor, case: Case) -> list[int]:

@@ -215,7 +215,7 @@ def test_an_edited_state_dict_is_stored_whole_or_refused(ranks: list[Any]) -> No
             assert refusals == ["", ""]
         else:
             assert "left 'norm' in the state_dict, computed from this rank's part" in refusals[0]
-            assert "part of 'net.0.weight', which other ranks hold the rest of" in refusals[1]
+            assert "this rank's shard of 'net.0.weight'" in refusals[1]
 
 
 def test_a_modules_own_way_to_load_itself_is_used_or_refused(ranks: list[Any]) -> None:
@@ -225,4 +225,4 @@ def test_a_modules_own_way_to_load_itself_is_used_or_refused(ranks: list[Any]) -
             if strategy.startswith("ddp"):
                 assert refused == ""
             else:
-                assert "'double' in the state_dict of Noting is computed from what it holds" in refused
+                assert "'double' in the state_dict of Noting is computed from tensors" in refused

@@ -1,4 +1,4 @@
-"""Callbacks: what watches a run without being part of the model. One file each; subclass `Callback` for your own."""
+"""Callbacks act at points of a run without being part of the model. Subclass `Callback` for your own."""
 
 from trainwright.callbacks.base import Callback, Checkpoint, LambdaCallback
 from trainwright.callbacks.batch_size_finder import BatchSizeFinder

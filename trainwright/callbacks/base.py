@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 
 
 class Callback:
-    """The base of callbacks: override the hooks you need. Each is called on every rank.
+    """The base of callbacks: override the hooks you need. They are called on every rank.
 
-    `trainwright.callbacks.TrainerProtocol` lists what a hook may use of `trainer`. Annotate the parameter with it or with
+    `trainwright.callbacks.TrainerProtocol` lists the members of `trainer` for hooks. Annotate the parameter with it or with
     `tw.Trainer`: type checkers accept both. In a subclass of a built-in callback, annotate it with the protocol.
 
     >>> class PrintSteps(tw.Callback):
@@ -35,9 +35,11 @@ class Callback:
     """
 
     priority: int = 0
-    """Callbacks of a higher priority are called first, those of the same in list order. A negative one is called after the
-    module in on_train_batch_end, on_validation_end and on_train_epoch_end, where it sees what the others have done, and at an
-    epoch's end the reduced metrics."""
+    """Callbacks of a higher priority are called first, and callbacks of equal priority in list order.
+
+    A callback with a negative priority is called after the module in on_train_batch_end, on_validation_end and
+    on_train_epoch_end, where it sees the results of the others and, at an epoch's end, the reduced metrics.
+    """
 
     reads_outputs = True
     """False: on_train_batch_end ignores the outputs, so they are not prepared for it."""
@@ -47,24 +49,24 @@ class Callback:
 
     @property
     def state_key(self) -> str:
-        """Return the key of this callback's state in a checkpoint; it differs for different settings."""
+        """Return the key of this callback's state in a checkpoint. It differs for different settings."""
         return type(self).__qualname__
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a resumed run needs, as plain data and tensors. Rank 0's is stored and loaded on every rank.
+        """Return the state for a resumed run, as plain data and tensors. Rank 0's is stored, and loaded on every rank.
 
-        Gather first what differs between ranks, for example with `full_tensor()` of a sharded tensor.
+        First gather values that differ between ranks, for example with `full_tensor()` of a sharded tensor.
         """
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load what `state_dict` returned."""
+        """Load a result of `state_dict`."""
 
     def sharded_state_dict(self, trainer: AnyTrainer, module: Module) -> Mapping[str, Mapping[str, Tensor]]:
         """Called before a checkpoint is written: return tensors of the shapes of this rank's pieces of the module's tensors.
 
         They are by section and name. A section "model" replaces the module's own tensors, others are stored beside it. Called
-        on every rank; `trainer.strategy.model_pieces(module)` has the pieces.
+        on every rank. `trainer.strategy.model_pieces(module)` returns the pieces.
         """
         return {}
 
@@ -75,23 +77,23 @@ class Callback:
         checkpoint: StoredCheckpoint,
         edited: Mapping[str, Tensor] | None,
     ) -> None:
-        """Called with the weights of a resumed run: load what `sharded_state_dict` returned, with `checkpoint.read_into`.
+        """Called with the weights of a resumed run: load the tensors of `sharded_state_dict` with `checkpoint.read_into`.
 
         `edited` is the checkpoint's model if a hook has changed it. Must not communicate.
         """
 
     def on_save_checkpoint(self, trainer: AnyTrainer, module: Module, checkpoint: dict[str, Any]) -> None:
-        """Called before a checkpoint is written, with its contents; keys may be added or removed (see Module's)."""
+        """Called before a checkpoint is written, with its contents. Keys may be added or removed (see Module's)."""
 
     def on_load_checkpoint(self, trainer: AnyTrainer, module: Module, checkpoint: dict[str, Any]) -> None:
         """Called with the contents of the checkpoint that a run resumes from, before they are loaded."""
 
     def log(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
-        """Log a number, as `Module.log` does; in a hook of a run only."""
+        """Log a number, as `Module.log` does. It works in the hooks of a run only."""
         self._module().log(name, value, *args, **kwargs)
 
     def log_dict(self, values: Any, *args: Any, **kwargs: Any) -> None:
-        """Log each value of a flat dict, as `Module.log_dict` does; in a hook of a run only."""
+        """Log the values of a flat dict, as `Module.log_dict` does. It works in the hooks of a run only."""
         self._module().log_dict(values, *args, **kwargs)
 
     def _module(self) -> Module:
@@ -110,7 +112,7 @@ class Callback:
         """
 
     def setup(self, trainer: AnyTrainer, module: Module, stage: str) -> None:
-        """Called first, after the datamodule's; stage is "fit", "validate", "test" or "predict"."""
+        """Called first, after the datamodule's. `stage` is "fit", "validate", "test" or "predict"."""
 
     def teardown(self, trainer: AnyTrainer, module: Module, stage: str) -> None:
         """Called at the end of a run, also after a failure."""
@@ -118,11 +120,11 @@ class Callback:
     def on_run_end(self, trainer: AnyTrainer, module: Module, result: RunResult, error: BaseException | None) -> None:
         """Called last, after teardown and the close of the loggers, if the loop of a fit, validate or test has begun.
 
-        `result` is "success", "failed" or "interrupted". Called on every rank; must not communicate.
+        `result` is "success", "failed" or "interrupted". Called on every rank. It must not communicate.
         """
 
     def on_exception(self, trainer: AnyTrainer, module: Module, exception: BaseException) -> None:
-        """Called when an exception ends the run, on the rank that raised it; a signal that stops a fit raises none."""
+        """Called when an exception ends the run, on the rank that raised it. A signal that stops a fit raises none."""
 
     def on_fit_start(self, trainer: AnyTrainer, module: Module) -> None:
         """Called once the model and the optimizers are prepared, before a checkpoint's state is loaded."""
@@ -141,15 +143,15 @@ class Callback:
         """Called after these batches."""
 
     def on_resume_start(self, trainer: AnyTrainer, module: Module) -> None:
-        """Called after a resumed run's state is loaded, before on_train_start; a callback that had stopped it does so again."""
+        """Called after a resumed run's state is loaded, before on_train_start. A callback that had stopped it does so again."""
 
     def on_train_start(self, trainer: AnyTrainer, module: Module) -> None:
         """Called after the sanity check, before the first epoch."""
 
     def on_resume_end(self, trainer: AnyTrainer, module: Module) -> None:
-        """Called after on_train_start of a resumed run, before its first epoch: do what the killed run still had to do.
+        """Called after on_train_start of a resumed run, before its first epoch: do the remaining work of the killed run.
 
-        The RNG state is that of the checkpoint, and restored afterwards.
+        The RNG state comes from the checkpoint, and is restored afterwards.
         """
 
     def has_requested_stop(self, trainer: AnyTrainer, module: Module) -> bool:
@@ -188,7 +190,7 @@ class Callback:
         """
 
     def on_train_batch_start(self, trainer: AnyTrainer, module: Module, batch: Any, batch_idx: int) -> int | None:
-        """Called with the batch on its device, before training_step; return -1, on every rank, to end the epoch here."""
+        """Called with the batch on its device, before training_step. Return -1, on every rank, to end the epoch here."""
 
     def on_train_batch_end(self, trainer: AnyTrainer, module: Module, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Called after the steps of optimizer and schedulers, with training_step's outputs as a dict, its loss as "loss"."""
@@ -200,10 +202,10 @@ class Callback:
         """Called before backward, with the loss divided by the window's length, before any loss scale."""
 
     def on_after_backward(self, trainer: AnyTrainer, module: Module) -> None:
-        """Called after backward; gradients may still be multiplied by the loss scale."""
+        """Called after backward. Gradients may still be multiplied by the loss scale."""
 
     def on_before_optimizer_step(self, trainer: AnyTrainer, module: Module, optimizer: Optimizer) -> None:
-        """Called before the gradients are clipped and the optimizer steps; the loss scale is divided out."""
+        """Called before the gradients are clipped and the optimizer steps. The loss scale is divided out."""
 
     def on_validation_start(self, trainer: AnyTrainer, module: Module) -> None:
         """Called before validation, with the module in evaluation mode."""
@@ -269,7 +271,7 @@ class Callback:
     def on_predict_batch_end(
         self, trainer: AnyTrainer, module: Module, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        """Called after predict_step, with what it returned."""
+        """Called after predict_step, with its result."""
 
 
 def attach(callbacks: Iterable[Callback], module: Module) -> None:
@@ -302,10 +304,10 @@ class LambdaCallback(Callback):
     """Calls the given functions at their hooks.
 
     Args:
-        hooks: functions by the name of their hook, such as on_fit_end, called with that hook's arguments; None is ignored.
+        hooks: functions by the name of their hook, such as on_fit_end, called with that hook's arguments. None is ignored.
 
     Raises:
-        TypeError: a name is not that of a hook, or a value is neither a function nor None.
+        TypeError: a name is not the name of a hook, or a value is neither a function nor None.
 
     >>> announce = tw.LambdaCallback(on_fit_end=lambda trainer, module: print(trainer.global_step, "steps"))
     >>> tw.Trainer(callbacks=announce, max_epochs=1, enable_model_summary=False).fit(module, loader)

@@ -29,8 +29,8 @@ class BatchSizeFinder(Callback):
     of them ends the others too.
 
     Args:
-        mode: "power" doubles the size until memory runs out; "binsearch" then tries sizes in between.
-        steps_per_trial: training batches of each trial; with accumulate_grad_batches at least those of one step.
+        mode: "power" doubles the size until memory runs out. "binsearch" then tries sizes in between.
+        steps_per_trial: training batches of a trial. With accumulate_grad_batches they are at least the batches of one step.
         init_val: the first size.
         max_trials: the most trials to run.
         batch_arg_name: the attribute, such as "hparams.batch_size".
@@ -161,15 +161,15 @@ class BatchSizeFinder(Callback):
         return fits
 
     def _fits(self, make_trial: MakeTrial, module: Module, data: Mapping[str, Any]) -> int | None:
-        """Return how many batches an epoch has; None if memory ran out."""
-        look = Look(self.steps_per_trial)
+        """Return how many batches an epoch has, or None if memory ran out."""
+        look = FitTrial(self.steps_per_trial)
         try:
             with isolate_rng():
-                # Without the fit's limit, so that the epoch's number of batches is that of the data.
+                # Without the fit's limit, so that the data determine the number of batches.
                 trial = make_trial(callbacks=[look], max_steps=self.steps_per_trial, limit_train_batches=None)
                 if trial.world_size > 1:
                     raise ValueError(
-                        f"The search for a batch size runs on one process, and this Trainer has {trial.world_size}; search "
+                        f"The search for a batch size runs on one process, and this Trainer has {trial.world_size}. Search "
                         "with devices=1, and pass the size."
                     )
                 trial.fit(trial_copy(module), **data)
@@ -180,8 +180,8 @@ class BatchSizeFinder(Callback):
         return look.batches
 
 
-class Look(Callback):
-    """Notes how many batches an epoch of a trial has, and ends the trial after `most` of them, or those of one step if more."""
+class FitTrial(Callback):
+    """Counts the batches of a trial's epoch, and ends the trial after `most` of them, but not within a step."""
 
     def __init__(self, most: int) -> None:
         self.most, self.batches = most, 0

@@ -1,4 +1,4 @@
-"""The policy of a ModelCheckpoint: when a save is due, what its score is, and which checkpoints are kept."""
+"""The policy of a ModelCheckpoint: when a save is due, its score, and which checkpoints are kept."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ KEY_SETTINGS = (
 
 
 def monitor_of(state_key: str) -> tuple[str, str] | None:
-    """Return the metric that a ModelCheckpoint with this key of its state monitors, and its mode; None if it monitors none."""
+    """Return the monitored metric and the mode of a ModelCheckpoint with this state key, or None without a metric."""
     found = re.search(r"\(monitor=(.+), mode=(min|max), save_top_k=", state_key)
     return (found[1], found[2]) if found and found[1] != "None" else None
 
@@ -42,18 +42,18 @@ def are_similar(state_key: str, other: str) -> bool:
 
 
 COUNTERS = ("epoch", "step")
-"""What a ModelCheckpoint may monitor without logging it."""
+"""Values that a ModelCheckpoint may monitor although nobody logs them."""
 
 
 def chosen_mode(mode: str | None, monitor: str | None, callback: str) -> str:
-    """Return the mode, "min" if none is given; warn if the name of the metric says that more is better.
+    """Return the mode, by default "min". Warn if the name of the metric says that more is better.
 
     Raises:
-        ValueError: a mode that there is not.
+        ValueError: the mode is unknown.
     """
     if mode not in (None, "min", "max"):
         raise ValueError(f"mode={mode!r} is unknown; choose from min, max.")
-    # The word score alone does not say it, unlike accuracy or f1_score.
+    # The word score does not say it, unlike accuracy or f1_score.
     if mode is None and isinstance(monitor, str) and direction_of(monitor.replace("score", "")) == "max":
         rank_zero_warn(
             f"{callback}(monitor={monitor!r}) keeps the lowest value, as always without a mode, but the name says that higher "
@@ -73,16 +73,16 @@ def check_choices(save_last: Any, save_top_k: Any, filename: Any, monitor: Any) 
         raise ValueError(f"save_top_k={save_top_k!r} is not accepted; pass a number of checkpoints, or -1 for all.")
     if monitor is None and save_top_k > 1:
         raise ValueError(
-            f"save_top_k={save_top_k} needs a metric that decides; pass monitor='val_loss' with a name that you log, or "
+            f"save_top_k={save_top_k} needs a metric that decides. Pass monitor='val_loss' with a name that you log, or "
             "save_top_k=1 (the newest), 0 or -1."
         )
 
 
 def checked_intervals(steps: Any, interval: Any, epochs: Any) -> tuple[int, float | None, int]:
-    """Return the steps (0 for off), the seconds (None) and the epochs (0) between two saves; each epoch's by default."""
+    """Return the steps (0 for off), the seconds (None) and the epochs (0) between two saves, by default one epoch."""
     for name, value in (("every_n_train_steps", steps), ("every_n_epochs", epochs)):
         if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
-            raise TypeError(f"{name}={value!r} is not an integer; pass 0 (off) or more.")
+            raise TypeError(f"{name}={value!r} is not an integer. Pass 0 (off) or more.")
         if value is not None and value < 0:
             raise ValueError(f"{name}={value} is below 0; pass 0 (off) or more.")
     if bool(steps) + bool(epochs) + (interval is not None) > 1:
@@ -109,7 +109,7 @@ def check_template(template: str) -> None:
     absolute(template)
     if set("{}") & set(re.sub(FIELD, "", template)):
         raise ValueError(
-            f"filename={template!r} has a brace without its pair; write fields as {{epoch}} or {{val_loss:.3f}}."
+            f"filename={template!r} has a brace without its pair. Write fields as {{epoch}} or {{val_loss:.3f}}."
         )
 
 
@@ -118,14 +118,14 @@ class Naming:
     """How a ModelCheckpoint names its files."""
 
     folder: str
-    """"" for names alone."""
+    """"" for names without a folder."""
     insert_names: bool
     """Whether {epoch} becomes "epoch=3" rather than "3"."""
     equals: str
     extension: str
 
     def path(self, template: str, values: Mapping[str, Any], version: int | None = None) -> str:
-        """Return the path that a template gives; ValueError if it has a metric that was not logged."""
+        """Return the path that a template gives, or raise ValueError if it has a metric that was not logged."""
         name = f"{self.fill(template, values)}{self.extension if version is None else f'-v{version}{self.extension}'}"
         return f"{self.folder}/{name}" if self.folder else name
 
@@ -167,7 +167,7 @@ class Kept(TypedDict):
     """The checkpoints that a ModelCheckpoint keeps: plain data, so that a call made in worker processes brings it back."""
 
     scores: dict[str, float]
-    """The score of each kept checkpoint by its path; 0 where nothing is monitored."""
+    """The score of every kept checkpoint by its path, or 0 where nothing is monitored."""
     last: str
     """The path of the newest checkpoint."""
     written_to: str
@@ -176,11 +176,11 @@ class Kept(TypedDict):
     """Checkpoints that the newest replaces, removed once it has committed: the resume source only in a later run."""
     current_score: float | None
     link: str
-    """The link that leads to the newest checkpoint; "" for none."""
+    """The link that leads to the newest checkpoint, or "" for none."""
 
 
 class Save(NamedTuple):
-    """A save as rank 0 has planned it: its path, where it is written first, and what it replaces."""
+    """A save as rank 0 has planned it: its path, where it is written first, and the checkpoints that it replaces."""
 
     path: str
     written_to: str
@@ -228,7 +228,7 @@ class Ranking:
         return dropped
 
     def kept_after(self, kept: Kept, save: Save, folder: str) -> Kept:
-        """Return what is kept with a save; checkpoints outside of the folder are not replaced."""
+        """Return the kept checkpoints after a save. Checkpoints outside of the folder are not replaced."""
         old = [each for each in dict.fromkeys([*kept["replaced"], *save.dropped]) if not same_path(each, save.path)]
         old = [each for each in old if each.startswith(f"{folder}/") or same_path(each.rpartition("/")[0], folder)]
         scores = {path: score for path, score in kept["scores"].items() if path not in save.dropped}
@@ -245,14 +245,18 @@ class Ranking:
 
 
 class MonitoredScore:
-    """Reads the monitored metric, if any, at a save, on rank 0. It warns once of each problem."""
+    """Reads the monitored metric, if any, at a save, on rank 0. It warns once of every problem."""
 
     def __init__(self, monitor: str | None) -> None:
         self.monitor = monitor
         self._has_warned = self._has_warned_of_value = False
 
     def read(self, trainer: TrainerProtocol, has_validated: bool) -> float | None:
-        """Return its value; NaN if earlier weights got it, or if it is not logged yet; ValueError if it should have been."""
+        """Return its value, or NaN if it belongs to earlier weights or is not logged yet.
+
+        Raises:
+            ValueError: it should have been logged.
+        """
         if self.monitor is None:
             return None
         if self._is_counter(trainer):
@@ -304,7 +308,7 @@ class LatestSave:
         self._position = (-1, -1)
         """The optimizer steps and the batches of the run."""
         self.steps: dict[str, int] = {}
-        """The optimizer step of the checkpoint at each stored path."""
+        """The optimizer step of the checkpoint at every stored path."""
 
     def record(self, trainer: TrainerProtocol, paths: Collection[str], kept: Collection[str]) -> None:
         """Record a save at these paths, after which the checkpoints at the paths `kept` exist."""
@@ -320,7 +324,7 @@ class LatestSave:
         return {"saved_at": list(self._position), "steps": dict(self.steps)}
 
     def load_state_dict(self, state: dict[str, Any], is_here: bool) -> None:
-        """Load a state; `is_here` says that the latest save is in this run's folder."""
+        """Load a state. `is_here` says that the latest save is in this run's folder."""
         self.steps = dict(state.get("steps", {}))
         step, batches = state.get("saved_at", (-1, -1)) if is_here else (-1, -1)
         self._position = int(step), int(batches)

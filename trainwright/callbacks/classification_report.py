@@ -1,9 +1,10 @@
-"""ClassificationReport: the scores of each class after a validation or a test, as text, logged values and a picture."""
+"""ClassificationReport: the scores of every class after a validation or a test, as text, logged values and a picture."""
 
 from __future__ import annotations
 
 import importlib.util
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,15 +23,15 @@ STAGES = ("validation", "test")
 
 COLUMNS = ("precision", "recall", "f1-score", "support")
 ROWS = ("accuracy", "macro avg", "weighted avg")
-"""The rows of the table below those of the classes."""
+"""The rows of the table below the classes."""
 
 
 class ClassificationScores:
     """The scores of a confusion matrix, equal to scikit-learn's `classification_report` to the last digit.
 
     Args:
-        confusion: how often a sample of class i was predicted as class j; integers of shape (classes, classes).
-        class_names: a name for each class; None for the numbers.
+        confusion: how often a sample of class i was predicted as class j, as integers of shape (classes, classes).
+        class_names: the names of the classes, or None for their numbers.
         zero_division: the score of a class without predictions (precision), without samples (recall), or without both (F1).
     """
 
@@ -39,13 +40,13 @@ class ClassificationScores:
         self.class_names = [str(each) for each in (class_names or range(len(confusion)))]
         hits, predicted, actual = confusion.diagonal().double(), confusion.sum(0).double(), confusion.sum(1).double()
         self.precision = _ratio(hits, predicted, zero_division)
-        """Of the samples predicted as a class, the fraction that is of it; float64 of shape (classes,)."""
+        """Of the samples predicted as a class, the fraction that belongs to it, in float64 of shape (classes,)."""
         self.recall = _ratio(hits, actual, zero_division)
-        """Of the samples of a class, the fraction that was predicted as it; float64 of shape (classes,)."""
+        """Of the samples of a class, the fraction that was predicted as it, in float64 of shape (classes,)."""
         self.f1 = _ratio(2 * hits, predicted + actual, zero_division)
-        """The harmonic mean of precision and recall; float64 of shape (classes,)."""
+        """The harmonic mean of precision and recall, in float64 of shape (classes,)."""
         self.support = confusion.sum(1)
-        """The samples of each class; integers of shape (classes,)."""
+        """The number of samples by class, integers of shape (classes,)."""
         total = int(self.support.sum())
         self.zero_division = zero_division
         self.accuracy = float(hits.sum() / total) if total else zero_division
@@ -59,12 +60,12 @@ class ClassificationScores:
         table["accuracy"] = self.accuracy
         weights = self.support.double().numpy()
         total = float(weights.sum())
-        each = [score.numpy() for score in (self.precision, self.recall, self.f1)]  # whose sums are scikit-learn's
+        arrays = [score.numpy() for score in (self.precision, self.recall, self.f1)]  # whose sums are scikit-learn's
         # A class without samples and predictions does not count, as in scikit-learn and torchmetrics.
         occurs = (self.confusion.sum(0) + self.support > 0).numpy()
         averages = {
-            "macro avg": [float(score[occurs].mean()) if occurs.any() else self.zero_division for score in each],
-            "weighted avg": [float((score * weights).sum() / max(total, 1.0)) for score in each],
+            "macro avg": [float(score[occurs].mean()) if occurs.any() else self.zero_division for score in arrays],
+            "weighted avg": [float((score * weights).sum() / max(total, 1.0)) for score in arrays],
         }
         for name, scores in averages.items():
             table[name] = dict(zip(COLUMNS, [*scores, total], strict=True))
@@ -86,10 +87,10 @@ class ClassificationScores:
         return "\n".join(lines) + "\n"
 
     def plot(self, ax: Any = None) -> Any:
-        """Draw the confusion matrix with matplotlib and return the figure; a cell's shade is its fraction of its class.
+        """Draw the confusion matrix with matplotlib and return the figure. A cell's shade is its fraction of its class.
 
         Args:
-            ax: the matplotlib Axes to draw on; None for a new figure.
+            ax: the matplotlib Axes to draw on, or None for a new figure.
         """
         from matplotlib.figure import Figure
 
@@ -116,27 +117,27 @@ def _ratio(above: Tensor, below: Tensor, otherwise: float) -> Tensor:
 
 
 class ClassificationReport(Callback):
-    """Reports precision, recall, F1 and support of each class, over all ranks and with each sample counted once.
+    """Reports precision, recall, F1 and support of every class, over all ranks and with each sample counted once.
 
     The step returns its predictions and targets in a dict.
 
     Args:
-        class_names: a name for each class, in the order of their numbers; None for the numbers.
-        num_classes: how many classes there are; by default those of class_names, of the scores' last dimension, or up to the
-            highest number seen.
+        class_names: the names of the classes in the order of their numbers, or None for the numbers.
+        num_classes: the number of classes, by default from class_names, from the scores' last dimension, or from the highest
+            number seen.
         predictions: the key of the predictions in the step's output: class numbers of shape (samples,), or scores (logits or
-            probabilities) of shape (samples, classes), of which the highest counts; two columns for two classes.
+            probabilities) of shape (samples, classes), of which the highest counts. Two classes need two columns.
         targets: the key of the targets: class numbers of shape (samples,).
         stages: the loops to report: "validation", "test" or both.
         digits: digits of the printed table.
-        verbose: print the table on rank 0: after each test, and after a fit the last validation's.
+        verbose: print the table on rank 0: after every test, and after a fit the last validation's.
         log: log accuracy and the macro and weighted averages, such as `val_report/macro avg/f1-score`, which a ModelCheckpoint
             may monitor.
-        log_classes: also log the scores of each class, such as `val_report/cat/recall`.
+        log_classes: also log the scores of every class, such as `val_report/cat/recall`.
         picture: give the confusion matrix to loggers that take images, where matplotlib is installed.
         zero_division: the score of a class without predictions (precision), without samples (recall), or without both (F1).
 
-    `scores["validation"]` and `scores["test"]` hold the latest ClassificationScores, on every rank; their `plot()` draws the
+    `scores["validation"]` and `scores["test"]` contain the latest ClassificationScores, on every rank. Their `plot()` draws the
     confusion matrix.
 
     Raises:
@@ -196,8 +197,7 @@ class ClassificationReport(Callback):
     def on_validation_epoch_start(self, trainer: TrainerProtocol, module: Module) -> None:
         self._confusion = None
 
-    def on_test_epoch_start(self, trainer: TrainerProtocol, module: Module) -> None:
-        self._confusion = None
+    on_test_epoch_start = on_validation_epoch_start
 
     def on_validation_batch_end(
         self,
@@ -252,11 +252,11 @@ class ClassificationReport(Callback):
         if predicted.shape != actual.shape:
             raise ValueError(
                 f"ClassificationReport: {step} returned {len(predicted)} predictions ({self.predictions!r}) and {len(actual)} "
-                f"targets ({self.targets!r}); return one of each for a sample."
+                f"targets ({self.targets!r}). Return one of each for a sample."
             )
         if not len(actual):
             return
-        # NOTE: waits for the device at each batch, so that the error names a class out of range.
+        # NOTE: waits for the device at every batch, so that the error names a class out of range.
         lowest, seen = (int(each) for each in torch.stack([actual, predicted]).aminmax())
         count = self.num_classes or max(highest, seen + 1)
         if lowest < 0 or seen >= count:
@@ -289,17 +289,8 @@ class ClassificationReport(Callback):
 
     def _report(self, trainer: TrainerProtocol, stage: str, prefix: str) -> None:
         """Sum over the ranks, and log. Collective."""
-        own = torch.zeros(0, 0, dtype=torch.long) if self._confusion is None else self._confusion.cpu()
-        # Only cells with samples are sent: with many classes most are empty.
-        cells = own.nonzero()
-        entries = torch.cat([cells, own[cells[:, 0], cells[:, 1]].unsqueeze(1)], 1).tolist()
-        parts = trainer.engine.ranks.exchange([len(own), entries], "ClassificationReport")
-        count = self.num_classes or max(size for size, _ in parts)
-        confusion = torch.zeros(count, count, dtype=torch.long)
-        for _, part in parts:
-            for actual, predicted, number in part:
-                confusion[actual, predicted] += number
-        if not count:
+        confusion = self._sum_of_ranks(trainer)
+        if not len(confusion):
             self.scores.pop(stage, None)
             return
         scores = self.scores[stage] = ClassificationScores(confusion, self.class_names, self.zero_division)
@@ -315,6 +306,19 @@ class ClassificationReport(Callback):
             pixels = _pixels(scores.plot())
             for logger in takers:
                 logger.log_images({f"{prefix}/confusion": pixels}, trainer.state.logged_step)
+
+    def _sum_of_ranks(self, trainer: TrainerProtocol) -> Tensor:
+        """Return the confusion matrix of all ranks. Collective."""
+        confusion = torch.zeros(0, 0, dtype=torch.long) if self._confusion is None else self._confusion.cpu()
+        # Only cells with samples are sent: with many classes most are empty.
+        cells = confusion.nonzero()
+        entries = torch.cat([cells, confusion[cells[:, 0], cells[:, 1]].unsqueeze(1)], 1).tolist()
+        parts = trainer.engine.ranks.exchange([len(confusion), entries], "ClassificationReport")
+        count = self.num_classes or max(size for size, _ in parts)
+        total = torch.zeros(count, count, dtype=torch.long)
+        for actual, predicted, number in chain.from_iterable(entries for _, entries in parts):
+            total[actual, predicted] += number
+        return total
 
     def _show(self, trainer: TrainerProtocol, stage: str) -> None:
         if self.verbose:
@@ -332,7 +336,7 @@ def _labels_of(step: str, outputs: Any, key: str) -> Tensor:
             f"a dict with {', '.join(map(repr, outputs))}" if isinstance(outputs, Mapping) else type(outputs).__name__
         )
         raise TypeError(
-            f"ClassificationReport needs the tensor {key!r} in what {step} returns, which is {found}; return {{'preds': "
+            f"ClassificationReport needs the tensor {key!r} in what {step} returns, which is {found}. Return {{'preds': "
             "scores, 'target': labels}, or name other keys by predictions= and targets=."
         )
     value: Tensor = outputs[key].detach()

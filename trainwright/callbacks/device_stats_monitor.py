@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 class DeviceStatsMonitor(Callback):
     """Logs the statistics of the device's memory and the load of the processor, with the step values.
 
-    The names are `DeviceStatsMonitor.on_train_batch_end/<statistic>`: those of torch.accelerator.memory_stats (bytes), and
+    The names are `DeviceStatsMonitor.on_train_batch_end/<statistic>`: those in torch.accelerator.memory_stats (bytes), and
     cpu_percent, cpu_vm_percent and cpu_swap_percent (percent) of the machine. Rank 0's are logged.
 
     Args:
-        cpu_stats: True logs the processor's too, False never does; None where the device is the CPU. Needs psutil.
+        cpu_stats: whether to log the processor's too, by default if the device is the CPU. Needs psutil.
 
     Raises:
         ValueError: from fit, without a logger.

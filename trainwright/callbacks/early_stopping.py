@@ -37,18 +37,18 @@ class EarlyStopping(Callback):
         monitor: the metric to watch.
         min_delta: a change counts as an improvement only if it is larger than this.
         patience: checks in a row without improvement after which the run stops.
-        verbose: print each improvement and the reason for stopping; False prints the reason on rank 0.
-        mode: "min" or "max": which value of the metric is better; by default "min", with a warning for names such as "acc".
-        strict: raise if the metric was not logged; False skips the check, with one warning.
+        verbose: print every improvement and the reason for stopping. False prints the reason on rank 0.
+        mode: "min" or "max": which value of the metric is better, by default "min", with a warning for names such as "acc".
+        strict: raise if the metric was not logged. False skips the check, with one warning.
         check_finite: stop when the metric is NaN or infinite.
         stopping_threshold: stop as soon as the metric is better than this.
         divergence_threshold: stop as soon as the metric is worse than this.
-        check_on_train_epoch_end: True checks at the end of each training epoch, False after each validation; None after each
-            validation if fit has any, else at the end of each training epoch.
-        log_rank_zero_only: with verbose, print on rank 0 only rather than on each rank.
+        check_on_train_epoch_end: True checks at the end of every training epoch, and False after every validation. By default
+            it checks after validations if fit has any, and otherwise at the end of training epochs.
+        log_rank_zero_only: with verbose, print on rank 0 only rather than on every rank.
 
     The check for a validation at an epoch's end waits for the epoch's training metrics, so either kind can be monitored. Rank
-    0's value decides for all ranks. Nothing is checked in the sanity check or with fast_dev_run; a fit from scratch starts
+    0's value decides for all ranks. Nothing is checked in the sanity check or with fast_dev_run. A fit from scratch starts
     counting from zero.
 
     Raises:
@@ -187,7 +187,7 @@ class EarlyStopping(Callback):
             say(message)
 
     def _score(self, trainer: TrainerProtocol) -> float | None:
-        """Return the metric's value; None if it was not logged and need not be. On rank 0: a step's value differs by rank."""
+        """Return the metric's value, or None if it is missing and optional. On rank 0, since a step's value differs by rank."""
         if self.strict or self.monitor in trainer.callback_metrics:
             return float(trainer.metrics.monitored(self.monitor, "EarlyStopping"))
         if not self._has_warned:
@@ -196,7 +196,7 @@ class EarlyStopping(Callback):
         return None
 
     def _crossed(self, score: float) -> dict[EarlyStoppingReason, str]:
-        """Return the limits that a score has crossed, each with its message; the first one counts."""
+        """Return the limits that a score has crossed, with their messages. The first one counts."""
         crossed = {}
         if self.check_finite and not math.isfinite(score):
             crossed[EarlyStoppingReason.NON_FINITE_METRIC] = (
@@ -213,7 +213,7 @@ class EarlyStopping(Callback):
         return crossed
 
     def _count(self, score: float) -> tuple[EarlyStoppingReason, str]:
-        """Count a score; return whether and why it stops the run, and the message."""
+        """Count a score. Return whether and why it stops the run, and the message."""
         for reason, message in self._crossed(score).items():
             return reason, message
         best = float(self.best_score)

@@ -13,11 +13,11 @@ if TYPE_CHECKING:
 
 
 class GradientAccumulationScheduler(Callback):
-    """Sets trainer.accumulate_grad_batches, the batches of one optimizer step, at the start of each epoch.
+    """Sets trainer.accumulate_grad_batches, the batches of one optimizer step, at the start of every epoch.
 
     Args:
-        scheduling: the number of batches to accumulate from each epoch (from 0) on, such as {0: 8, 4: 4, 8: 1}; before the
-            first of them each batch is a step.
+        scheduling: the number of batches to accumulate from every epoch (from 0) on, such as {0: 8, 4: 4, 8: 1}. Before the
+            first of them every batch is a step.
 
     Raises:
         TypeError, ValueError: an epoch or a number of batches is not accepted.

@@ -19,21 +19,21 @@ INTERVALS = ("step", "epoch")
 
 
 class LearningRateMonitor(Callback):
-    """Logs the learning rate of each optimizer.
+    """Logs the learning rate of every optimizer.
 
     Args:
-        logging_interval: "step" logs with the step values (every log_every_n_steps), "epoch" at each epoch's start; None at
+        logging_interval: "step" logs with the step values (every log_every_n_steps), "epoch" at the start of epochs, None at
             the interval of the optimizer's scheduler, and at both without a scheduler.
-        log_momentum: also log the momentum, or the first of the betas, as `<name>-momentum`; 0 if the optimizer has neither.
+        log_momentum: also log the momentum, or the first of the betas, as `<name>-momentum`, or 0 if the optimizer has neither.
         log_weight_decay: also log the weight decay, as `<name>-weight_decay`.
-        log_key_prefix: is put before each name, such as "optim/".
+        log_key_prefix: is put before every name, such as "optim/".
 
-    A name is `lr-` and the optimizer's class, or the `name` in the scheduler's dict; a second optimizer of that name gets `-1`;
-    parameter groups add `/pg1`, `/pg2` or their `name`. A step's value is the one that the step used. The values are also in
-    trainer.callback_metrics, for a checkpoint's name or a monitor.
+    A name is `lr-` and the optimizer's class, or the `name` in the scheduler's dict. A second optimizer of that name gets
+    `-1`, and parameter groups add `/pg1`, `/pg2` or their `name`. A step's value is the rate of that step. The values are
+    also in trainer.callback_metrics, for a checkpoint's name or a monitor.
 
     Raises:
-        ValueError: the interval is unknown; from fit, without a logger, or for groups of an optimizer with the same name.
+        ValueError: the interval is unknown, or in fit there is no logger, or for groups of an optimizer with the same name.
 
     >>> monitor = tw.LearningRateMonitor(logging_interval="epoch")
     >>> trainer = tw.Trainer(callbacks=monitor, max_epochs=2, enable_model_summary=False)
@@ -142,7 +142,7 @@ class LearningRateMonitor(Callback):
         return values
 
     def _named(self, trainer: TrainerProtocol) -> Iterator[tuple[Optimizer, list[str], str | None]]:
-        """Yield each optimizer with the names of its groups and its scheduler's interval; None without a scheduler."""
+        """Yield every optimizer with the names of its groups and its scheduler's interval, or None without a scheduler."""
         configs = trainer.lr_scheduler_configs
         uses: list[tuple[Optimizer, str | None, str | None]] = []
         for config in configs:

@@ -1,4 +1,4 @@
-"""The search for a learning rate: a trial run at growing rates, and what it suggests.
+"""The search for a learning rate: a trial run at growing rates, and its suggestion.
 
 The method is the learning-rate range test of L. N. Smith, "Cyclical Learning Rates for Training Neural Networks", WACV 2017.
 """
@@ -38,8 +38,8 @@ MakeTrial = Callable[..., TrialTrainer]
 class LearningRateSearch:
     """The losses of a trial run by learning rate.
 
-    `results["lr"]` and `results["loss"]` are lists with an entry for each optimizer step; the losses are smoothed, and the mean
-    over all ranks. One that is NaN or infinite is left out of the smoothing.
+    `results["lr"]` and `results["loss"]` are lists with an entry for every optimizer step. The losses are smoothed, and the
+    mean over all ranks. A loss that is NaN or infinite is not smoothed.
     """
 
     def __init__(self, mode: str, lr_min: float, lr_max: float, num_training: int) -> None:
@@ -65,8 +65,8 @@ class LearningRateSearch:
         """Return the rate at which the loss falls fastest; None, with a warning, if there are too few points.
 
         Args:
-            skip_begin: points to leave out at the beginning.
-            skip_end: points to leave out at the end, where the loss may already rise.
+            skip_begin: points to skip at the beginning.
+            skip_end: points to skip at the end, where the loss may already rise.
         """
         index = self._steepest(skip_begin, skip_end)
         if index is None:
@@ -103,7 +103,7 @@ class LearningRateSearch:
         Args:
             suggest: mark the suggested rate.
             show: show the figure in a window, or below a notebook's cell.
-            ax: the matplotlib Axes to draw on; None for a new figure.
+            ax: the matplotlib Axes to draw on, or None for a new figure.
         """
         import matplotlib.pyplot
 
@@ -120,7 +120,7 @@ class LearningRateSearch:
         return ax.figure
 
     def run(self, make_trial: MakeTrial, module: Module, data: Mapping[str, Any], threshold: float | None) -> None:
-        """Train a copy of the module at growing rates; the module and the generators stay as they are. Collective."""
+        """Train a copy of the module at growing rates. The module and the generators stay as they are. Collective."""
         loaders = data.get("train_dataloaders")
         if any(is_read_once(each) for _, each in leaves({"": loaders})):
             raise ValueError(
@@ -173,7 +173,7 @@ def _uncopyable(module: nn.Module, memo: dict[int, Tensor]) -> Iterator[str]:
 
 
 def _without_steps(returned: Any) -> Any:
-    """Return what configure_optimizers returned, with schedulers that are never due."""
+    """Return the result of configure_optimizers, with schedulers that are never due."""
     if isinstance(returned, Mapping):
         scheduler = returned.get("lr_scheduler")
         return returned if scheduler is None else {**returned, "lr_scheduler": _never_due(scheduler)}
@@ -188,7 +188,7 @@ def _never_due(scheduler: Any) -> dict[str, Any]:
 
 
 class Sweep(Callback):
-    """Sets the rate of each step of a trial run, and notes the losses."""
+    """Sets the rate of every step of a trial run, and notes the losses."""
 
     def __init__(self, search: LearningRateSearch, threshold: float | None) -> None:
         self.search, self.threshold = search, threshold
@@ -223,7 +223,7 @@ class Sweep(Callback):
         if not self._losses and not module.automatic_optimization:
             raise ValueError(
                 f"The search for a learning rate follows the loss, and training_step of {type(module).__name__} returned none "
-                "for its step; return it from training_step, also under manual optimization."
+                "for its step, and return it from training_step, also under manual optimization."
             )
         loss, self._losses = self._losses[-1] if self._losses else math.nan, []
         smoothed = self._smoothed(loss) if math.isfinite(loss) else loss
@@ -234,7 +234,7 @@ class Sweep(Callback):
         self._best = min(self._best, smoothed) if math.isfinite(smoothed) else self._best
 
     def _smoothed(self, loss: float) -> float:
-        """Take a loss into the running mean, and return it without what the mean's first value, 0, makes of it."""
+        """Take a loss into the running mean, and return the mean without the bias of its first value, 0."""
         self._count += 1
         self._mean = SMOOTHING * self._mean + (1 - SMOOTHING) * loss
         return self._mean / (1 - SMOOTHING**self._count)
@@ -255,9 +255,9 @@ class TunedSetting:
     `restore` gives each its first value back.
 
     Args:
-        names: the names to look for, of which the first that is found counts; "optimizer.lr" is the attribute of an attribute.
+        names: the names to look for, of which the first that exists counts. "optimizer.lr" is the attribute of an attribute.
         owners: the module, and the data module if there is one.
-        search: what sets it, for the error.
+        search: the name of the search, for the error.
 
     Raises:
         AttributeError: none of the owners has it, or it cannot be set.
@@ -286,12 +286,12 @@ class TunedSetting:
             _assign(holder, key, value)
 
     def restore(self) -> None:
-        """Set it to what each of the objects held at first."""
+        """Restore the first values of all objects."""
         for (holder, key), value in zip(self._holders, self._first, strict=True):
             _assign(holder, key, value)
 
     def _check(self, search: str) -> None:
-        """Set it to what it is: one that cannot be set is to fail before a search, not after it (AttributeError)."""
+        """Assign the current value, so that a read-only attribute fails before the search (AttributeError)."""
         try:
             self.restore()
         except AttributeError as error:

@@ -1,4 +1,4 @@
-"""LiveProgressBar: the base of bars that are live in a terminal or a notebook, and plain lines elsewhere; on rank 0 only."""
+"""LiveProgressBar: the base of live bars in a terminal or a notebook, with plain lines elsewhere, on rank 0 only."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class ScreenBar(Protocol):
     """A bar on the screen."""
 
     def restart(self, title: str, total: int | None, count: int) -> None:
-        """Show another epoch or loader, at this number of batches; the total may be unknown."""
+        """Show another epoch or loader, at this number of batches. The total may be unknown."""
 
     def show(self, metrics: dict[str, Any]) -> None:
         """Have these metrics next to the bar from its next update on."""
@@ -30,18 +30,18 @@ class ScreenBar(Protocol):
         """Show this number of batches."""
 
     def refresh(self) -> None:
-        """Update what is on the screen."""
+        """Update the screen."""
 
     def close(self) -> None:
-        """End it; it stays on the screen if it was made to."""
+        """End it. It stays on the screen if it was made to."""
 
 
 class LiveProgressBar(ProgressBar):
-    """Shows one bar for the training and one for an evaluation; a subclass makes them.
+    """Shows one bar for the training and one for an evaluation. A subclass makes them.
 
     Args:
-        refresh_rate: minimum number of batches between two updates; 0 shows nothing.
-        leave: keep each epoch's bar; False uses one bar for the whole training.
+        refresh_rate: minimum number of batches between two updates. 0 shows nothing.
+        leave: keep every epoch's bar. False uses one bar for the whole training.
         refresh_seconds: minimum time between two updates. Metrics are only read from the device then.
         line_seconds: where bars are not live, minimum time between two plain lines within an epoch.
     """
@@ -55,12 +55,12 @@ class LiveProgressBar(ProgressBar):
         self._is_shown = self._is_live = False
         self._training, self._evaluation = LoopDisplay(), LoopDisplay()
         self._loaders: list[tuple[str, int | None]] = []
-        """The title and the number of batches of each loader of an evaluation."""
+        """The title and the number of batches of every loader of an evaluation."""
         self._loader = self._evaluated = 0
         self._stage = "train"
         """The loop whose bar is made: "train", "sanity", "validation", "test" or "predict"."""
 
-    # -- what a subclass defines -----------------------------------------------------------------------------------------
+    # -- defined by a subclass -----------------------------------------------------------------------------------------
 
     def _can_be_live(self) -> bool:
         """Return whether bars can be shown where this process writes."""
@@ -217,7 +217,7 @@ class LiveProgressBar(ProgressBar):
 
 
 class LoopDisplay:
-    """What is shown of one loop: a bar in a terminal, plain lines elsewhere."""
+    """The display of one loop: a bar in a terminal, plain lines elsewhere."""
 
     def __init__(self) -> None:
         self.bar: ScreenBar | None = None
@@ -231,12 +231,12 @@ class LoopDisplay:
         return {**self.__dict__, "bar": None}
 
     def schedule(self, seconds: float, every_batches: int) -> None:
-        """Start the clock; updates are at least that far apart from here on."""
+        """Start the clock. Updates are at least that far apart from here on."""
         self._started, self._seconds, self._every_batches = time.monotonic(), seconds, every_batches
         self._due = self._started + seconds
 
     def restart(self, title: str, total: int | None, count: int = 0) -> None:
-        """Show another epoch or loader; a bar that is open is used again."""
+        """Show another epoch or loader. A bar that is open is used again."""
         shown = self._title, self._total, self._shown
         self._title, self._total, self._shown = title, total, count
         if self.bar is not None and shown != (title, total, count):
@@ -261,7 +261,7 @@ class LoopDisplay:
         print(line, file=file, flush=True)
 
     def close(self) -> None:
-        """Close the bar; nothing is due until the next `schedule`."""
+        """Close the bar. Nothing is due until the next `schedule`."""
         self._due = NEVER
         if self.bar is not None:
             self.bar.close()

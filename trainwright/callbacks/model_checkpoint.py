@@ -59,40 +59,40 @@ if TYPE_CHECKING:
 
 
 class ModelCheckpoint(Checkpoint):
-    """Saves during fit, by default at each epoch's end after its validation, and keeps the best.
+    """Saves during fit, by default at every epoch's end after its validation, and keeps the best.
 
     Args:
-        dirpath: where to save: a path (made absolute here) or an fsspec URL; by default `checkpoints` in the logger's run
+        dirpath: where to save: a path (made absolute here) or an fsspec URL, by default `checkpoints` in the logger's run
             folder. For a logger of a service that is `PROJECT/RUN_ID` under default_root_dir.
         filename: a template of the name, with {epoch}, {step} and metrics, such as "{epoch}-{val_acc:.3f}".
-        monitor: the metric that decides; None keeps the newest.
-        verbose: print the path of each save.
-        save_last: True or "link": also keep the newest, whatever its metric, and let the link `last.ckpt` lead to it; where
-            symbolic links do not exist, that is a directory with a pointer. Every ckpt_path takes it. If the newest is not
+        monitor: the metric that decides. None keeps the newest.
+        verbose: print the path of every save.
+        save_last: True or "link": also keep the newest, whatever its metric, and point the link `last.ckpt` to it. Without
+            symbolic links, that is a directory with a pointer. Every ckpt_path takes it. If the newest is not
             among the best, it is named `epoch=..-step=..`, not by `filename`. A fit saves an unsaved end as `end-step=..`.
-        save_top_k: how many to keep: -1 for all, 0 for none; without monitor -1, 0 or 1.
-        save_on_exception: save `exception-epoch=..-step=..` when an exception ends the run, where an OnExceptionCheckpoint can;
-            elsewhere print why not. A first Ctrl-C or another signal raises nothing in the run: it is saved as `stop-step=..`
+        save_top_k: how many to keep: -1 for all, 0 for none. Without monitor it is -1, 0 or 1.
+        save_on_exception: save `exception-epoch=..-step=..` when an exception ends the run, where an OnExceptionCheckpoint can.
+            Elsewhere print why not. A first Ctrl-C or another signal raises nothing in the run: it is saved as `stop-step=..`
             without this.
-        save_weights_only: leave out optimizers and counters; no run can resume from such a checkpoint. If a killed run wrote
-            one after the checkpoint it is resumed from, it is kept in addition to those of the resumed run.
-        mode: "min" or "max": which value of the metric is better; by default "min", with a warning for names such as "acc".
+        save_weights_only: omit optimizers and counters. No run can resume from such a checkpoint. If a killed run wrote one
+            after the checkpoint it is resumed from, it is kept in addition to the checkpoints of the resumed run.
+        mode: "min" or "max": which value of the metric is better, by default "min", with a warning for names such as "acc".
         auto_insert_metric_name: write {epoch} as "epoch=3" rather than "3".
-        every_n_train_steps: optimizer steps between two saves, which follow a batch; 0 turns them off.
+        every_n_train_steps: optimizer steps between two saves, which follow a batch. 0 turns them off.
         train_time_interval: time between two saves: a timedelta, "DD:HH:MM:SS" or a dict of timedelta's arguments.
-        every_n_epochs: save every n-th epoch; 0 turns it off. Give at most one of the three intervals.
-        save_on_train_epoch_end: True saves at an epoch's end only; False after validations only; None after each validation
-            if the fit has any, else at the epoch's end. The save for a validation at an epoch's end waits for that end.
-        enable_version_counter: a name that is taken gets -v1, -v2, unless it is that of a kept checkpoint which this save
-            replaces; False replaces any checkpoint of that name that is not kept. Both happen once the new one is complete (on
+        every_n_epochs: save every n-th epoch. 0 turns it off. Give at most one of the three intervals.
+        save_on_train_epoch_end: True saves at an epoch's end only, False after validations only. None saves after validations
+            if the fit has any, otherwise at the epoch's end. The save for a validation at an epoch's end waits for that end.
+        enable_version_counter: a name that is taken gets -v1, -v2, unless it is the name of a kept checkpoint which this save
+            replaces. False replaces any checkpoint of that name that is not kept. Both happen once the new one is complete (on
             a file system that can rename, and never to the resume source).
-        async_save: block the loop only until everything is copied to host memory; a thread writes and commits. The next save
+        async_save: block the loop only until everything is copied to host memory. A thread writes and commits. The next save
             and the end of the run wait for it and raise its error. Replaced checkpoints are removed once it has committed.
 
     Rank 0 decides for all ranks, by its own metrics and files. Nothing is saved with fast_dev_run, and no weights that are not
     finite on some rank (NaN or infinity in a trained parameter or a norm's running statistics): a warning says so. A checkpoint
-    whose metric is not finite never counts among the best; until one is finite, the newest is kept. The newest checkpoint and
-    the resume source are never deleted before another one exists. A fit from scratch leaves the files of an earlier fit alone.
+    whose metric is not finite never counts among the best. Until one is finite, the newest is kept. The newest checkpoint and
+    the resume source are never deleted before another one exists. A fit from scratch keeps the files of an earlier fit.
     A metric scores only the weights it was computed with: a save by steps or time after a validation counts among the best once
     the next validation has scored its weights, and is then made again. A save that is due while gradients wait is made after
     their optimizer step.
@@ -110,7 +110,7 @@ class ModelCheckpoint(Checkpoint):
     """
 
     CHECKPOINT_JOIN_CHAR = "-"
-    """Between the epoch and the step of the default filename; this and the next three may be overridden in a subclass."""
+    """Between the epoch and the step of the default filename. This and the next three may be overridden in a subclass."""
     CHECKPOINT_NAME_LAST = "last"
     """A template of the link's name."""
     CHECKPOINT_EQUALS_CHAR = "="
@@ -165,7 +165,7 @@ class ModelCheckpoint(Checkpoint):
         self._has_validated = self._is_validated = self._awaits_score = self._is_deferred = self._is_due = False
         self._step, self._latest = -1, LatestSave()
         self._failed: FailedRun | None = None
-        """The callback that saves the run if it fails; set with save_on_exception once the run has begun."""
+        """The callback that saves the run if it fails, set with save_on_exception once the run has begun."""
         self._sync_point: Any = None
         self._pending: PendingSave | None = None
         """The save that may not have committed yet, or has not been concluded."""
@@ -177,10 +177,10 @@ class ModelCheckpoint(Checkpoint):
         paths, worst = self._ranking.best_first(kept["scores"]), scalar(self._ranking.worst)
         ranked = paths if self.monitor is not None else []
         self.best_k_models = {path: scalar(score) for path, score in kept["scores"].items() if ranked}
-        """The kept checkpoints and their scores, as tensors without dimensions; empty where nothing is monitored."""
+        """The kept checkpoints and their scores, as tensors without dimensions, empty where nothing is monitored."""
         kth = ranked[-1] if len(ranked) >= max(self.save_top_k, 1) else ""
         self.best_model_path, self.kth_best_model_path = paths[0] if paths else "", kth
-        """The best one, and the one that the next better replaces: "" while there are fewer than save_top_k."""
+        """The best checkpoint, and the worst kept one, which is "" while there are fewer than save_top_k."""
         self.best_model_score: Tensor | None = self.best_k_models[paths[0]] if ranked else None
         self.kth_value: Tensor = self.best_k_models[kth] if kth else worst
         self.last_model_path = kept["last"]
@@ -215,7 +215,7 @@ class ModelCheckpoint(Checkpoint):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load the kept checkpoints, as far as they exist in this run's folder; with a dirpath also the best in others."""
+        """Load the kept checkpoints, as far as they exist in this run's folder, and with a dirpath also the best in others."""
         state = {**state, **state.get("moments", {})}  # older checkpoints have some values there
         self._loaded = state
         kept = loaded(state, self.dirpath or "", ranks_others=bool(self.monitor and self.given_dirpath))
@@ -247,7 +247,7 @@ class ModelCheckpoint(Checkpoint):
 
     @property
     def given_dirpath(self) -> str | None:
-        """Return the user's folder; None for the default one."""
+        """Return the user's folder, or None for the default one."""
         return None if self.dirpath == self._default_dirpath else self.dirpath
 
     def on_train_start(self, trainer: TrainerProtocol, module: Module) -> None:
@@ -276,7 +276,7 @@ class ModelCheckpoint(Checkpoint):
         self, trainer: TrainerProtocol, module: Module, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         if self._pending is not None and self._pending.waits:
-            self._pending.remove_dropped(trainer)  # what all ranks have to do waits for the next save
+            self._pending.remove_dropped(trainer)  # the work of all ranks waits for the next save
         if not self._is_fitting or (self.every_n_train_steps == 0 and self.train_time_interval is None):
             return
         previous, self._step = self._step, trainer.global_step
@@ -344,7 +344,7 @@ class ModelCheckpoint(Checkpoint):
             return
         save = Save(*plan)
         before = self._kept
-        # What is saved includes this save: a resumed run finds its own checkpoint among the kept ones.
+        # The saved state includes this save: a resumed run finds its own checkpoint among the kept ones.
         self._keep(self._ranking.kept_after(before, save, self.dirpath or ""))
         self._latest.record(trainer, (save.path, save.written_to), self._kept["scores"])
         is_begun = self._write(trainer, before, self.save_weights_only, blocking=not self.async_save)
@@ -358,7 +358,7 @@ class ModelCheckpoint(Checkpoint):
             self._conclude(trainer)
 
     def _refuses_weights(self, trainer: TrainerProtocol) -> bool:
-        """Return whether the weights are not finite on some rank; warn once until they are again. Collective."""
+        """Return whether the weights are not finite on some rank, and warn once until they are again. Collective."""
         fault, last = trainer.engine.finiteness.fault(), self._kept["last"]
         if fault and not self._has_warned_of_weights:
             stays = f"{last} stays as the newest one" if last else "No checkpoint exists to resume from"
@@ -371,7 +371,7 @@ class ModelCheckpoint(Checkpoint):
         return bool(fault)
 
     def _write(self, trainer: TrainerProtocol, before: Kept, weights_only: bool = False, blocking: bool = True) -> bool:
-        """Write the newest checkpoint; if that fails, keep what was kept before. Collective."""
+        """Write the newest checkpoint. If that fails, keep the previous checkpoints. Collective."""
         try:
             return trainer.save_checkpoint(self._kept["written_to"], weights_only, blocking=blocking)
         except BaseException:
@@ -389,7 +389,7 @@ class ModelCheckpoint(Checkpoint):
         self._kept["replaced"] = paths
 
     def _plan(self, trainer: TrainerProtocol, is_left: bool) -> Save | None:
-        """Return the save to make, None for no save; ValueError if a metric that is needed was not logged. On rank 0."""
+        """Return the save to make, or None for no save. A missing metric is a ValueError. On rank 0."""
         score, scores = self._score.read(trainer, self._has_validated), self._kept["scores"]
         if is_left and self._latest.is_current(trainer) and repr(score) == repr(self._kept["current_score"]):
             return None  # by their text, since NaN, an unknown score, is not equal to itself
@@ -414,7 +414,7 @@ class ModelCheckpoint(Checkpoint):
         return Save(path, written_to, score, is_best, dropped, self._link(trainer, is_left, path, written_to))
 
     def _link(self, trainer: TrainerProtocol, is_left: bool, *saved: str) -> str:
-        """Return the path of the link to a checkpoint; "" without save_last. On rank 0."""
+        """Return the path of the link to a checkpoint, or "" without save_last. On rank 0."""
         template = self.CHECKPOINT_NAME_LAST
         name_link = partial(self._naming.path, template, name_values(trainer, self.monitor, template, is_left))
         return free_link(name_link, saved) if self.save_last else ""
@@ -423,14 +423,14 @@ class ModelCheckpoint(Checkpoint):
         """Save a run that ends here as `stop-step=..`, whatever its metric and the intervals. Collective.
 
         On a stop the first ModelCheckpoint that keeps checkpoints is called, and saves everything, even with
-        `save_weights_only`. Return the path, or the path of a checkpoint of this very position; "" if nothing is saved
+        `save_weights_only`. Return the path, or the path of a checkpoint of this very position, or "" if nothing is saved
         (weights that are not finite).
         """
         if not self._is_fitting or not self.keeps_any:
             return ""
         try:
             self._conclude(trainer)
-        except CheckpointError as error:  # the same on every rank; the save below may still succeed
+        except CheckpointError as error:  # the same on every rank, and the save below may still succeed
             if trainer.is_global_zero:
                 say(f"trainwright: {error}")
         find = partial(path_of_stop, trainer, self._kept, f"{self.dirpath}/{name}", self.FILE_EXTENSION)
@@ -459,13 +459,13 @@ class ModelCheckpoint(Checkpoint):
             self._failed.save(stem, self.FILE_EXTENSION, self.save_weights_only)
 
     def file_exists(self, filepath: str, trainer: TrainerProtocol) -> bool:
-        """Return whether a checkpoint, or anything else, is at this path; called on rank 0."""
+        """Return whether a checkpoint, or anything else, is at this path. Called on rank 0."""
         return is_taken(filepath)
 
     def format_checkpoint_name(
         self, metrics: Mapping[str, Any], filename: str | None = None, ver: int | None = None
     ) -> str:
-        """Return the path that a template (by default this callback's) gives; ValueError if a metric of it was not logged."""
+        """Return the path of a template, by default this callback's. A missing metric is a ValueError."""
         return self._naming.path(filename or self.filename, metrics, ver)
 
     @property

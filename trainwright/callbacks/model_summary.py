@@ -30,7 +30,7 @@ class ModelSummary(Callback):
     """Prints a table of the module's children on rank 0: name, type, parameters, and whether it is in training mode.
 
     If the module has an `example_input_array` (a tensor, a tuple of arguments or a dict of them), one forward of it fills in
-    the input and output sizes; buffers, modes and generators are restored afterwards.
+    the input and output sizes. Buffers, modes and generators are restored afterwards.
 
     Args:
         max_depth: levels of children to show: -1 for all, 0 for the totals only.
@@ -68,7 +68,7 @@ class ModelSummary(Callback):
 
 
 class Summary(NamedTuple):
-    """What a summary shows."""
+    """The contents of a summary."""
 
     header: list[str]
     rows: list[list[str]]
@@ -84,12 +84,12 @@ ALIGNED = ["<", "<", ">", "<", "<", "<"]
 
 
 def summarize(module: nn.Module, max_depth: int = 1, run: Callable[..., Any] | None = None) -> str:
-    """Return the table as text. `run` calls the module's forward; by default the module itself."""
+    """Return the table as text. `run` calls the module's forward, by default the module itself."""
     return str(summary_of(module, max_depth, run))
 
 
 def summary_of(module: nn.Module, max_depth: int = 1, run: Callable[..., Any] | None = None) -> Summary:
-    """Return the summary. `run` calls the module's forward; by default the module itself."""
+    """Return the summary. `run` calls the module's forward, by default the module itself."""
     children = children_to(module, max_depth)
     sizes, note = _measure(module, children, run or module)
     header = ["Name", "Type", "Parameters", "Mode"] + (["In", "Out"] if sizes else [])
@@ -113,7 +113,7 @@ def summary_of(module: nn.Module, max_depth: int = 1, run: Callable[..., Any] | 
 
 
 def children_to(module: nn.Module, max_depth: int) -> dict[str, nn.Module]:
-    """Return the children of a module down to a depth by their names; -1 for all."""
+    """Return the children of a module down to a depth (-1 for all) by their names."""
     depth = math.inf if max_depth == -1 else max_depth
     shown = ((clean_name(name), child) for name, child in module.named_modules() if clean_name(name.rpartition(".")[2]))
     return {name: child for name, child in shown if name.count(".") < depth}
@@ -138,7 +138,7 @@ def _table(rows: list[list[str]]) -> list[str]:
 
 
 def _measure(module: nn.Module, children: Mapping[str, nn.Module], run: Callable[..., Any]) -> tuple[Sizes, str]:
-    """Run the module on its example_input_array; return the sizes, or a note on what failed."""
+    """Run the module on its example_input_array. Return the sizes, or a note on the failure."""
     example = getattr(module, "example_input_array", None)
     if example is None or not children:
         return {}, ""
@@ -244,7 +244,7 @@ class LayerSummary:
 
     @property
     def trainable_parameters(self) -> int:
-        """Return the number of those that are trained."""
+        """Return the number of trained parameters."""
         return count_parameters(each for each in self._model.parameters() if each.requires_grad)
 
     def __str__(self) -> str:
@@ -256,7 +256,7 @@ UNLIMITED = 10_000
 
 
 class RichModelSummary(ModelSummary):
-    """Prints what ModelSummary prints, as a table of rich.
+    """Prints the table of ModelSummary with rich.
 
     Args:
         max_depth: levels of children to show: -1 for all, 0 for the totals only.

@@ -20,7 +20,7 @@ class OnExceptionCheckpoint(Checkpoint):
 
     It can on one process and under ddp: while a batch is loaded, and in a training batch unless an optimizer has stepped in it
     or an accumulation window is open. The state before the batch is saved, and a resumed run trains the batch again. The RNG
-    state, what the batch has logged and buffers that it has changed are not restored; a line on standard error names them.
+    state, the logged values of the batch and its changes of buffers are not restored. A line on standard error names them.
     On one process it also can in a validation within an epoch, and in the hooks of an epoch's start. Elsewhere that line says
     why not, and names the last complete checkpoint. A checkpoint of the same name is replaced once the new one is complete;
     anything else stays, and the new one gets -v1. A first Ctrl-C raises nothing in the run: ModelCheckpoint saves it.

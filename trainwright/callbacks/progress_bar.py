@@ -68,7 +68,7 @@ class ProgressBar(Callback):
 
     @property
     def total_train_batches(self) -> Batches:
-        """Return the training batches of an epoch, or those until max_steps without a limit of epochs; math.inf if unknown."""
+        """Return the training batches of an epoch, or of the run up to max_steps without a limit of epochs."""
         trainer, batches = self.trainer, self.trainer.num_training_batches
         if trainer.max_steps == -1 or trainer.max_epochs != -1:
             return batches
@@ -77,12 +77,12 @@ class ProgressBar(Callback):
 
     @property
     def total_val_batches(self) -> Batches:
-        """Return the batches of a validation, of all its loaders; 0 in a fit that does not validate."""
+        """Return the batches of a validation, of all its loaders. It is 0 in a fit that does not validate."""
         return sum(self.trainer.num_val_batches) if self.trainer.enable_validation else 0
 
     @property
     def total_val_batches_current_dataloader(self) -> Batches:
-        """Return the batches of the validation loader that runs, in the sanity check those that it takes."""
+        """Return the batches of the running validation loader, or of its part in the sanity check."""
         trainer = self.trainer
         return self._of_loader(trainer.num_sanity_val_batches if trainer.sanity_checking else trainer.num_val_batches)
 
@@ -110,7 +110,7 @@ class ProgressBar(Callback):
         self._evaluated_loader = None
 
     def get_metrics(self, trainer: AnyTrainer, module: Module) -> dict[str, Any]:
-        """Return what is shown next to a bar: the run's version and the metrics. Override it to change that."""
+        """Return the texts next to a bar: the run's version and the metrics. Override it to change them."""
         version = getattr(trainer.loggers[0], "version", None) if trainer.loggers else None
         items: dict[str, Any] = {} if version in (None, "") else {"v_num": version}
         return {**items, **trainer.progress_bar_metrics}
@@ -126,7 +126,7 @@ class ProgressBar(Callback):
 
 
 def rounded(metrics: dict[str, Any], digits: int = 4) -> dict[str, str]:
-    """Return the numbers as short text with this many significant digits; large ones keep all digits before the point."""
+    """Return the numbers as short text with this many significant digits. Large ones keep all digits before the point."""
 
     def short(value: Any) -> str:
         if not isinstance(value, float):

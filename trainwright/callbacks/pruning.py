@@ -30,35 +30,35 @@ METHODS = (*UNSTRUCTURED, *STRUCTURED)
 
 
 class ModelPruning(Callback):
-    """Prunes weights at the end of each training epoch, with the methods of torch.nn.utils.prune.
+    """Prunes weights at the end of every training epoch, with the methods of torch.nn.utils.prune.
     They stay zero until the end of the fit, and in a fit that resumes it. A fit without a checkpoint begins with no masks.
 
     The pruning of an epoch comes before the validation at its end, so that the validation scores the weights of the epoch's
     checkpoint. A rewind of the lottery ticket comes after both. All amounts count the elements that are not pruned yet: 0.5 at
     each of two epochs prunes 3/4.
 
-    The module keeps its parameters and names. Pruned elements have no gradients and are set to zero after each optimizer step.
+    The module keeps its parameters and names. Pruned elements have no gradients and are set to zero after every optimizer step.
     The masks are in this callback's state. On several ranks rank 0 chooses, and all ranks use its masks.
 
     Args:
         pruning_fn: "l1_unstructured", "random_unstructured", "ln_structured" or "random_structured", or the function of that
             name in torch.nn.utils.prune.
-        parameters_to_prune: pairs of a module and the name of its parameter; by default `parameter_names` of all modules, for a
+        parameters_to_prune: pairs of a module and the name of its parameter, by default `parameter_names` of all modules, for a
             structured method only parameters of more than one dimension.
-        parameter_names: names that the default takes; "weight" and "bias" by default.
+        parameter_names: names that the default takes, by default "weight" and "bias".
         use_global_unstructured: compare the elements of all parameters, rather than prune `amount` of each.
         amount: a fraction of the elements (channels for a structured method), a number of them, or a function of the epoch that
             returns one. If fewer are left than the number, all are pruned.
         apply_pruning: whether to prune, or a function of the epoch that returns it.
-        use_lottery_ticket_hypothesis: whether the remaining weights return to their initial values after each pruning, or a
+        use_lottery_ticket_hypothesis: whether the remaining weights return to their initial values after every pruning, or a
             function of the epoch that returns it.
         pruning_dim: the dimension along which a structured method prunes.
         pruning_norm: the norm by which "ln_structured" compares.
-        verbose: 1 prints the pruned fraction, 2 also prints it for each parameter.
+        verbose: 1 prints the pruned fraction, 2 also prints it for every parameter.
         make_pruning_permanent, resample_parameters, prune_on_train_epoch_end: only the defaults are accepted.
 
     Raises:
-        TypeError, ValueError: a setting is not accepted; before training also a strategy that divides the module (fsdp,
+        TypeError, ValueError: a setting is not accepted, or before training a strategy that divides the module (fsdp,
             deepspeed), or a callback that averages weights.
 
     >>> first = module.net[0]
@@ -126,7 +126,7 @@ class ModelPruning(Callback):
 
     @property
     def masks(self) -> dict[str, Tensor]:
-        """Return the masks by the parameter's name; False marks a pruned element."""
+        """Return the masks by the parameter's name. False marks a pruned element."""
         return {name: ~pruned for name, pruned in self._pruned.items()}
 
     @property
@@ -218,7 +218,7 @@ class ModelPruning(Callback):
             if self._pairs and (parameter is None or id(owner) not in paths):
                 raise ValueError(
                     f"parameters_to_prune contains {attribute!r} of {a_type_of(owner)}, which {type(module).__name__} does not "
-                    "have as a parameter; pass pairs of its modules and their parameter names."
+                    "have as a parameter. Pass pairs of its modules and their parameter names."
                 )
             if parameter is None or (not self._pairs and self._method in STRUCTURED and parameter.ndim < 2):
                 continue
@@ -227,7 +227,7 @@ class ModelPruning(Callback):
             found.setdefault(id(parameter), (name, parameter))
         if not found:
             raise ValueError(
-                f"{type(module).__name__} has no parameter to prune with the names {', '.join(self._names)}; pass "
+                f"{type(module).__name__} has no parameter to prune with the names {', '.join(self._names)}. Pass "
                 "parameter_names, or parameters_to_prune with pairs of a module and a name."
             )
         return dict(found.values())

@@ -1,4 +1,4 @@
-"""RichDisplay: bars of rich at the bottom of a terminal, with what is printed and logged above them. It imports rich."""
+"""RichDisplay: bars of rich at the bottom of a terminal, with printed and logged lines above them. It imports rich."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ class RichDisplay:
             MetricsColumn(style),
             console=console,
             auto_refresh=False,  # the callback decides when an update is due, and a process that forks has no thread
-            redirect_stdout=is_terminal and sys.stdout.isatty(),  # otherwise what is printed goes to a file
+            redirect_stdout=is_terminal and sys.stdout.isatty(),  # otherwise prints go to a file
             redirect_stderr=is_terminal,
         )
         self._text = text
@@ -129,7 +129,7 @@ class RichDisplay:
         return bool(self._bars)
 
     def add(self, title: str, total: int | None, count: int, leave: bool) -> RichBar:
-        """Show a bar below the others; `leave` keeps it on the screen once all are closed."""
+        """Show a bar below the others. `leave` keeps it on the screen after all are closed."""
         bar = RichBar(self, self._progress, self._text, leave)
         self._bars.append(bar)
         if len(self._bars) == 1:
@@ -197,7 +197,7 @@ class TerminalLogging:
         self._handlers: list[tuple[logging.StreamHandler[Any], Any]] = []
 
     def redirect(self, streams: dict[Any, Any]) -> None:
-        """Let handlers that hold one of the streams write to what has taken its position."""
+        """Redirect handlers of the old streams to the new streams."""
         loggers = [logging.getLogger(), *logging.Logger.manager.loggerDict.values()]
         for handler in {each for logger in loggers for each in getattr(logger, "handlers", ())}:
             if isinstance(handler, logging.StreamHandler):

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class RichProgressBarTheme:
-    """The styles of a RichProgressBar: what rich takes, such as "bold green" or "#6206E0"; "" for the terminal's own."""
+    """The styles of a RichProgressBar, such as "bold green" or "#6206E0", or "" for the terminal's default."""
 
     description: str | Style = ""
     progress_bar: str | Style = "cyan"
@@ -36,7 +36,7 @@ class RichProgressBarTheme:
     metrics_text_delimiter: str = " "
     """Between two metrics."""
     metrics_format: str = ""
-    """The format of floats, such as ".3f"; "" for three significant digits."""
+    """The format of floats, such as ".3f", or "" for three significant digits."""
 
     def styles(self) -> dict[str, Any]:
         """Return the fields that are styles."""
@@ -46,12 +46,12 @@ class RichProgressBarTheme:
 class RichProgressBar(LiveProgressBar):
     """Shows batches, rate, time left and the metrics logged with prog_bar=True, drawn by rich.
 
-    What is printed, warned and logged to the terminal meanwhile is shown above the bars. Without a terminal or a notebook it
+    Prints, warnings and logs to the terminal are shown above the bars. Without a terminal or a notebook it
     writes the plain lines of TQDMProgressBar. Override `configure_columns` to show other columns.
 
     Args:
-        refresh_rate: minimum number of batches between two updates; 0 shows nothing.
-        leave: keep each epoch's bar; False uses one bar for the whole training.
+        refresh_rate: minimum number of batches between two updates. 0 shows nothing.
+        leave: keep the bar of every epoch. False uses one bar for the whole training.
         theme: the styles.
         console_kwargs: arguments of rich's Console, which writes to stderr by default.
         refresh_seconds: minimum time between two updates. Metrics are only read from the device then.
@@ -90,7 +90,7 @@ class RichProgressBar(LiveProgressBar):
         return {**super().__getstate__(), "_console": None, "_display": None}
 
     def configure_columns(self, trainer: TrainerProtocol) -> list[ProgressColumn]:
-        """Return the columns, each one of rich's; the metrics follow them. Override it to change them."""
+        """Return the columns, which are rich's. The metrics follow them. Override it to change them."""
         from trainwright.callbacks.rich_display import default_columns
 
         assert self._console is not None, "it is called during a run"

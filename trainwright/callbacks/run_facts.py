@@ -79,7 +79,7 @@ class Times:
 
 
 class Facts:
-    """What is known of a run at its end, as a report. A part that cannot be read becomes a sentence among the problems."""
+    """The contents of a run's report. A part that cannot be read becomes a sentence among the problems."""
 
     def __init__(
         self, trainer: TrainerProtocol, module: Module, logger: FolderLogger, times: Times, problems: list[str]
@@ -120,7 +120,7 @@ class Facts:
         )
 
     def _section(self, title: str, read: Callable[[], dict[str, Any]]) -> Section:
-        """Return the section of what `read` returns; one that says what went wrong if it raises."""
+        """Return the section of the result of `read`, or a section with the error if it raises."""
         try:
             return Section(title, **read())
         except Exception as error:  # files, packages and settings of users fail in any way
@@ -140,14 +140,14 @@ class Facts:
         return Section(title, text=self.command.applied_to(text), wraps=True)
 
     def _not_finite(self) -> str:
-        """Return a text that names this rank's weights, or the latest metrics, that are not finite; "" if all are."""
+        """Return a text that names this rank's weights, or the latest metrics, that are not finite, or "" if all are."""
         named = self.module.named_parameters()
         weights = {name: each.detach() for name, each in named if each.requires_grad and not is_lazy(each)}
-        for what, values in (("weights", weights), ("latest metrics", self.trainer.callback_metrics)):
+        for kind, values in (("weights", weights), ("latest metrics", self.trainer.callback_metrics)):
             shards = {name: each.to_local() if hasattr(each, "to_local") else each for name, each in values.items()}
             if names := [name for name, each in shards.items() if not each.isfinite().all()]:
                 more = f" and {len(names) - 1} more" if names[1:] else ""
-                return f"the {what} are not finite (NaN or infinity in {names[0]}{more})"
+                return f"the {kind} are not finite (NaN or infinity in {names[0]}{more})"
         return ""
 
     def _sizes(self) -> Iterator[tuple[str, str]]:
@@ -218,7 +218,7 @@ class Facts:
         return {"rows": [row for row in rows if row[1]]}
 
     def _profile(self) -> dict[str, Any]:
-        trainer = self.trainer  # by this name, by which a test finds what callbacks use of it
+        trainer = self.trainer  # a test looks for this name to find the members that callbacks use
         return {"text": trainer.profiler.summary()}
 
     def _environment(self) -> Iterator[tuple[str, str]]:
@@ -234,7 +234,7 @@ class Facts:
         yield f"device of rank {trainer.global_rank}", str(strategy.root_device)
         yield "strategy", strategy.name
         yield "processes", f"{trainer.world_size} on {job.num_nodes} machine(s)"
-        yield "started by", "the script alone" if job.launched_by == "single" else job.launched_by
+        yield "started by", "the script itself" if job.launched_by == "single" else job.launched_by
         yield "precision", strategy.precision.name
         yield "module", type(self.module).__qualname__
 
@@ -248,7 +248,7 @@ class Facts:
 
 
 def _script() -> Path | None:
-    """Return the file that runs; None in a notebook or with `python -c`."""
+    """Return the file that runs, or None in a notebook or with `python -c`."""
     file = getattr(sys.modules["__main__"], "__file__", None)
     # Our workers have the caller's arguments.
     path = Path(sys.argv[0] if file is None or PACKAGE_FOLDER in Path(file).resolve().parents else file)
@@ -320,7 +320,7 @@ def describe_work_tree(script: Path, began: float) -> list[tuple[str, str]]:
 
 
 def _ask_git(folder: str, until: float, *arguments: str) -> str | None:
-    """Return the output of git; None if it fails, is missing, or takes too long."""
+    """Return the output of git, or None if it fails, is missing, or takes too long."""
     # These options run nothing from the repository's settings, and take no lock that a user's git would wait for.
     command = ["git", "--no-optional-locks", "-c", "core.fsmonitor=false", "-C", folder, *arguments]
     seconds = max(0.1, until - time.monotonic())

@@ -1,4 +1,4 @@
-"""RunReport: at the end of a fit, one page on the run in the run's folder. run_facts.py collects what is on it."""
+"""RunReport: at the end of a fit, one page on the run in the run's folder. run_facts.py collects its contents."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ class RunReport(Callback):
     The page is one file that needs nothing else and loads nothing. It has the result (finished, stopped or failed, with the
     error and the user's frames), the curves, the checkpoints that are kept and their scores, the model's size, the
     hyper-parameters, where the time went (the profiler's table, if there is one), versions, devices, strategy and precision,
-    the command line, and the git commit of the script. Values whose names say that they are secret are left out.
+    the command line, and the git commit of the script. Values whose names say that they are secret are masked.
 
-    The Trainer adds it if a CSVLogger or a TensorBoardLogger writes a folder; `Trainer(enable_report=False)` leaves it out.
-    One rank writes, once everything else is closed: rank 0, or else the one that has failed, which ends the others. A resumed
+    The Trainer adds it if a CSVLogger or a TensorBoardLogger writes a folder, unless `enable_report=False`.
+    One rank writes, once everything else is closed: rank 0, or the rank that has failed, which ends the others. A resumed
     run writes the page again, with the curves of the whole run. The same Trainer's `test` and `validate` after the fit add
     their metrics to the page. Nothing is written with fast_dev_run, by predict, or by a fit that has not begun to train. If
     the page or a part of it cannot be made, that is one warning, since no run depends on it.
@@ -50,7 +50,7 @@ class RunReport(Callback):
 
     def __init__(self) -> None:
         self.path = ""
-        """The latest page; "" before it."""
+        """The latest page, or "" before it."""
         self._times, self._call = Times(), ""
         self._point: SyncPoint | None = None
         """Where the ranks that have failed agree on which of them writes."""
@@ -82,15 +82,13 @@ class RunReport(Callback):
     ) -> None:
         point, self._point = self._point, None
         loggers = [logger for logger in trainer.loggers if isinstance(logger, FolderLogger) and logger.log_dir]
-        has_failed = error is not None and not is_secondary_failure(error)
-        if not loggers or trainer.fast_dev_run or not (trainer.is_global_zero or has_failed):
+        has_failed_first = error is not None and not is_secondary_failure(error)
+        if not loggers or trainer.fast_dev_run or not (trainer.is_global_zero or has_failed_first):
             return
         logger = next((logger for logger in loggers if isinstance(logger, CSVLogger)), loggers[0])
         folder, problems = str(logger.log_dir), list[str]()
         try:
-            # If the folder was moved away, the report does not create it again.
-            is_there = not is_local(folder) or Path(fsspec.core.url_to_fs(folder)[1]).is_dir()
-            if is_there and (error is None or point is None or _claim(point)):
+            if _exists(folder) and (error is None or point is None or _claim(point)):
                 self._write(
                     f"{folder}/{REPORT_NAME}",
                     trainer,
@@ -129,8 +127,13 @@ class RunReport(Callback):
         write_file(path, with_section(page, Section(EVALUATIONS[self._call], rows)).encode())
 
 
+def _exists(folder: str) -> bool:
+    """Return False for a local folder that was moved away, which the report does not create again."""
+    return not is_local(folder) or Path(fsspec.core.url_to_fs(folder)[1]).is_dir()
+
+
 def _claim(point: SyncPoint) -> bool:
-    """Return whether this rank is the first of those that have failed; without the store, which may be gone, rank 0 is."""
+    """Return whether this rank is the first failed rank. Without the store, which may be gone, rank 0 is."""
     try:
         return point.claim()
     except RuntimeError:

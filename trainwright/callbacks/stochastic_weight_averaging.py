@@ -36,19 +36,19 @@ class StochasticWeightAveraging(Averaging):
     the training, validations and checkpoints have the weights in training, and the average is stored apart.
     Afterwards `trainer.validate` scores the average and `trainer.save_checkpoint` saves it.
 
-    It works under every strategy, where each rank averages the pieces of the weights that it holds, and resumes bitwise.
+    It works under every strategy, where every rank averages the pieces of the weights that it holds, and resumes bitwise.
 
     Args:
-        swa_lrs: the learning rate to anneal to, or one for each parameter group.
-        swa_epoch_start: the first epoch to average, counted from 1; a float is a fraction of max_epochs, rounded down.
-        annealing_epochs: over how many epochs the learning rates change; 0 for at once.
+        swa_lrs: the learning rate to anneal to, or one for every parameter group.
+        swa_epoch_start: the first epoch to average, counted from 1. A float is a fraction of max_epochs, rounded down.
+        annealing_epochs: over how many epochs the learning rates change, or 0 for at once.
         annealing_strategy: "cos" or "linear".
-        avg_fn: called with an average, the weights and a 0-dim tensor, the number of updates before this one; returns the new
+        avg_fn: called with an average, the weights and a 0-dim tensor, the number of updates before. It returns the new
             average. It has to be elementwise: a rank may hold a 1-D part of a tensor. None for the equal mean.
-        device: where the average is kept; None for where the weights are.
+        device: where the average is kept, or None for where the weights are.
 
     Raises:
-        TypeError, ValueError: an argument is not accepted; in fit, several optimizers or schedulers, manual optimization, or a
+        TypeError, ValueError: an argument is not accepted, or in fit several optimizers, schedulers, manual optimization or a
             fraction of epochs without a limit.
 
     >>> averaging = tw.StochasticWeightAveraging(swa_lrs=0.05, swa_epoch_start=2, annealing_epochs=1)
@@ -71,15 +71,15 @@ class StochasticWeightAveraging(Averaging):
         device: torch.device | str | None = "cpu",
     ) -> None:
         rates = swa_lrs if isinstance(swa_lrs, (list, tuple)) else [swa_lrs]
-        if not rates or not all(_is_number(rate) and rate > 0 and math.isfinite(rate) for rate in rates):
+        if not rates or not all(_is_rate(rate) for rate in rates):
             raise ValueError(f"swa_lrs={swa_lrs!r} is not accepted; pass a rate above 0, or a list of them.")
-        is_epoch = isinstance(swa_epoch_start, int) and not isinstance(swa_epoch_start, bool) and swa_epoch_start >= 1
-        if not is_epoch and not (isinstance(swa_epoch_start, float) and 0 <= swa_epoch_start <= 1):
+        is_fraction = isinstance(swa_epoch_start, float) and 0 <= swa_epoch_start <= 1
+        if not is_fraction and not _is_integer(swa_epoch_start, least=1):
             raise ValueError(
                 f"swa_epoch_start={swa_epoch_start!r} is not accepted; pass the number of an epoch, from 1, or a fraction of "
                 "the epochs (a float from 0 to 1)."
             )
-        if isinstance(annealing_epochs, bool) or not isinstance(annealing_epochs, int) or annealing_epochs < 0:
+        if not _is_integer(annealing_epochs, least=0):
             raise ValueError(f"annealing_epochs={annealing_epochs!r} is not accepted; pass an integer of at least 0.")
         if annealing_strategy not in ("cos", "linear"):
             raise ValueError(f"annealing_strategy={annealing_strategy!r} is unknown; choose from cos, linear.")
@@ -126,7 +126,7 @@ class StochasticWeightAveraging(Averaging):
         if len(trainer.optimizers) != 1 or len(trainer.lr_scheduler_configs) > 1:
             raise ValueError(
                 f"{name} needs one optimizer and at most one scheduler, but configure_optimizers returned "
-                f"{len(trainer.optimizers)} and {len(trainer.lr_scheduler_configs)}; leave the others out, or use "
+                f"{len(trainer.optimizers)} and {len(trainer.lr_scheduler_configs)}. Leave the others out, or use "
                 "WeightAveraging."
             )
         groups = len(trainer.optimizers[0].param_groups)
@@ -176,8 +176,12 @@ class StochasticWeightAveraging(Averaging):
         self._latest_update_epoch = int(state["latest_update_epoch"])
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+def _is_rate(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < math.inf
+
+
+def _is_integer(value: object, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
 @torch.no_grad()
@@ -200,7 +204,7 @@ def _renew(
         total = reduce(count.float(), "sum")
         for value in means:
             wide = value.float() if value.dtype in LOW else value
-            # Weighted by the batches of each rank, which may differ by one.
+            # Weighted by the batches of every rank, which may differ by one.
             value.copy_(reduce(wide * count, "sum") / total)
         count.copy_(total)
         if not total:

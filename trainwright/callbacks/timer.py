@@ -19,10 +19,10 @@ STAGES = ("train", "validate", "test", "predict", "sanity_check")
 
 
 class Timer(Callback):
-    """Measures each stage and, with a duration, stops training when the time is up.
+    """Measures every stage and, with a duration, stops training when the time is up.
 
     Args:
-        duration: "DD:HH:MM:SS", a timedelta, or a dict of timedelta's arguments; None only measures.
+        duration: "DD:HH:MM:SS", a timedelta, or a dict of timedelta's arguments. None only measures.
         interval: "step" stops all ranks after the same optimizer step, "epoch" at the end of an epoch.
         verbose: print on rank 0 that the time is up.
 
@@ -59,15 +59,15 @@ class Timer(Callback):
         self._is_over = False
 
     def start_time(self, stage: str = "train") -> float | None:
-        """Return when a stage started, by time.monotonic(); None if it has not."""
+        """Return when a stage started, by time.monotonic(), or None if it has not."""
         return _of(stage, self._start)
 
     def end_time(self, stage: str = "train") -> float | None:
-        """Return when a stage ended, by time.monotonic(); None if it has not."""
+        """Return when a stage ended, by time.monotonic(), or None if it has not."""
         return _of(stage, self._end)
 
     def time_elapsed(self, stage: str = "train") -> float:
-        """Return the seconds that a stage has taken so far; for training, also those before a resume."""
+        """Return the seconds that a stage has taken so far, in training also before a resume."""
         start, end = self.start_time(stage), self.end_time(stage)
         before = self._offset if stage == "train" else 0.0
         if start is None:
@@ -75,7 +75,7 @@ class Timer(Callback):
         return before + (end if end is not None else time.monotonic()) - start
 
     def time_remaining(self, stage: str = "train") -> float | None:
-        """Return the seconds that are left; None without a duration."""
+        """Return the seconds that are left, or None without a duration."""
         return None if self._duration is None else self._duration - self.time_elapsed(stage)
 
     def state_dict(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Fingerprints: a few values of a batch, as plain data, by which a resumed run recognizes the batch."""
+"""Fingerprints and digests, by which a resumed run recognizes a batch and the order of the items before it."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from torch import Tensor
 
 MOST_LEAVES = 64
 VALUES = 16
-"""The values that are taken of each tensor."""
+"""Values taken from a tensor."""
 
 
 def fingerprint(batch: Any) -> list[Any]:
-    """Return shapes, a few values and digests of text of a batch; of other objects only their class's name."""
+    """Return a batch's shapes, a few values, and digests of its texts; other objects count by their class's name."""
     return list(islice(_values(batch), MOST_LEAVES * VALUES))
 
 
 def matches(one: list[Any], other: list[Any]) -> bool:
-    """Return whether two fingerprints are of the same batch; numbers may differ as they do between two machines."""
+    """Return whether two fingerprints show the same batch; numbers may differ as they do between two machines."""
     return len(one) == len(other) and all(map(_is_close, one, other))
 
 
@@ -40,7 +40,7 @@ def _values(batch: Any) -> Iterator[Any]:
     if isinstance(batch, (bool, int, float, type(None))):
         yield batch
     elif isinstance(batch, (str, bytes)):
-        # Not hash(), which gives each process another number for the same text.
+        # Not hash(), which returns a different number for the same text in every process.
         yield zlib.crc32(batch.encode() if isinstance(batch, str) else batch)
     elif isinstance(batch, Mapping):
         for key, value in batch.items():
@@ -63,17 +63,17 @@ def _values(batch: Any) -> Iterator[Any]:
 
 
 class OrderDigest:
-    """The digest after each item of an epoch's passes, and the one that a resumed epoch has to reach."""
+    """A running checksum over an epoch's items, which shows whether a resumed pass draws the items that were consumed."""
 
     def __init__(self) -> None:
         self._passes: dict[int, array[int]] = {}
-        """By pass, four bytes an item; a pass with items that have no digest is missing."""
+        """The digests after the items of a pass, four bytes per item. Passes with items that have no digest are missing."""
         self._start = (0, 0, 0)
-        """The pass and the item that the epoch begins at, and the digest there; 0 if unknown."""
+        """The pass and the item where the epoch begins, and the digest there (0 if unknown)."""
         self._is_to_check = False
 
     def begin(self, passes: int, items: int, digest: int) -> None:
-        """Begin an epoch, or the rest of one, at an item of a pass, with the digest of the items before it."""
+        """Begin an epoch, or its rest, at an item of a pass, with the digest of the items before it."""
         self._passes.clear()
         self._start, self._is_to_check = (passes, items, digest), bool(digest and items)
 
@@ -81,7 +81,7 @@ class OrderDigest:
         self._passes[passes] = array("I")
 
     def add(self, passes: int, items: Sequence[Any]) -> bool:
-        """Add the next items of a pass, lists of indices; return True once, if the items before the start differ."""
+        """Add a pass's next items, which are lists of indices; return True, once, if the items before the start differ."""
         digests = self._passes.get(passes)
         if digests is None:
             return False
@@ -99,14 +99,14 @@ class OrderDigest:
         return digests[start - 1] != wanted
 
     def at(self, passes: int, items: int) -> int:
-        """Return the digest after this many items of a pass; 0 before the first one, and if it is unknown."""
+        """Return the digest after this many items of a pass, or 0 if it is unknown or there are no items."""
         if 0 < items <= len(digests := self._passes.get(passes, ())):
             return digests[items - 1]
         return self._start[2] if (passes, items) == self._start[:2] else 0
 
 
 def _content(item: Any) -> bytes | None:
-    """Return the same bytes for a list of indices in every process; None for what is not plain data."""
+    """Return a list of indices as bytes, the same in every process, or None if it is not plain data."""
     if isinstance(item, Iterator):
         return None  # it can be read only once
     with suppress(TypeError, ValueError, OverflowError):

@@ -49,7 +49,7 @@ class OpenCheckpoint(NamedTuple):
 
 
 class Restored(NamedTuple):
-    """The part of a checkpoint that a load returns to one rank; modules and optimizers are loaded in place."""
+    """The part of a checkpoint that a load returns to one rank. Modules and optimizers are loaded in place."""
 
     state: dict[str, Any]
     """The caller's state."""
@@ -110,7 +110,7 @@ class EngineCheckpoints:
             blocking: False returns once everything is copied to host memory. A thread writes, and the next save waits for it.
             number: orders several saves of one step.
             overwrite: replace a complete checkpoint at the path, once the new one is committed.
-            directory: the folder that the writer's `stage` returned for this path; its files become part of the checkpoint.
+            directory: the folder that the writer's `stage` returned for this path. Its files become part of the checkpoint.
             parts: tensors of the shapes of this rank's pieces, by section and name. Those of "model" replace the model's.
                 Other sections are stored beside it, unless weights_only.
 
@@ -192,7 +192,7 @@ class EngineCheckpoints:
         """Wait until a save with blocking=False has committed. Collective: call on every rank.
 
         Raises:
-            CheckpointError: on every rank, if it failed; earlier checkpoints are unchanged.
+            CheckpointError: on every rank, if it failed. Earlier checkpoints are unchanged.
         """
         self.writer.finish()
 
@@ -237,7 +237,7 @@ class EngineCheckpoints:
             source: a path, which is verified first, or the result of `open`.
             weights_only: load only the model's weights.
             strict: False skips tensors of the model that only one side has.
-            check: called with the checkpoint's state; raises if the caller cannot use it.
+            check: called with the checkpoint's state, to raise if the caller cannot use it.
             fresh: "optimizer_settings" keeps the present settings of the optimizers, "schedulers" their learning rates.
 
         Raises:
@@ -307,7 +307,7 @@ class _ModelFit:
         self.trained: list[Piece] = []
 
     def check(self, strict: bool) -> None:
-        """Raise CheckpointError if the checkpoint does not fit; change nothing."""
+        """Raise CheckpointError if the checkpoint does not fit, and change nothing."""
         path, loads = self._checkpoint.path, self.loads
         loads.check(strict)
         stored = self._checkpoint.tensors(MODEL) if self._tensors is None else self._tensors
@@ -325,7 +325,7 @@ class _ModelFit:
         self.loads.load_wholes(self._checkpoint, self._tensors, strict, self._trained_shapes)
 
     def give_shapes(self) -> None:
-        """Give lazy tensors their shapes; only after all checks, because a rejected load must not change the model."""
+        """Give lazy tensors their shapes, after all checks, because a rejected load must not change the model."""
         if self._lazy:
             give_shapes(self._lazy, self._shapes)
             present = model_pieces(self._strategy, self._modules)
@@ -335,7 +335,7 @@ class _ModelFit:
 
 
 def _shapes(checkpoint: StoredCheckpoint, section: str) -> Shapes:
-    """Return the shapes of a section's tensors by name; nothing if the checkpoint has no such section."""
+    """Return the shapes of a section's tensors by name, or {} if the checkpoint has no such section."""
     stored = checkpoint.tensors(section) if section in checkpoint.sections else {}
     return {name: entry.shape for name, entry in stored.items()}
 

@@ -52,13 +52,13 @@ class Engine(EngineCheckpoints):
         strategy: a name or a Strategy.
         precision: a name, 16 or 32, or a Precision.
         accelerator: "auto", "gpu", "cpu", or the name of an accelerator that torch has here.
-        timeout_seconds: how long a rank waits for the others in a collective; by default the strategy's, or half an hour.
-        num_nodes: machines of the job, if this process starts it; each machine runs the script.
+        timeout_seconds: how long a rank waits for the others in a collective, by default the strategy's choice or half an hour.
+        num_nodes: machines of the job, if this process starts it. Each machine runs the script.
         can_call_workers: whether the caller can make its calls in worker processes. If the script cannot be run again, this
             engine then has one process, and `num_workers` is how many workers to start for a call.
 
     Raises:
-        ValueError, TypeError: a setting is wrong; raised before any process is started.
+        ValueError, TypeError: a setting is wrong, which is checked before any process is started.
         LaunchError: the processes of the job could not be started.
 
     >>> engine = tw.Engine(precision="bf16-mixed")
@@ -151,7 +151,7 @@ class Engine(EngineCheckpoints):
         self._trained = _trained(self.modules)
 
     def prepare_optimizers(self, optimizers: Sequence[Optimizer]) -> list[Optimizer]:
-        """Prepare the optimizers of the prepared modules; return the optimizers to step, in the same order. Collective.
+        """Prepare the optimizers of the prepared modules. Return the optimizers to step, in the same order. Collective.
 
         Raises:
             ValueError: an optimizer would train nothing, or has stepped parameters that the strategy has replaced. On every
@@ -169,7 +169,7 @@ class Engine(EngineCheckpoints):
     def prepare_loader(
         self, loader: Iterable[Any], mode: Mode, *, splits: bool = False, dispatches: bool = False
     ) -> ShardedLoader | DispatchedLoader:
-        """Return this rank's part of a loader; pass `seed` to its `set_epoch` in every epoch, since a load may change it.
+        """Return this rank's part of a loader. Pass `seed` to its `set_epoch` in every epoch, since a load may change it.
 
         With `splits`, all ranks together get one batch of the loader. With `dispatches`, rank 0 reads and sends the data, and
         this call is collective.
@@ -190,7 +190,7 @@ class Engine(EngineCheckpoints):
         return self.strategy.run(module, name, args, kwargs)
 
     def backward(self, loss: Tensor, send: Sender | None = None, **options: Any) -> None:
-        """Run backward on a loss, by `send` if passed; the strategy scales it and averages gradients over ranks as needed."""
+        """Run backward on a loss, by `send` if passed. The strategy scales it and averages gradients over ranks as needed."""
         self.strategy.backward(loss, send, **options)
 
     def sync_gradients(self, enabled: bool) -> None:
@@ -198,14 +198,14 @@ class Engine(EngineCheckpoints):
         self.strategy.sync_gradients(enabled and not self._trains_apart)
 
     def train_apart(self, apart: bool) -> None:
-        """Set whether every rank steps its copy of the model with local gradients; the caller unites the copies afterwards."""
+        """Set whether every rank steps its copy of the model with local gradients. The caller unites the copies afterwards."""
         self._trains_apart = apart
         self.sync_gradients(True)
 
     def step(
         self, optimizer: Optimizer, clipping: Clipping | None = None, closure: Closure | None = None
     ) -> StepResult:
-        """Clip, if there is a limit, and step; return the gradient norm, if computed, and whether the step was skipped."""
+        """Clip, if there is a limit, and step. Return the gradient norm, if computed, and whether the step was skipped."""
         return self.strategy.step(optimizer, clipping, closure)
 
     def gather(self, tensor: Tensor, keep: Sequence[bool] | None = None) -> Tensor:

@@ -1,4 +1,4 @@
-"""Memory: what a model, its gradients and its optimizer's state take under each strategy, computed from sizes alone."""
+"""Memory estimate: the bytes of a model, its gradients and its optimizer's state under every strategy, from sizes only."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from trainwright.strategies.memory_plan import ALONE, FULLY_SHARDED, MEMORY_PLAN
 __all__ = ["MOST_USED", "available_memory", "size_text"]
 
 MOST_USED = 0.8
-"""The part of a device's memory that an estimate may take; activations need the rest."""
+"""The part of a device's memory that an estimate may take. Activations need the rest."""
 ADAM_BYTES = 8
-"""Bytes assumed for each parameter of an optimizer that cannot be tried."""
+"""Bytes per parameter that are assumed for an optimizer that cannot be tried."""
 SURELY_ENOUGH = 16
-"""Memory of this multiple of the parameters' bytes is enough for any usual optimizer, and needs no estimate."""
+"""This multiple of the parameters' bytes is enough for any usual optimizer, without an estimate."""
 CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 HOW_COMPUTED = ("params", "fused", "foreach", "capturable", "differentiable")
 """Options of an optimizer that change no size, and may fail without data."""
@@ -36,7 +36,7 @@ HOW_COMPUTED = ("params", "fused", "foreach", "capturable", "differentiable")
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """Bytes of a model in training, without activations; `str` of it is a table."""
+    """Bytes of a model in training, without activations. `str` of it is a table."""
 
     parameters: int
     """The bytes of the parameters and buffers."""
@@ -44,24 +44,24 @@ class MemoryEstimate:
     optimizer: int
     """The bytes of the optimizers' state."""
     gathered: int
-    """The bytes that fsdp has whole on each device at once, however many devices there are; its buffers are not among them."""
+    """The bytes that fsdp gathers on every device at once, without buffers, for any number of devices."""
     unsharded: int
-    """The bytes of the module's buffers, which every strategy keeps whole on each device."""
+    """The bytes of the module's buffers, which every strategy stores whole on every device."""
     is_assumed: bool
     """Whether an optimizer could not be tried, and was counted as Adam."""
     num_devices: int
     available: int
-    """Bytes that each device has."""
+    """The bytes of a device."""
     parts: dict[str, DeviceBytes]
-    """What each device would hold, by the strategy's name."""
+    """The bytes on every device, by the strategy's name."""
 
     @property
     def per_device(self) -> dict[str, int]:
-        """Return the bytes that each device would hold, by the strategy's name."""
-        return {name: each.total for name, each in self.parts.items()}
+        """Return the bytes on every device, by the strategy's name."""
+        return {name: part.total for name, part in self.parts.items()}
 
     def fits(self, name: str) -> bool:
-        """Return whether a strategy leaves at least a fifth of each device's memory for activations."""
+        """Return whether a strategy leaves at least a fifth of a device's memory for activations."""
         return self.per_device[name] <= MOST_USED * self.available
 
     @property
@@ -75,8 +75,8 @@ class MemoryEstimate:
         left = MOST_USED * self.available - whole
         if left <= 0:
             return (
-                f"{none}, nor does {FULLY_SHARDED} on more: what it has whole at once takes "
-                f"{size_text(whole)}. Give it smaller groups (auto_wrap_policy)."
+                f"{none}, nor does {FULLY_SHARDED} on more: the parts that it gathers at once take "
+                f"{size_text(whole)}. Choose smaller groups (auto_wrap_policy)."
             )
         devices = math.ceil((self.parameters - self.unsharded + self.gradients + self.optimizer) / left)
         return f"{none}: strategy={FULLY_SHARDED!r} would need {devices} of them."
@@ -91,7 +91,7 @@ class MemoryEstimate:
             f"  {name:<18} {size_text(size):>10}  {size / self.available:7.1%}"
             for name, size in self.per_device.items()
         ]
-        return "\n".join([head, *rows, f"{self.advice} Activations are not counted: they come on top."])
+        return "\n".join([head, *rows, f"{self.advice} Activations are not counted, and come on top."])
 
 
 def estimate_memory(
@@ -101,22 +101,23 @@ def estimate_memory(
     available_bytes: int | None = None,
     auto_wrap_policy: WrapPolicy | None = None,
 ) -> MemoryEstimate:
-    """Return the bytes on each device that training a module takes under each strategy, without activations.
+    """Return the bytes that training a module takes on a device under every strategy, without activations.
 
-    For fsdp they include what is whole at once: the parameters outside of its groups, those of two groups, since torch gathers
-    the next one early, and the gradients of one. Nothing is allocated. `print` shows the estimate as a table; `advice` names a
-    strategy, `per_device` has the bytes by strategy, and `fits(name)` says whether it leaves enough for activations.
+    For fsdp they include the parts that are gathered at once: the parameters outside of groups and of two groups, since torch
+    gathers the next group early, and the gradients of one. Nothing is allocated. `print` shows the estimate as a table,
+    `advice` names a strategy, `per_device` has the bytes by strategy, and `fits(name)` says whether it leaves
+    enough for activations.
 
     Args:
         module: the model, also on the meta device.
-        optimizer: an optimizer, several of them, a class, or the bytes of its state for each trained parameter.
+        optimizer: an optimizer, several of them, a class, or the bytes of its state per trained parameter.
         num_devices: by default every GPU, or 1.
-        available_bytes: memory of each device; by default the GPU's, or this process's part of the machine's.
-        auto_wrap_policy: that of `FSDPStrategy`, which chooses the groups.
+        available_bytes: memory of a device, by default the GPU's, or this process's part of the machine's.
+        auto_wrap_policy: the argument of `FSDPStrategy`, which chooses the groups.
 
     Raises:
         ValueError, TypeError: a number that is not positive, a module whose parameters have no shape yet, no optimizer, or a
-            policy that FSDPStrategy refuses.
+            policy that FSDPStrategy rejects.
 
     >>> with tw.init_empty_weights():
     ...     model = nn.Transformer(num_encoder_layers=12, num_decoder_layers=12, batch_first=True)
@@ -131,8 +132,8 @@ def estimate_memory(
         raise TypeError(f"module={module!r:.80} is not accepted; pass a torch module, which may be on the meta device.")
     if any(map(is_lazy, (*module.parameters(), *module.buffers()))):
         raise ValueError(
-            f"{type(module).__name__} has lazy parameters, which have no shape yet; run it on one batch first, or give its "
-            "layers their sizes."
+            f"{type(module).__name__} has lazy parameters, which have no shape yet; run it on one batch first, or pass "
+            "its layers their sizes."
         )
     check_policy("auto_wrap_policy", auto_wrap_policy)
     available = available_memory() if available_bytes is None else available_bytes
@@ -157,7 +158,7 @@ def _estimate(
         "gathered": _gathered_bytes(module, groups),
         "num_devices": num_devices,
     }
-    masters = 4 * sum(each.numel() for each in trained)
+    masters = 4 * sum(parameter.numel() for parameter in trained)
     plans = {ALONE: MemoryPlan()} if num_devices == 1 else MEMORY_PLANS
     return MemoryEstimate(
         **sizes,
@@ -168,7 +169,7 @@ def _estimate(
 
 
 def warn_of_memory(engine: Engine, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
-    """Warn, on rank 0, if the strategy in use leaves too little of a device's memory, and name one that does not."""
+    """Warn, on rank 0, if the strategy in use leaves too little of a device's memory, and name a better one."""
     tensors = [*module.parameters(), *module.buffers()]
     if engine.rank != 0 or any(map(is_lazy, tensors)):
         return
@@ -185,7 +186,7 @@ def warn_of_memory(engine: Engine, module: nn.Module, optimizers: Sequence[Optim
 
 
 def available_memory(device: torch.device | None = None, processes: int = 1) -> int:
-    """Return the bytes that this process may use: those of its GPU that are free or its own, else its part of the machine's."""
+    """Return the bytes that this process may use on its GPU, or else its part of the machine's memory."""
     if device is None:
         device = torch.device(hardware.accelerator_type() or "cpu")
     if device.type != "cpu" and (free := hardware.free_memory(device)) is not None:
@@ -201,81 +202,81 @@ def available_memory(device: torch.device | None = None, processes: int = 1) -> 
 
 
 def _gathered_bytes(module: nn.Module, groups: Sequence[nn.Module]) -> int:
-    """Return the bytes that fsdp has whole at once; 0 for a list of parameters, of whose groups nothing is known."""
+    """Return the bytes that fsdp gathers at once, or 0 for a list of parameters, whose groups are unknown."""
     if isinstance(module, (nn.ParameterList, nn.ParameterDict)):
         return 0
     taken: set[Tensor] = set()
     parts = []
     for group in (*groups, module):
-        parts.append([each for each in group.parameters() if each not in taken])
+        parts.append([parameter for parameter in group.parameters() if parameter not in taken])
         taken.update(parts[-1])
     largest = sorted(map(_bytes, parts[:-1]))[-2:]
-    gradients = max(_bytes(each for each in part if each.requires_grad) for part in parts)
+    gradients = max(_bytes(parameter for parameter in part if parameter.requires_grad) for part in parts)
     return _bytes(parts[-1]) + sum(largest) + gradients
 
 
 def _state_bytes(optimizer: Any, trained: Sequence[Tensor], dtype: torch.dtype | None = None) -> tuple[int, bool]:
-    """Return the bytes of the optimizers' state, for parameters of a dtype or their own, and whether any is a guess."""
+    """Return the bytes of the optimizers' state, and whether any is a guess. `dtype` replaces the parameters' dtypes."""
     if isinstance(optimizer, (int, float)) and not isinstance(optimizer, bool):
         if not 0 <= optimizer < math.inf:
-            raise ValueError(f"optimizer={optimizer!r} is not accepted; pass the bytes for each parameter, at least 0.")
-        return int(optimizer * sum(each.numel() for each in trained)), False
+            raise ValueError(f"optimizer={optimizer!r} is not accepted; pass the bytes per parameter, at least 0.")
+        return int(optimizer * sum(parameter.numel() for parameter in trained)), False
     groups: list[tuple[type[Optimizer], dict[str, Any], Sequence[Tensor]]]
     if isinstance(optimizer, type) and issubclass(optimizer, Optimizer):
         groups = [(optimizer, {}, trained)]
     else:
         optimizers = [optimizer] if isinstance(optimizer, Optimizer) else optimizer
-        if not isinstance(optimizers, (list, tuple)) or not all(isinstance(each, Optimizer) for each in optimizers):
+        if not isinstance(optimizers, (list, tuple)) or not all(isinstance(item, Optimizer) for item in optimizers):
             raise TypeError(
                 f"optimizer={optimizer!r} is not accepted; pass an optimizer, a list of them, a class such as "
-                "torch.optim.AdamW, or the bytes of its state for each parameter."
+                "torch.optim.AdamW, or the bytes of its state per parameter."
             )
         groups = [
-            (type(each), group, [parameter for parameter in group["params"] if parameter.requires_grad])
-            for each in optimizers
-            for group in each.param_groups
+            (type(item), group, [parameter for parameter in group["params"] if parameter.requires_grad])
+            for item in optimizers
+            for group in item.param_groups
         ]
     sizes = [_tried(*group, dtype) for group in groups]
-    counts = [sum(each.numel() for each in parameters) for *_, parameters in groups]
+    counts = [sum(parameter.numel() for parameter in parameters) for *_, parameters in groups]
     total = sum(ADAM_BYTES * count if size is None else size for size, count in zip(sizes, counts, strict=True))
     return total, None in sizes
 
 
 def _tried(
-    kind: type[Optimizer], options: dict[str, Any], parameters: Iterable[Tensor], own_dtype: torch.dtype | None
+    kind: type[Optimizer], options: dict[str, Any], parameters: Iterable[Tensor], new_dtype: torch.dtype | None
 ) -> int | None:
-    """Return the bytes of the state that one step on the meta device makes; None for an optimizer that cannot do that."""
+    """Return the bytes of the state after one step on the meta device, or None if the optimizer cannot do that."""
     accepted = _accepted(kind)
     options = {name: value for name, value in options.items() if name in accepted and name not in HOW_COMPUTED}
     total = 0
-    for (shape, dtype), count in Counter((each.shape, own_dtype or each.dtype) for each in parameters).items():
+    for (shape, dtype), count in Counter((value.shape, new_dtype or value.dtype) for value in parameters).items():
         parameter = nn.Parameter(torch.empty(shape, dtype=dtype, device="meta"))
         parameter.grad = torch.empty_like(parameter)
         optimizer: Optimizer | None = None
         try:
             optimizer = kind([parameter], **options)
             optimizer.step()
-        except Exception:  # it needs more: a closure, values, other arguments
+        except Exception:  # it needs a closure, values or other arguments
             if optimizer is None or not optimizer.state[parameter]:
-                return None  # otherwise it has failed after making its state
-        total += count * _bytes(each for each in optimizer.state[parameter].values() if isinstance(each, Tensor))
+                return None  # otherwise it failed after it had made its state
+        total += count * _bytes(value for value in optimizer.state[parameter].values() if isinstance(value, Tensor))
     return total
 
 
 def _accepted(kind: type[Optimizer]) -> set[str]:
-    """Return the names of a constructor's arguments, with those of the base classes that it passes any others on to."""
+    """Return the argument names of a constructor, and of its base classes' constructors that get its other arguments."""
     names: set[str] = set()
     for base in kind.__mro__:
         if (constructor := vars(base).get("__init__")) is not None:
             arguments = inspect.signature(constructor).parameters
             names.update(arguments)
-            if all(each.kind is not each.VAR_KEYWORD for each in arguments.values()):
+            if all(argument.kind is not argument.VAR_KEYWORD for argument in arguments.values()):
                 break
     return names
 
 
 def _bytes(tensors: Iterable[Tensor]) -> int:
-    return sum(each.numel() * each.element_size() for each in tensors)
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
 def size_text(count: int) -> str:

@@ -185,7 +185,7 @@ def check_lazy_shapes(path: str, lazy: Mapping[str, LazyTensor], shapes: Mapping
 
 
 def give_shapes(lazy: Mapping[str, LazyTensor], shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Give lazy tensors their shapes from a checkpoint, and no values yet; others stay lazy."""
+    """Give lazy tensors their shapes from a checkpoint, and no values yet. Others stay lazy."""
     # Their layers then draw no values in the first forward, so the generators continue as without a stop.
     for name, (tensor, layer, _) in lazy.items():
         if name not in shapes:

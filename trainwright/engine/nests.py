@@ -35,7 +35,7 @@ def gather(value: Any, ranks: Ranks, keep: Sequence[bool] | None = None) -> Any:
     item. A number or a text becomes a list with one item per rank. `keep` says which ranks' values to keep, by default all.
 
     Raises:
-        TypeError: the structure contains something else; the message has its path.
+        TypeError: the structure contains something else. The message has its path.
         ValueError: on every rank, if the ranks have plain data at different paths.
     """
 
@@ -124,7 +124,7 @@ def reduce(value: Any, reduction: str, ranks: Ranks, scale: float = 1.0) -> Any:
     """Return a nested structure with the scaled sum, mean, min or max over the ranks of its tensors and numbers. Collective.
 
     Raises:
-        TypeError: the structure contains something else; the message has its path.
+        TypeError: the structure contains something else. The message has its path.
         ValueError: the reduction is unknown. On every rank, if the ranks have numbers or tensors at different paths,
             or tensors of different shapes.
     """
@@ -191,7 +191,7 @@ def broadcast(obj: Any, source: int, ranks: Ranks, device: torch.device) -> Any:
 
 
 def portion(inputs: Any, rank: int, world_size: int, pad: bool) -> Any:
-    """Return a rank's contiguous part of a list, a tuple, a tensor, or of every value of a dict; the first parts are longer.
+    """Return a rank's contiguous part of a list, a tuple, a tensor, or of every value of a dict. The first parts are longer.
 
     With `pad`, the last item is repeated until all parts have the same length.
 

@@ -68,7 +68,7 @@ def describe_optimizers(strategy: Strategy, named: Named, ranks: Ranks) -> list[
     """Return the groups of every optimizer and the plain values of its state, the same on every rank. Collective.
 
     Raises:
-        CheckpointError: a value cannot be stored; if every rank owns a part of the state, on every rank.
+        CheckpointError: a value cannot be stored, on every rank if every rank owns a part of the state.
     """
     if not strategy.capabilities.divides_optimizers or ranks.world_size == 1:
         return [strategy.describe_optimizer(optimizer, names) for optimizer, names in named]
@@ -117,7 +117,7 @@ def check_optimizers(checkpoint: StoredCheckpoint, state: dict[str, Any], named:
 def load_optimizers(
     checkpoint: StoredCheckpoint, state: dict[str, Any], strategy: Strategy, named: Named, fresh: Collection[str]
 ) -> None:
-    """Load this process's part of the optimizers' state; the settings in `fresh` stay the script's."""
+    """Load this process's part of the optimizers' state. The settings in `fresh` stay the script's."""
     model = checkpoint.tensors("model")
     entries = checkpoint.tensors("optimizer") if "optimizer" in checkpoint.sections else {}
     for number, (optimizer, names) in enumerate(named):

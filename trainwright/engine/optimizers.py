@@ -75,7 +75,7 @@ class SchedulerConfig:
 
 
 def read_optimizers(returned: Any, *, is_manual: bool = False) -> tuple[list[Optimizer], list[SchedulerConfig]]:
-    """Return the optimizers and schedulers from a `configure_optimizers` result; `is_manual`: the module steps them.
+    """Return the optimizers and schedulers from a `configure_optimizers` result, which the module steps if `is_manual`.
 
     Raises:
         TypeError: the result has another form.

@@ -1,4 +1,4 @@
-"""Profilers: where a run spends its time."""
+"""Profilers: they show where a run spends its time."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PROFILERS: dict[str, type[Profiler]] = {
 
 
 def resolve_profiler(profiler: str | Profiler | None) -> Profiler:
-    """Return the profiler for a name or an instance; for None one that measures nothing."""
+    """Return the profiler for a name or an instance. None returns a profiler that measures nothing."""
     if profiler is None:
         return PassThroughProfiler()
     if isinstance(profiler, str):

@@ -1,14 +1,14 @@
 """Hooks: the timeline of a run, and the HookTable, which finds at the start of a call who is called at each point.
 
-    each     configure_callbacks > on_tune (a fit that resumes nothing) > prepare_data > setup (the datamodule's first)
+    always   configure_callbacks > on_tune (a fit that resumes nothing) > prepare_data > setup (the datamodule's first)
              > configure_model > (a checkpoint is opened: on_load_checkpoint > load_state_dict of callbacks and datamodule)
     fit      configure_optimizers > on_fit_start > configure_lr_scheduler
              > (weights, optimizers and counters are taken from the checkpoint: load_sharded_state_dict)
                sanity check, unless the run resumes: on_sanity_check_start > val_dataloader > validation as below
                  > on_sanity_check_end
                train_dataloader > on_resume_start (a resumed run) > on_train_start > on_resume_end (a resumed run)
-               each epoch: on_train_epoch_start > configure_lr_scheduler
-                 each batch: on_before_batch_transfer > transfer_batch_to_device > on_after_batch_transfer
+               every epoch: on_train_epoch_start > configure_lr_scheduler
+                 every batch: on_before_batch_transfer > transfer_batch_to_device > on_after_batch_transfer
                    on_train_batch_start
                    training_step
                    at a window's start: on_before_zero_grad > optimizer_zero_grad
@@ -17,28 +17,28 @@
                      > lr_scheduler_step of the step-wise schedulers
                    on_train_batch_end > on_save_point > validation, where due within the epoch
                  lr_scheduler_step of the epoch-wise schedulers > validation, where due
-                 the metrics are reduced > on_train_epoch_end > what it logged is reduced > lr_scheduler_step of those that
-                 monitor one > on_train_epoch_end of callbacks with a negative priority > on_save_point
+                 the metrics are reduced > on_train_epoch_end > its logged values are reduced > lr_scheduler_step of
+                 monitoring schedulers > on_train_epoch_end of callbacks with a negative priority > on_save_point
                  instead, if the run stops within the epoch: on_train_epoch_stop > on_save_point
                  > on_train_epoch_end, by priority as above
                on_before_train_end (unless a signal stops the run) > on_train_end > on_fit_end > teardown
     validation, test, predict
              (validation in fit: on_validation_model_zero_grad) > on_*_model_eval > on_*_start > on_*_epoch_start
-               each batch: the three of the transfer > on_*_batch_start > *_step > on_*_batch_end
-             the metrics are reduced > on_*_epoch_end > what it logged is reduced
+               every batch: the three of the transfer > on_*_batch_start > *_step > on_*_batch_end
+             the metrics are reduced > on_*_epoch_end > its logged values are reduced
              > on_*_end > on_save_point (validation) > on_*_model_train
     a checkpoint is written: state_dict > has_requested_stop (if should_stop is set) > sharded_state_dict > on_save_checkpoint
     an exception ends the run: on_exception > teardown
     the loggers are closed, except after predict: on_run_end
 
-Callbacks are called by their `priority`, the highest first and those of the same in list order, and before the module. Those
-with a negative priority (EarlyStopping and progress bars, then checkpoints) come after the module in on_train_batch_end,
+Callbacks are called before the module, the highest `priority` first, and callbacks of equal priority in list order. With a
+negative priority (EarlyStopping and progress bars, then checkpoints) they come after the module in on_train_batch_end,
 on_validation_end and on_train_epoch_end. A checkpoint callback decides in these hooks and saves at the save point after them,
 so that a checkpoint records which other saves are due. A run that is killed between two saves makes the second one when it
 resumes.
 A hook that is not overridden is an empty tuple and costs nothing. Only callbacks and the datamodule have on_exception. Names
 without on_ are the module's or the datamodule's, except setup, teardown, state_dict, configure_lr_scheduler,
-has_requested_stop and the two of the sharded state, which callbacks have.
+has_requested_stop and the hooks of the sharded state, which callbacks have.
 """
 
 from __future__ import annotations
@@ -67,13 +67,13 @@ SILENT = (
     "configure_model", "configure_gradient_clipping", "optimizer_step", "optimizer_zero_grad", "lr_scheduler_step",
     "val_dataloader", "transfer_batch_to_device", "setup", "teardown",
 )  # fmt: skip
-"""Further methods of a module of which a misspelt one is missed by nothing."""
+"""Further methods of a module. If one is misspelt, nothing else reports it."""
 UNTIMED_HOOKS = ("on_tune", "on_run_end")
 """Hooks called before the profiler is set up, or after it is closed."""
 
 
 class HookTable:
-    """For each hook, the bound methods to call, timed by the profiler if there is one; no module hooks without a module."""
+    """The bound methods to call for every hook, timed by the profiler if there is one."""
 
     def __init__(
         self,
@@ -93,10 +93,11 @@ class HookTable:
             first, last = self._of_callbacks(name, early), self._of_callbacks(name, late)
             calls[name] = first + self._of_module(name) + last + save_point
         # The reduction of the epoch's metrics comes between these two.
-        calls["on_train_epoch_end"] = self._of_callbacks("on_train_epoch_end", early) + self._of_module(
-            "on_train_epoch_end"
+        name = "on_train_epoch_end"
+        calls[name], self._late_epoch_end = (
+            self._of_callbacks(name, early) + self._of_module(name),
+            self._of_callbacks(name, late),
         )
-        self._late_epoch_end = self._of_callbacks("on_train_epoch_end", late)
         self._calls = calls
         readers = [callback for callback in ordered if callback.reads_outputs]
         self.outputs_are_read = bool(
@@ -104,7 +105,7 @@ class HookTable:
         )
         """Whether a training step's outputs have to be made ready for on_train_batch_end."""
         self.reduced_early = frozenset(name for name in EPOCH_ENDS if self._calls[name])
-        """The ends of epochs whose hooks see the epoch's values; the same on every rank after `agree`."""
+        """The ends of epochs whose hooks see the epoch's values. After `agree` they are the same on every rank."""
 
     def _of_callbacks(self, name: str, callbacks: Iterable[Callback]) -> Hooks:
         """Return this hook of the callbacks that override it."""
@@ -136,14 +137,14 @@ class HookTable:
         return hook
 
     def agree(self, ranks: Ranks, call: str) -> None:
-        """Reduce early on every rank if one of them has a hook that looks at the values. Collective."""
+        """Reduce early on every rank if one rank has a hook that reads the values. Collective."""
         self.reduced_early = frozenset(chain(*ranks.exchange(sorted(self.reduced_early), call)))
 
     def __getitem__(self, name: str) -> Hooks:
         return self._calls[name]
 
     def call(self, name: str, *args: Any) -> list[Any]:
-        """Call everything that overrides this hook, in order, and return what they return."""
+        """Call all overrides of this hook, in order, and return their results."""
         calls = self._calls[name]
         if not calls:
             return []
@@ -172,7 +173,7 @@ def check_hooks(owner: Module | Callback) -> None:
     """Check the hooks that a user's class defines, and warn of methods whose names are almost those of hooks.
 
     Raises:
-        TypeError: a hook does not take what it is given.
+        TypeError: a hook does not take its arguments.
     """
     base: type = Module if isinstance(owner, Module) else Callback
     hooks = MODULE_HOOKS if base is Module else HOOKS
