@@ -9,7 +9,7 @@ from small import QUIET
 
 import trainwright as tw
 from trainwright.arguments import replaced_names
-from trainwright.trainer.missing_names import MISSING
+from trainwright.trainer.settings import MISSING
 
 
 def test_a_missing_name_says_what_to_use() -> None:

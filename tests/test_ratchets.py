@@ -168,18 +168,17 @@ def public_names() -> list[str]:
 # -- the floors of trainer/ ----------------------------------------------------------------------------------------------
 
 FLOORS = [
-    "checkpoint_choice clock inputs locks log_rules missing_names run_position settings stage steps",
-    "logged_value oversights parts plain_backwards",
+    "checkpoint_choice inputs log_rules run_position settings stage",
+    "logged_value oversights parts plain_backwards sources",
     "loops metric_objects stop",
     "metrics",
     "reduction uneven_round",
     "logbook",
-    "hooks sources",
-    "training_data",
+    "hooks training_data",
     "epoch_batches run",
-    "evaluate remote_call request status",
+    "evaluate remote_call status",
     "predict training_run",
-    "passing saving",
+    "saving",
     "optimization resume",
     "epoch_end preparation",
     "fit",

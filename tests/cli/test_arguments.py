@@ -1,4 +1,4 @@
-"""A TrainwrightCLI in this process: what is parsed and made of arguments and configs, and how wrong ones are refused."""
+"""A TrainwrightCLI in this process: parsed arguments and configs, the objects made from them, and error messages."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ def made(*args: str, kind: type[TrainwrightCLI] = TrainwrightCLI, **options: Any
 
 @pytest.fixture(scope="module")
 def parser() -> TrainwrightArgumentParser:
-    """The parser of a program without subcommands, for what is wrong with its arguments."""
+    """Return the parser of a program without subcommands, to test wrong arguments."""
     return made("--model.width=3").parser
 
 
 def refused(capsys: pytest.CaptureFixture[str], parse: Callable[[list[str]], Any], *args: str) -> str:
-    """Return what a command says that is refused."""
+    """Return the error message of a rejected command."""
     with pytest.raises(SystemExit) as stopped:
         parse(list(args))
     assert stopped.value.code == 2
@@ -116,12 +116,12 @@ def test_arguments_become_objects() -> None:
     assert any(isinstance(each, SaveConfigCallback) for each in cli.trainer.callbacks)
 
 
-def test_names_of_lightning() -> None:
+def test_names_of_lightning_are_accepted() -> None:
     assert LightningCLI is tw.cli.TrainwrightCLI
     assert LightningArgumentParser is TrainwrightArgumentParser
 
 
-def test_any_model_by_its_name() -> None:
+def test_any_model_can_be_chosen_by_name() -> None:
     cli = made(
         "--model=OwnOptimizer", "--model.width=4", "--data=cli_program.Data", model_class=None, datamodule_class=None
     )
@@ -134,7 +134,7 @@ def test_any_model_by_its_name() -> None:
     assert without.datamodule is None
 
 
-def test_functions_in_place_of_classes() -> None:
+def test_functions_can_replace_classes() -> None:
     def make_net(width: int = 6) -> Net:
         return Net(width)
 
@@ -164,7 +164,9 @@ def test_functions_in_place_of_classes() -> None:
         (["--lr_scheduler=ReduceLROnPlateau", "--lr_scheduler.monitor=val_loss"], ReduceLROnPlateau, "val_loss"),
     ],
 )
-def test_optimizers_and_schedulers(arguments: list[str], scheduler: Any, monitor: str | None) -> None:
+def test_optimizers_and_schedulers_are_made_from_a_config(
+    arguments: list[str], scheduler: Any, monitor: str | None
+) -> None:
     cli = made("--model.width=3", "--optimizer=AdamW", "--optimizer.lr=0.25", *arguments)
     returned = cli.model.configure_optimizers()
     if isinstance(returned, dict):
@@ -185,7 +187,7 @@ def test_an_optimizer_replaces_the_modules_own() -> None:
     assert type(replaced.model.configure_optimizers()) is torch.optim.Adam
 
 
-def test_optimizers_that_are_linked_to_the_model() -> None:
+def test_optimizers_can_be_linked_to_the_model() -> None:
     class TwoRates(Net):
         def __init__(self, width: int, first: dict, second: dict) -> None:  # type: ignore[type-arg]
             super().__init__(width)
@@ -206,7 +208,7 @@ def test_optimizers_that_are_linked_to_the_model() -> None:
     ]
 
 
-def test_arguments_of_a_subclass_of_the_cli() -> None:
+def test_a_subclass_of_the_cli_can_add_arguments() -> None:
     class Stopping(Program):
         def add_arguments_to_parser(self, parser: TrainwrightArgumentParser) -> None:
             super().add_arguments_to_parser(parser)
@@ -230,7 +232,7 @@ def test_arguments_of_a_subclass_of_the_cli() -> None:
 
 
 @pytest.mark.slow
-def test_a_config_as_an_object_and_hooks_around_a_call() -> None:
+def test_a_config_can_be_an_object_and_hooks_are_called() -> None:
     told = []
 
     class Told(TrainwrightCLI):
@@ -266,7 +268,9 @@ def test_a_printed_config_is_accepted(capsys: pytest.CaptureFixture[str], tmp_pa
 
 
 @pytest.mark.slow
-def test_variables_of_the_environment(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_variables_of_the_environment_are_read(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setenv("TW_MODEL__WIDTH", "11")
     monkeypatch.setenv("TW_TRAINER__MAX_EPOCHS", "3")
     cli = made(parser_kwargs={"default_env": True})
@@ -290,7 +294,7 @@ def test_a_script_runs_with_the_programs_arguments(monkeypatch: pytest.MonkeyPat
     assert set(cli.trainer.callback_metrics) == {"val_loss"}
 
 
-# -- what is wrong ---------------------------------------------------------------------------------------------------
+# -- wrong arguments -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -381,7 +385,7 @@ def test_a_missing_checkpoint_is_a_wrong_argument(
 
 
 @pytest.mark.parametrize("text", ["", "# only\n", "- a\n- b\n", "trainer:\n"])
-def test_a_config_without_settings(
+def test_a_config_without_settings_is_rejected(
     text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], parser: TrainwrightArgumentParser
 ) -> None:
     (tmp_path / "none.yaml").write_text(text)
@@ -419,14 +423,14 @@ def test_a_config_of_another_version_is_accepted(
         (["--optimizer=SGD", "--optimizer.lr=high"], "Expected a <class 'float'>"),  # or a tensor
     ],
 )
-def test_wrong_arguments(
+def test_wrong_arguments_are_explained(
     arguments: list[str], said: str, capsys: pytest.CaptureFixture[str], parser: TrainwrightArgumentParser
 ) -> None:
     assert said in refused(capsys, parser.parse_args, "--model.width=3", *arguments)
 
 
 @pytest.mark.slow
-def test_wrong_arguments_of_a_subcommand(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_arguments_of_a_subcommand_are_explained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def parse(args: list[str]) -> None:
         TrainwrightCLI(Net, Data, args=args, trainer_defaults=FAST)
 
@@ -445,7 +449,7 @@ def test_wrong_arguments_of_a_subcommand(tmp_path: Path, capsys: pytest.CaptureF
 
 def test_wrong_uses_in_the_program() -> None:
     parser = TrainwrightArgumentParser()
-    with pytest.raises(TypeError, match=r"optimizer was given .*Linear.*; expected Optimizer"):
+    with pytest.raises(TypeError, match=r"optimizer got .*Linear.*; expected Optimizer"):
         parser.add_optimizer_args(torch.nn.Linear)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="neither a class nor a function"):
         parser.add_lightning_class_args(3, "model")

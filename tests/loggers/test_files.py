@@ -1,4 +1,4 @@
-"""Whole files of loggers: what a killed writer leaves behind."""
+"""Whole files of loggers, and leftovers of killed writers."""
 
 from __future__ import annotations
 

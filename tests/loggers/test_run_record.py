@@ -1,4 +1,4 @@
-"""The record of a run in its folder: what became of the run, for each way in which one ends."""
+"""The record of a run in its folder, for every way in which a run can end."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_a_run_that_finishes_and_is_tested(tmp_path: Path) -> None:
     assert done.checkpoints == (f"{tmp_path}/elsewhere",)
     trainer.test(Classifier(), make_loader(), verbose=False)
     assert record_in(tmp_path) == done  # how the training ended
-    assert [each.epoch for each in list_runs(str(tmp_path))] == [0]  # not that of the test's row
+    assert [each.epoch for each in list_runs(str(tmp_path))] == [0]  # the epoch of the training, not of the test's row
     trainer.fit(Classifier(), make_loader())  # from step 0: another run
     again = record_in(tmp_path, "version_1")
     assert (again.resumed, again.checkpoints, again.state.word) == (None, done.checkpoints, "finished")
@@ -176,7 +176,7 @@ trainer.fit(Classifier(), make_loader())
 
 
 @pytest.mark.launch
-def test_a_run_that_is_killed(tmp_path: Path) -> None:
+def test_a_killed_run_is_shown_as_failed(tmp_path: Path) -> None:
     assert run_python("-c", KILLED, tmp_path).returncode != 0
     killed = record_in(tmp_path)
     assert (killed.status, killed.machine) == ("running", machine())
@@ -186,7 +186,7 @@ def test_a_run_that_is_killed(tmp_path: Path) -> None:
     assert "on other-host" in elsewhere.state.remark
 
 
-def test_the_state_of_a_process() -> None:
+def test_the_state_depends_on_the_process() -> None:
     own = os.getpid()
     record = RunRecord(
         "fit", "running", "2026-01-01T00:00:00+00:00", machine=machine(), pid=own, process_start=process_start_time(own)
@@ -199,10 +199,10 @@ def test_the_state_of_a_process() -> None:
     assert replace(record, pid=ended.pid, call="loop").state.word == "ended"  # such a loop need not say how it ended
 
 
-def test_loops_by_hand(tmp_path: Path) -> None:
+def test_loops_by_hand_have_records(tmp_path: Path) -> None:
     logger = tw.CSVLogger(tmp_path, name=None)
     logger.log_metrics({"loss": 1.0}, step=4)
-    logger.finalize("success")  # writes what is buffered
+    logger.finalize("success")  # writes the buffered rows
     assert (tmp_path / "version_0/metrics.csv").read_text() == "step,loss\n4,1.0\n"
     assert (record_in(tmp_path).call, record_in(tmp_path).state.word, record_in(tmp_path).step) == (
         "loop",

@@ -1,4 +1,4 @@
-"""`trainwright config`: its questions, what it writes, and that it writes all or nothing."""
+"""`trainwright config`: its questions and its file, which is written whole or not at all."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _answers(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def answer(monkeypatch: pytest.MonkeyPatch, *answers: str | type[BaseException]) -> list[str]:
-    """Answer the next questions; return those that are asked."""
+    """Answer the next questions, and return the asked ones."""
     given, asked = iter(answers), []
 
     def reply(prompt: str) -> str:
@@ -162,7 +162,7 @@ def test_a_failed_write_leaves_the_old_file(
     assert FILE.read_text() == "devices: 3\n"
 
 
-def test_what_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+def test_config_rejects_wrong_arguments(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         run("shwo")
     assert "'shwo' is not accepted; the only word is show. Did you mean 'show'?" in capsys.readouterr().err
@@ -176,7 +176,7 @@ def test_what_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert f"{FILE}:1: devices: 0: expected an integer of at least 1" in capsys.readouterr().err
 
 
-def test_show_without_a_config(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_show_works_without_a_config(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.delenv("TRAINWRIGHT_CONFIG")
     monkeypatch.setenv("XDG_CONFIG_HOME", "nowhere")
     assert config_command(["show"], check_names) == 0

@@ -1,4 +1,4 @@
-"""`trainwright env`: what it shows, and that it shows nothing secret."""
+"""`trainwright env` shows facts of the machine and hides secrets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`trainwright estimate`: the sizes of each part on each device, from a class or from a number, and what is refused."""
+"""`trainwright estimate`: sizes per device, from a class or a number, and rejected arguments."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def row(found: dict[str, Any], precision: str, strategy: str, devices: int) -> d
     return one
 
 
-def test_a_number_of_parameters(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_number_of_parameters_is_enough(capsys: pytest.CaptureFixture[str]) -> None:
     count = 7_000_000_000
     found = estimated(
         capsys, "--params", "7e9", "--memory", "80GiB", "--precision", "16-mixed,bf16-true", "--devices", "1,8"
@@ -84,7 +84,7 @@ def test_a_number_of_parameters(capsys: pytest.CaptureFixture[str]) -> None:
     assert staged["optimizer"] == pytest.approx(8 * count / 8, abs=8), "the optimizer steps float32 masters"
 
 
-def test_a_class_of_a_script(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_class_of_a_script_is_measured(capsys: pytest.CaptureFixture[str]) -> None:
     options = (
         "--args",
         '{"width": 1000, "depth": 3}',
@@ -126,7 +126,7 @@ def test_a_script_that_parses_its_arguments_sees_none_of_ours(
     assert sys.argv == ["trainwright", "estimate", "alone.py:small", "--devices", "1"]
 
 
-def test_the_table_groups_precisions_that_take_the_same(capsys: pytest.CaptureFixture[str]) -> None:
+def test_precisions_with_equal_sizes_are_grouped(capsys: pytest.CaptureFixture[str]) -> None:
     assert (
         estimate_command(
             ["--params", "1B", "--memory", "12GiB", "--devices", "1,2,4", "--precision", "all"], check_names
@@ -144,7 +144,7 @@ def test_the_table_groups_precisions_that_take_the_same(capsys: pytest.CaptureFi
     assert line == "fsdp 2 1.9 GiB 1.9 GiB 3.7 GiB - - 7.5 GiB fits"
 
 
-def test_every_spelling_of_a_precision(capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_spelling_of_a_precision_is_accepted(capsys: pytest.CaptureFixture[str]) -> None:
     given = ("--params", "9", "--devices", "1", "--precision")
     found = estimated(capsys, *given, "32, no,16,FP16,bf16,bf16-true")["rows"]
     assert [each["precision"] for each in found] == ["32-true", "16-mixed", "bf16-mixed", "bf16-true"]
@@ -203,7 +203,7 @@ def test_the_usual_precisions_are_shown(capsys: pytest.CaptureFixture[str]) -> N
         (["--params", "1", "--optimizer", "Adamw"], "Did you mean 'AdamW'?"),
     ],
 )
-def test_what_is_refused(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_estimate_rejects_wrong_arguments(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
     Path("fails.py").write_text("import sys\nsys.exit(3)")
     Path("bad.py").write_text("raise ValueError('a wrong number')")
     with pytest.raises(SystemExit) as caught:

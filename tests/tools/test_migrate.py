@@ -1,4 +1,4 @@
-"""`trainwright migrate` rewrites imports, keeps the other bytes, and names what has no counterpart."""
+"""`trainwright migrate` rewrites imports, keeps the other bytes, and names missing counterparts."""
 
 from __future__ import annotations
 

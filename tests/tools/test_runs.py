@@ -1,4 +1,4 @@
-"""`trainwright runs` and `trainwright plot`: what they list and draw, and what is refused."""
+"""`trainwright runs` and `trainwright plot`: lists, pages and rejected arguments."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_runs_and_their_curves(
     (ended,) = listed(capsys, tmp_path / "ended")
     assert ended["checkpoint"]["path"].endswith("end-step=33.ckpt")
     assert ended["epoch"] == 2
-    # Two runs have saved into one folder: each is shown its own.
+    # Two runs have saved into one folder. Both are shown with their checkpoints.
     assert (failed["checkpoint"]["step"], other["checkpoint"]["step"]) == (11, 33)
     assert failed["checkpoint"]["path"].startswith(str(shared))
     assert other["best"] == {"val_loss": {"value": pytest.approx(1 / 3), "mode": "min", "step": 32}}
@@ -140,7 +140,7 @@ def test_runs_and_their_curves(
 
 
 @pytest.mark.parametrize("name", ["val_nll", "val_mape", "bpb", "test/eer", "fid", "kl", "wer"])
-def test_sorting(tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str) -> None:
+def test_runs_are_sorted_by_a_metric(tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str) -> None:
     for run, value in (("a", 9), ("b", 1), ("c", 5)):
         (tmp_path / run).mkdir()
         (tmp_path / run / "metrics.csv").write_text(f"step,{name},{name}:max\n1,{value},{value}\n")
@@ -202,7 +202,7 @@ def test_curves_of_several_runs_are_put_here(
     assert (tmp_path / "here/curves.html").is_file()
 
 
-def test_folders_without_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_folders_without_runs_are_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert listed(capsys, tmp_path) == []
     assert runs_command([str(tmp_path)], check_names) == 0
     assert "contains no runs" in capsys.readouterr().out

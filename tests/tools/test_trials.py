@@ -1,4 +1,4 @@
-"""`trainwright test`: what its table says of strategies that work, differ, fail, hang or are missing; a terminal session."""
+"""`trainwright test`: its table of working, failing and missing strategies, and a session in a terminal."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_a_strategy_that_is_missing_is_no_failure(
         (["--config-file", "none.yaml"], "--config-file names 'none.yaml', which does not exist"),
     ],
 )
-def test_what_is_refused(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_trials_reject_wrong_options(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         trials_command(arguments, check_names)
     assert caught.value.code == 2
@@ -89,7 +89,7 @@ def test_what_is_refused(arguments: list[str], said: str, capsys: pytest.Capture
 
 
 class Terminal:
-    """A command in a terminal of its own, and what it has shown."""
+    """A command in a new terminal, and its output."""
 
     def __init__(self, folder: Path, *arguments: str) -> None:
         self.own, other = pty.openpty()
@@ -125,7 +125,7 @@ class Terminal:
         return self.shown
 
     def wait(self, seconds: float) -> None:
-        """Read what is shown within a time."""
+        """Read the output of a period."""
         end = time.monotonic() + seconds
         while (left := end - time.monotonic()) > 0 and "written" not in self.shown:
             if select.select([self.own], [], [], left)[0]:
@@ -154,8 +154,8 @@ print(said, flush=True)
 
 @pytest.mark.launch
 @pytest.mark.slow
-def test_a_session_in_a_terminal(tmp_path: Path) -> None:
-    """Answer `config`, one answer wrong; leave a second one by Ctrl-C; then launch by that config, and test."""
+def test_a_session_in_a_terminal_works(tmp_path: Path) -> None:
+    """Answer `config`, with a wrong answer, interrupt a second one, launch with that config, and test."""
     config = Terminal(tmp_path, "config")
     for question, text in (
         ("devices [auto]: ", "two"),
@@ -178,13 +178,13 @@ def test_a_session_in_a_terminal(tmp_path: Path) -> None:
     left.read("devices [auto]: ")
     while "Nothing was written." not in left.shown:
         os.write(left.own, b"\x03")
-        left.wait(3.0)  # one that arrives just before Python waits for a key is seen at the next
+        left.wait(3.0)  # Python notices a signal that arrives just before it waits for a key at the next one
     assert left.close() == 130
     assert (tmp_path / "config.yaml").read_text() == written
     (tmp_path / "train.py").write_text(SCRIPT)
     launch = Terminal(tmp_path, "launch", "--cpu", "train.py")
     assert launch.close() == 0, launch.shown
-    assert launch.shown.count("of 2 ddp 3") == 2, launch.shown  # the ranks' lines may run into each other
+    assert launch.shown.count("of 2 ddp 3") == 2, launch.shown  # the lines of the ranks may be mixed
     test = Terminal(tmp_path, "test", "--cpu", "--strategies", "ddp")
     assert test.close() == 0, test.shown
     assert "Everything that is installed works." in test.shown

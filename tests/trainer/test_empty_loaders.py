@@ -56,7 +56,7 @@ def stream(samples: int, **options: Any) -> DataLoader[Any]:
 )
 def test_a_stream_that_yields_nothing_is_refused(call: str, stage: str) -> None:
     match = (
-        rf"the {stage} loader yielded no batches \(its dataset yields nothing, drop_last.*give it data, or leave it out"
+        rf"the {stage} loader yielded no batches \(its dataset yields nothing, drop_last.*Give it data, or leave it out"
     )
     for loader in (stream(0), stream(3, drop_last=True)):
         with pytest.raises(RuntimeError, match=match):

@@ -110,7 +110,7 @@ def test_hooks_of_earlier_versions_are_named() -> None:
     assert module.made
     Old.training_epoch_end = lambda self, outputs: None
     with pytest.raises(
-        TypeError, match="Old defines training_epoch_end, which is never called; define on_train_epoch_end"
+        TypeError, match=r"Old defines training_epoch_end, which is never called\. Define on_train_epoch_end"
     ):
         trainer_of().fit(Old(), make_loader(16))
 
@@ -234,7 +234,7 @@ def job(folder: Path) -> Any:
     module, trainer = Asks(), trainer_of(devices=2)
     trainer.fit(module, make_loader(16))
     module.predict_step = lambda batch, batch_idx: Odd(2 * batch_idx + trainer.global_rank)
-    with pytest.raises(TypeError, match="return_predictions='own' to keep each rank's own"):
+    with pytest.raises(TypeError, match="return_predictions='own' to keep the outputs"):
         trainer.predict(module, make_loader(16))
     own = trainer.predict(module, make_loader(16), return_predictions="own")
     copied = copy.deepcopy(trainer).global_step
@@ -303,7 +303,7 @@ def test_oversights_are_named() -> None:
             {},
             (make_loader(16, 10, drop_last=True),),
         ),
-        ("trains 1000 epochs; pass max_epochs=", {"max_epochs": None, "callbacks": Ends()}, (make_loader(16),)),
+        ("trains 1000 epochs. Pass max_epochs=", {"max_epochs": None, "callbacks": Ends()}, (make_loader(16),)),
     ):
         with pytest.warns(UserWarning, match=match) as caught:
             trainer_of(**settings).fit(Classifier(), *loaders)
@@ -381,7 +381,7 @@ def test_metrics_that_the_sanity_check_has_not_logged_are_named_before_the_first
             trainer_of(callbacks=callback, num_sanity_val_steps=1).fit(Validates(), make_loader(16), make_loader(8))
 
     wrong = (
-        "EarlyStopping follows 'val_lss', and the validation of the sanity check has logged val_loss; log it, or change"
+        "EarlyStopping follows 'val_lss', and the validation of the sanity check has logged val_loss. Log it, or change"
     )
     with pytest.warns(UserWarning, match=rf"{wrong} monitor\. Did you mean 'val_loss'\?"):
         run(tw.EarlyStopping("val_lss"))

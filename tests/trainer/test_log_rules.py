@@ -116,7 +116,7 @@ def test_each_hook_has_the_defaults_and_the_freedom_of_the_table() -> None:
             named = {"on_step": levels[0], "on_epoch": levels[1]}
             if hook in EPOCH_HOOKS and levels != (False, True):
                 with pytest.raises(
-                    ValueError, match=f"called in {hook}, where there is no batch.*leave on_step at False"
+                    ValueError, match=f"called in {hook}, where there is no batch.*Leave on_step at False"
                 ):
                     log(collector, str(levels), 1.0, **named)
             else:
@@ -229,15 +229,15 @@ def test_a_hook_may_log_a_name_of_another_hook_with_other_settings() -> None:
         ("x", torch.zeros(2), {}, ValueError, r"shape \(2,\).*\.mean\(\)"),
         ("x", torch.zeros(2).as_subclass(nn.Parameter), {}, ValueError, r"shape \(2,\)"),
         ("x", torch.zeros((), dtype=torch.complex64), {}, TypeError, r"complex tensor.*\.abs\(\)"),
-        ("x", "text", {}, TypeError, "got a str; expected a number"),
-        ("x", {"a": {"b": 1.0}}, {}, ValueError, "a dict under 'a'; expected a flat dict.*as 'x/a'"),
+        ("x", "text", {}, TypeError, "got a str. Expected a number"),
+        ("x", {"a": {"b": 1.0}}, {}, ValueError, "a dict under 'a'. Expected a flat dict.*as 'x/a'"),
         (3, 1.0, {}, TypeError, "a metric's name is a str; self.log got 3, an int"),
         ("x", 1.0, {"reduce_fx": "median"}, ValueError, "choose from mean, sum, min, max"),
         ("x", 1.0, {"reduce_fx": []}, ValueError, "choose from mean, sum, min, max"),
-        ("x", 1.0, {"on_step": False, "on_epoch": False}, ValueError, "set at least one of them"),
-        ("x", 1.0, {"on_step": False}, ValueError, "set at least one of them"),
+        ("x", 1.0, {"on_step": False, "on_epoch": False}, ValueError, "Set at least one of them"),
+        ("x", 1.0, {"on_step": False}, ValueError, "Set at least one of them"),
         ("x", 1.0, {"sync_dist_group": "world"}, ValueError, "sync_dist_group='world'; only None is accepted"),
-        ("x", 1.0, {"on_epoch": True, "batch_size": 0}, ValueError, "batch_size=0; expected a positive number"),
+        ("x", 1.0, {"on_epoch": True, "batch_size": 0}, ValueError, "batch_size=0. Expected a positive number"),
         ("x", 1.0, {"on_epoch": True, "batch_size": "4a"}, TypeError, "batch_size='4a', a str"),
         ("x", 1.0, {"on_epoch": True, "batch_size": torch.tensor(4)}, TypeError, "a tensor as batch_size.*waits for"),
         ("x", MeanMetric(), {}, ValueError, "not an attribute of the module.*metric_attribute="),
@@ -258,7 +258,7 @@ def test_one_name_in_one_hook_has_one_setting_and_one_metric() -> None:
     collector = collector_in("validation_step", module)
     log(collector, "x", 1.0)
     log(collector, "x", 1.0, batch_size=3)  # may differ from batch to batch
-    with pytest.raises(ValueError, match=r"in validation_step with reduce_fx='mean' and then 'sum'; use one setting"):
+    with pytest.raises(ValueError, match=r"in validation_step with reduce_fx='mean' and then 'sum'. Use one setting"):
         log(collector, "x", 1.0, reduce_fx="sum")
     log(collector, "m", module.mean)
     with pytest.raises(ValueError, match="got another Metric than before in validation_step"):

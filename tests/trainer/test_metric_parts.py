@@ -47,7 +47,7 @@ def test_vectors_and_dicts_are_logged_by_part() -> None:
 
 
 def test_what_is_no_row_of_numbers_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"'acc' computes a tensor of shape \(3, 3\); expected one number, a vector"):
+    with pytest.raises(ValueError, match=r"'acc' computes a tensor of shape \(3, 3\). Expected one number, a vector"):
         metrics_of(MulticlassConfusionMatrix(3))
 
     class Whole(Judged):

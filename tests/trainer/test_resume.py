@@ -260,7 +260,7 @@ def test_a_save_needs_a_run(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="nothing to save"):
         trainer.save_checkpoint(str(tmp_path / "x.ckpt"))
     trainer.test(Classifier(), make_loader())
-    with pytest.raises(RuntimeError, match="no optimizer to save; pass weights_only=True"):
+    with pytest.raises(RuntimeError, match=r"no optimizer to save\. Pass weights_only=True"):
         trainer.save_checkpoint(str(tmp_path / "x.ckpt"))
     assert trainer.save_checkpoint(str(tmp_path / "x.ckpt"), weights_only=True)
 

@@ -523,7 +523,7 @@ def test_a_run_within_a_run_is_refused(call: str, is_caught: bool) -> None:
     trainer = tw.Trainer(max_epochs=2, callbacks=[nests], **QUIET)
     if not is_caught:
         with pytest.raises(
-            RuntimeError, match=rf"trainer\.{call} was called while trainer\.fit runs; call it after that"
+            RuntimeError, match=rf"trainer\.{call} was called while trainer\.fit runs. Call it after that"
         ):
             trainer.fit(module, make_loader(16))
         assert (trainer.run.running_call, trainer.global_step) == (None, 2)
@@ -713,5 +713,5 @@ def test_estimated_steps_include_scheduled_windows(
 
 
 def test_two_limits_of_the_time_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"max_time=.* and a Timer in callbacks= both limit the time; leave out one"):
+    with pytest.raises(ValueError, match=r"max_time=.* and a Timer in callbacks= both limit the time. Leave out one"):
         tw.Trainer(max_time="00:01:00:00", callbacks=[tw.Timer("00:00:30:00")], **QUIET)

@@ -1,8 +1,8 @@
 """TrainwrightCLI: a training script's command line and config files, made from the signatures of its classes by jsonargparse.
 
-fit, validate, test, predict      command_line.py: the subcommands, and how the objects of a run are made of a config
---optimizer, link_arguments       argument_parser.py: jsonargparse's parser, with what modules, data and optimizers need
-config.yaml                       saved_config.py: where a run's config is kept, and how it is found again
+fit, validate, test, predict      command_line.py: the subcommands, and the objects of a run from a config
+--optimizer, link_arguments       argument_parser.py: jsonargparse's parser, extended for modules, data and optimizers
+config.yaml                       saved_config.py: stores a run's config, and finds it again
 a wrong key                       config_errors.py: its file and line, and the nearest name
 """
 

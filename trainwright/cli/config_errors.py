@@ -1,4 +1,4 @@
-"""Messages about wrong configs and arguments: the line of a key in its config, and the nearest name that exists.
+"""Messages about wrong configs and arguments: the line of a key in its config, and the nearest existing name.
 
 jsonargparse finds the errors. This file rewrites the messages for an unknown key, an unknown class and a missing class_path.
 """
@@ -32,9 +32,9 @@ if TYPE_CHECKING:
 BASES = (nn.Module, DataModule, Callback, Logger, Strategy, Precision, Profiler, Optimizer, LRScheduler)
 """The classes whose subclasses a config may name without their module."""
 UNKNOWN = re.compile(r"(?:(?:Group|Subcommand) '([\w.]+)' does not accept o|O)ption '([\w.]+)'")
-"""How jsonargparse names an unknown key, after the group or the subcommand that does not accept it."""
+"""jsonargparse's message for an unknown key, with the group or subcommand that does not accept it."""
 UNKNOWN_OF_CLASS = re.compile(r"class_path '[\w.]*?(\w+)':\s+(no argument '(\w+)'.*)")
-"""How it names one of a class, whose own parser has explained it."""
+"""Its message for an unknown argument of a class, whose parser has already explained it."""
 
 
 class ConfigSource(NamedTuple):
@@ -46,7 +46,7 @@ class ConfigSource(NamedTuple):
     title: str
 
     def line(self, keys: Sequence[str]) -> int:
-        """Return the line of the last of these nested keys; 0 if it is not there."""
+        """Return the line of the last of these nested keys, or 0 if it is missing."""
         line, node = 0, None
         with suppress(OSError, ValueError, yaml.YAMLError):  # such as JSON with tabs
             text = Path(self.value).read_text("utf-8") if os.path.isfile(self.value) else self.value
@@ -63,7 +63,7 @@ def _pairs(root: yaml.Node | None) -> Iterator[tuple[Any, int, yaml.Node]]:
         pairs = node.value if isinstance(node, yaml.MappingNode) else ()
         yield from ((key.value, key.start_mark.line + 1, value) for key, value in pairs)
         below = node.value if isinstance(node, yaml.SequenceNode) else [value for _, value in pairs]
-        waiting += [each for each in below if each not in waiting]  # an anchor may contain itself
+        waiting += [value for value in below if value not in waiting]  # an anchor may contain itself
 
 
 def explain(
@@ -73,9 +73,9 @@ def explain(
     arguments: Sequence[str],
     parser: TrainwrightArgumentParser,
 ) -> str:
-    """Return jsonargparse's message or a clearer one, with the line of the config that it is about.
+    """Return a clearer message than jsonargparse's, with the line in the config.
 
-    `is_reading` says that the error has ended the reading of the latest config.
+    `is_reading` means that the error has ended the reading of the latest config.
     """
     title = sources[-1].title if is_reading else ""
     if message.startswith("Problems parsing config: "):
@@ -86,30 +86,41 @@ def explain(
         close = difflib.get_close_matches(option[1], _names(parser), n=1)
         return f"{message}. Did you mean --{close[0]}?" if close else message
     named = re.search(r"[Kk]ey ['\"]([\w.]+)['\"]", message)
-    keys, text = _explain_key(message, named[1] if named else "", parser)
-    options = (each.partition("=")[0].removeprefix("--").rstrip("+") for each in arguments if each.startswith("--"))
-    # Once all configs are read, a wrong value is an option's or the last config's.
-    if is_reading or not (named and any(f"{each}.".startswith(f"{named[1]}.") for each in options)):
-        for source in reversed(sources):
-            # In the config of the whole program a command's settings are below its name.
-            within = [each for each in arguments if each in source.parser.subcommands][:1]
-            if line := source.line([*within, *keys]) or source.line(keys) or source.line(keys[1:]):
-                return f"{source.title}, line {line}: {text}"
-    return text
+    key = named[1] if named else ""
+    unknown = UNKNOWN.search(message)
+    keys, text = _unknown_key(unknown, parser) if unknown else _explain_value(message, key)
+    options = (word.partition("=")[0].removeprefix("--").rstrip("+") for word in arguments if word.startswith("--"))
+    # If all configs are read, a wrong value belongs to an option or to the last config.
+    is_option = not is_reading and bool(key) and any(f"{option}.".startswith(f"{key}.") for option in options)
+    return f"{'' if is_option else _place(keys, sources, arguments)}{text}"
 
 
-def _explain_key(message: str, key: str, parser: TrainwrightArgumentParser) -> tuple[list[str], str]:
-    """Return the nested keys that a message of jsonargparse is about, and a clearer text."""
+def _place(keys: Sequence[str], sources: Sequence[ConfigSource], arguments: Sequence[str]) -> str:
+    """Return the config and line of nested keys, as the beginning of a message, or ""."""
+    for source in reversed(sources):
+        # In the config of the whole program a command's settings are below its name.
+        within = [word for word in arguments if word in source.parser.subcommands][:1]
+        if line := source.line([*within, *keys]) or source.line(keys) or source.line(keys[1:]):
+            return f"{source.title}, line {line}: "
+    return ""
+
+
+def _unknown_key(unknown: re.Match[str], parser: TrainwrightArgumentParser) -> tuple[list[str], str]:
+    """Return the nested keys up to the unknown one, and a text with the accepted names."""
+    names, path = _names(parser), [*(unknown[1].split(".") if unknown[1] else ()), *unknown[2].split(".")]
+    for at, name in enumerate(path):
+        prefix = "".join(f"{part}." for part in path[:at])
+        inside = [known.removeprefix(prefix).partition(".")[0] for known in names if known.startswith(prefix)]
+        if name not in inside:
+            close = difflib.get_close_matches(name, inside, n=1, cutoff=0.5)
+            hint = f"Did you mean {close[0]!r}?" if close else f"Accepted are {', '.join(dict.fromkeys(inside))}."
+            return path[: at + 1], f"{f'{prefix[:-1]!r} has ' if prefix else ''}no argument {name!r}. {hint}"
+    return _explain_value(unknown.string, "")
+
+
+def _explain_value(message: str, key: str) -> tuple[list[str], str]:
+    """Return the nested keys of a message about a value, and a clearer text."""
     keys = key.split(".") if key else []
-    if unknown := UNKNOWN.search(message):
-        names, path = _names(parser), [*(unknown[1].split(".") if unknown[1] else ()), *unknown[2].split(".")]
-        for at, name in enumerate(path):
-            prefix = "".join(f"{part}." for part in path[:at])
-            inside = [each.removeprefix(prefix).partition(".")[0] for each in names if each.startswith(prefix)]
-            if name not in inside:
-                close = difflib.get_close_matches(name, inside, n=1, cutoff=0.5)
-                hint = f"Did you mean {close[0]!r}?" if close else f"Accepted are {', '.join(dict.fromkeys(inside))}."
-                return path[: at + 1], f"{f'{prefix[:-1]!r} has ' if prefix else ''}no argument {name!r}. {hint}"
     if of_class := UNKNOWN_OF_CLASS.findall(message):
         for kind, text, name in of_class:
             if kind not in (base.__name__ for base in BASES):
@@ -118,9 +129,9 @@ def _explain_key(message: str, key: str, parser: TrainwrightArgumentParser) -> t
     short = re.search(r"Expected a dot import path string: (\w+)$", message, re.MULTILINE)
     if short and not re.search(r"Expected a <class '(?:int|float)'>", message):  # such as a rate that may be a tensor
         classes = list[type[Any]](BASES)
-        for each in classes:
-            classes += each.__subclasses__()
-        known = sorted({each.__name__ for each in classes})
+        for base in classes:
+            classes += base.__subclasses__()
+        known = sorted({kind.__name__ for kind in classes})
         close = difflib.get_close_matches(short[1], known, n=1)
         hint = f"Did you mean {close[0]!r}?" if close else "Import it in the program, or write package.module.Class."
         problem = "is not a class that it accepts." if short[1] in known else f"is not an imported class. {hint}"
@@ -129,22 +140,25 @@ def _explain_key(message: str, key: str, parser: TrainwrightArgumentParser) -> t
 
 
 def _names(parser: Any) -> list[str]:
-    own = [str(name) for name in parser.get_defaults(skip_validation=True).keys()]  # noqa: SIM118 - a Namespace
-    return own + [f"{name}.{each}" for name, below in parser.subcommands.items() for each in _names(below)]
+    names = [str(name) for name in parser.get_defaults(skip_validation=True).keys()]  # noqa: SIM118 - a Namespace
+    return names + [f"{command}.{name}" for command, below in parser.subcommands.items() for name in _names(below)]
 
 
 def constructor_error(error: Exception) -> tuple[Exception, bool]:
-    """Return the error of the constructor that jsonargparse called, and whether only this package's code has failed.
+    """Return the error of the constructor that jsonargparse called, and whether only code of this package failed.
 
     If an argument accepts several types, jsonargparse raises another error and keeps the error of each type in a list.
     """
     waiting = [error]
-    for one in waiting:
-        frames = [frame for frame, _ in walk_tb(one.__traceback__)]
+    for candidate in waiting:
+        frames = [frame for frame, _ in walk_tb(candidate.__traceback__)]
         packages = [str(frame.f_globals.get("__name__", "")).partition(".")[0] for frame in frames]
         inner = packages[-packages[::-1].index("jsonargparse") :] if packages[-1] != "jsonargparse" else []
         if inner and (frames[-len(inner)].f_code.co_name == "__init__" or inner[0] == "trainwright"):
-            return one, {*inner} == {"trainwright"}
-        lists = (each for frame in frames for each in frame.f_locals.values() if isinstance(each, list) and not inner)
-        waiting += [each for some in lists for each in some if isinstance(each, Exception) and each not in waiting]
+            return candidate, {*inner} == {"trainwright"}
+        lists = (
+            value for frame in frames for value in frame.f_locals.values() if isinstance(value, list) and not inner
+        )
+        errors = (item for values in lists for item in values if isinstance(item, Exception))
+        waiting += [other for other in errors if other not in waiting]
     return error, False

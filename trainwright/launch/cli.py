@@ -339,7 +339,7 @@ def _describe(command: Sequence[str], settings: Mapping[str, Setting], sources: 
         (f"env {name}", printable(shown(name, value)), config.variables[name].where) for name, value in new.items()
     ]
     lines += lay_out(rows, terminal_width(sys.stderr), indent=2, shortened=(1, 2))
-    return "\n".join([*lines, *sources.contradictions(settings)]) + "\n"
+    return "\n".join([*lines, *sources.contradictions(settings), *sources.contradicted_variables()]) + "\n"
 
 
 def describe_job(job: Job, passed_on: Mapping[str, Any], new: Mapping[str, str]) -> str:

@@ -99,6 +99,9 @@ class Sources:
                 continue
             if given is not None and given.source != entry.where and given.text.lower() != entry.text.lower():
                 yield f"  {given.label} overrides {name}: {entry.text} of {entry.where}"
+
+    def contradicted_variables(self) -> Iterator[str]:
+        """Yield a line for every variable of the config that the environment overrides."""
         for name, entry in self.config.variables.items():
             if self.variables[name] != entry.text:
                 yield f"  the environment's {name} overrides env: {name} of {entry.where}"

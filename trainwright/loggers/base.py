@@ -236,6 +236,15 @@ def to_dict(params: Params) -> dict[str, Any]:
     return dict(params)
 
 
+def flattened(params: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield nested hyper-parameters as name/key and value."""
+    for key, value in params.items():
+        if isinstance(value, Mapping) and value:
+            yield from flattened(value, f"{prefix}{key}/")
+        else:
+            yield f"{prefix}{key}", value
+
+
 def to_json(value: Any) -> Any:
     """Return the value as JSON data. Other types become lists or text."""
     if value is None or type(value) in (bool, int, float, str):

@@ -9,9 +9,9 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
-from trainwright.loggers.base import RunResult
+from trainwright.loggers.base import RunResult, SilentExperiment
 from trainwright.loggers.remote import RemoteLogger, Row, RowJournal, channels_last, unseeded
 
 MODES = ("get_or_create", "get", "create")
@@ -82,14 +82,10 @@ class CometLogger(RemoteLogger):
         """Whether the experiment was opened before, so that it exists."""
         self._journal = RowJournal("CometLogger")
 
-    @classmethod
-    def of_project(cls, project: str, save_dir: str | None, /, **options: Any) -> Self:
-        return cls(**{"project": project, "save_dir": save_dir or ".", **options})
-
     @property
     def experiment(self) -> Any:
         """Return the client's experiment, opened if necessary, or on other ranks than 0 an object that does nothing."""
-        return self._current() if self._begin() else self._silent()
+        return self._current() if self._begin() else SilentExperiment()
 
     def start(self, agreed: Callable[[str], str], *, is_writer: bool) -> None:
         self._is_open = self._is_open and not self._experiment.ended
@@ -114,7 +110,7 @@ class CometLogger(RemoteLogger):
             )
         os.makedirs(self.save_dir, exist_ok=True)
         options = {**QUIET, "offline_directory": self.save_dir, "name": self._name, **self._options}
-        is_continued = self._has_begun or (run_id is not None and run_id != self._given_id)
+        is_continued = self._has_begun or (run_id is not None and run_id != self.given_id)
         self._experiment = comet.start(
             api_key=self._api_key,
             workspace=self._workspace,

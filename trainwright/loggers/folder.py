@@ -17,12 +17,13 @@ import yaml
 from trainwright.distributed.environment import Environment
 from trainwright.errors import a_type_of
 from trainwright.history import CURVES_NAME, History
-from trainwright.loggers.background import BackgroundWriter, flush_at_exit
 from trainwright.loggers.base import KeptCheckpoints, Logger, Params, RunResult, to_dict, to_json, to_numbers
 from trainwright.loggers.files import (
     HPARAMS_NAME,
     HPARAMS_YAML,
+    BackgroundWriter,
     claim_folder,
+    flush_at_exit,
     is_local,
     next_number,
     run_numbers,

@@ -8,10 +8,10 @@ import re
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Self
+from typing import Any
 
 from trainwright.arguments import refuses_unknown
-from trainwright.loggers.base import RunResult
+from trainwright.loggers.base import RunResult, SilentExperiment, flattened
 from trainwright.loggers.remote import RemoteLogger, Row, channels_last
 
 STATUS = {"success": "FINISHED", "failed": "FAILED", "interrupted": "KILLED"}
@@ -48,6 +48,7 @@ class MLFlowLogger(RemoteLogger):
     >>> trainer = tw.Trainer(logger=logger, max_epochs=1)
     """
 
+    project_argument, default_save_dir = "experiment_name", None
     shown_in = "the pages of MLflow (`mlflow ui --backend-store-uri STORE` shows a local store)"
 
     @refuses_unknown
@@ -76,10 +77,6 @@ class MLFlowLogger(RemoteLogger):
         self._has_ended = False
         """Whether the run has ended. Reading or logging by hand afterwards does not restart it."""
 
-    @classmethod
-    def of_project(cls, project: str, save_dir: str | None, /, **options: Any) -> Self:
-        return cls(**{"experiment_name": project, "save_dir": save_dir, **options})
-
     @property
     def run_id(self) -> str | None:
         """Return the run's id, opening the run on rank 0."""
@@ -95,7 +92,7 @@ class MLFlowLogger(RemoteLogger):
     @property
     def experiment(self) -> Any:
         """Return the MlflowClient with an open run, or on other ranks than 0 an object that does nothing."""
-        return self._client if self._begin() else self._silent()
+        return self._client if self._begin() else SilentExperiment()
 
     def start(self, agreed: Callable[[str], str], *, is_writer: bool) -> None:
         if self._has_ended:
@@ -147,7 +144,7 @@ class MLFlowLogger(RemoteLogger):
 
     def _unseen(self, step: int, values: dict[str, Any]) -> dict[str, Any]:
         # Value by value, since the service does not store which values formed a row.
-        return {name: value for name, value in values.items() if not self._arrived.takes(step, _allowed(name))}
+        return {name: value for name, value in values.items() if not self._has_arrived(step, _allowed(name))}
 
     def _write(self, rows: deque[Row]) -> None:
         from mlflow.entities import Metric
@@ -170,7 +167,7 @@ class MLFlowLogger(RemoteLogger):
     def _write_hyperparams(self, params: dict[str, Any]) -> None:
         from mlflow.entities import Param
 
-        flat = dict(_flattened(params))
+        flat = {_allowed(name): value for name, value in flattened(params)}
         known = self._client.get_run(self._id).data.params
         new = [Param(key, str(value)[:LONGEST_PARAM]) for key, value in flat.items() if key not in known]
         for start in range(0, len(new), PARAMS_AT_ONCE):
@@ -216,7 +213,7 @@ class MLFlowLogger(RemoteLogger):
         if self._begin():
             value = channels_last(image)
             at = self._step if step is None else step
-            if not self._arrived.takes(at, _image_name(key)):
+            if not self._has_arrived(at, _image_name(key)):
                 self._client.log_image(self._id, value, key=key, step=at, timestamp=self._next_time())
 
     def log_text(self, text: str, artifact_file: str) -> None:
@@ -258,11 +255,3 @@ def _allowed(name: str) -> str:
 def _image_name(key: str) -> str:
     """Return the row name of an image, from its key or the key in its file name."""
     return f"image {re.sub('[/#~]', '~', key)}"
-
-
-def _flattened(params: Mapping[str, Any], prefix: str = "") -> Any:
-    for key, value in params.items():
-        if isinstance(value, Mapping) and value:
-            yield from _flattened(value, f"{prefix}{key}/")
-        else:
-            yield _allowed(f"{prefix}{key}"), value

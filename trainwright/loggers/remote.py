@@ -12,11 +12,11 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 from trainwright.distributed.environment import Environment
-from trainwright.loggers.background import BackgroundWriter, flush_at_exit
-from trainwright.loggers.base import KeptCheckpoints, Logger, Params, RunResult, SilentExperiment, to_dict, to_numbers
+from trainwright.loggers.base import KeptCheckpoints, Logger, Params, RunResult, to_dict, to_numbers
+from trainwright.loggers.files import BackgroundWriter, flush_at_exit
 
 RETRY_SECONDS = 5.0
 """After a failed write the next rows wait this long, since a client may block as long at every attempt."""
@@ -42,31 +42,6 @@ class Row(NamedTuple):
     step: int
     time: int
     values: dict[str, Any]
-
-
-class Arrived:
-    """The rows that a service already has when a resumed run logs them again. Every row is skipped only once."""
-
-    def __init__(self) -> None:
-        self._left: Counter[tuple[int, str]] = Counter()
-
-    def expect(self, rows: Iterable[tuple[int, int, str]], step: int, time: int) -> None:
-        """Expect the rows (step, time, name) after the checkpoint's last row, which has this step and time.
-
-        A run that was resumed twice has later steps with earlier times.
-        """
-        self._left.clear()
-        self._left.update((row[0], row[2]) for row in rows if row[0] > step or row[1] > time)
-
-    def takes(self, step: int, name: str) -> bool:
-        """Return whether the service has this row already."""
-        if self._left[step, name] <= 0:
-            return False
-        self._left[step, name] -= 1
-        return True
-
-    def clear(self) -> None:
-        self._left.clear()
 
 
 class RowJournal:
@@ -128,6 +103,9 @@ class RemoteLogger(Logger):
 
     project = "runs"
     """The folder of the checkpoints of all runs of this project."""
+    project_argument = "project"
+    """The constructor's argument for the project of a raw loop."""
+    default_save_dir: str | None = "."
     shown_in = "the pages of its service"
     """Where users see the curves."""
 
@@ -138,7 +116,8 @@ class RemoteLogger(Logger):
         self._checkpoints: list[KeptCheckpoints] = []
         """The callbacks whose checkpoints are uploaded at the end of the run."""
         self._uploaded: list[str] = []
-        self._id = self._given_id = run_id
+        self._id = self.given_id = run_id
+        """The run's id, and the id in the constructor's arguments."""
         self._group: str | None = None
         """The group of the service's run, such as a project. Every rank knows it once the run is open."""
         self._is_writer = True
@@ -154,8 +133,13 @@ class RemoteLogger(Logger):
         """The step and time of the latest row."""
         self._position: tuple[int, int] | None = None
         """The step and time of the checkpoint that the run resumes from, until `_arrived` has the later rows."""
-        self._arrived = Arrived()
+        self._arrived: Counter[tuple[int, str]] = Counter()
+        """The rows that the service already has when a resumed run logs them again. Every row is skipped only once."""
         self._writer = BackgroundWriter()
+
+    @classmethod
+    def of_project(cls, project: str, save_dir: str | None, /, **options: Any) -> Self:
+        return cls(**{cls.project_argument: project, "save_dir": save_dir or cls.default_save_dir, **options})
 
     def run_folder(self, root: str) -> str:
         """Return the folder of the run's checkpoints under a root, from its project and id."""
@@ -177,7 +161,13 @@ class RemoteLogger(Logger):
 
     def _unseen(self, step: int, values: dict[str, Any]) -> dict[str, Any]:
         """Return the values of a row that had not arrived before the resume."""
-        return {} if self._arrived.takes(step, names_of(values)) else values
+        return {} if self._has_arrived(step, names_of(values)) else values
+
+    def _has_arrived(self, step: int, name: str) -> bool:
+        """Return whether a row had arrived before the resume, and forget it."""
+        has_arrived = self._arrived[step, name] > 0
+        self._arrived[step, name] -= has_arrived
+        return has_arrived
 
     def _write_hyperparams(self, params: dict[str, Any]) -> None:
         raise NotImplementedError
@@ -199,11 +189,6 @@ class RemoteLogger(Logger):
         """Return the run's id, or None if it has none before the run is open."""
         return self._id
 
-    @property
-    def given_id(self) -> str | None:
-        """Return the run's id in the constructor's arguments, or None."""
-        return self._given_id
-
     # -- Logger ------------------------------------------------------------------------------------------------------------
 
     def start(self, agreed: Callable[[str], str], *, is_writer: bool) -> None:
@@ -222,7 +207,7 @@ class RemoteLogger(Logger):
 
     def _leave_run(self) -> None:
         self.end_run()
-        self._id, self._step, self._time, self._uploaded = self._given_id, 0, 0, []
+        self._id, self._step, self._time, self._uploaded = self.given_id, 0, 0, []
 
     def _open_once(self) -> None:
         if not self._is_open:
@@ -233,7 +218,9 @@ class RemoteLogger(Logger):
                 self._flushes_at_exit = True
                 flush_at_exit(self)
         if self._position is not None:
-            self._arrived.expect(self._rows_there(), *self._position)
+            step, time_ = self._position
+            # A run that was resumed twice has later steps with earlier times.
+            self._arrived = Counter((row[0], row[2]) for row in self._rows_there() if row[0] > step or row[1] > time_)
             self._position = None
 
     def _begin(self) -> bool:
@@ -330,7 +317,7 @@ class RemoteLogger(Logger):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         run_id = str(state["id"])
-        if self._given_id not in (None, run_id):
+        if self.given_id not in (None, run_id):
             return  # the user has chosen another run
         self._is_continued = True
         if self._is_open:
@@ -386,15 +373,9 @@ class RemoteLogger(Logger):
         if lost:
             warnings.warn(f"{type(self).__name__} could not write its last {lost} rows, which are lost.", stacklevel=2)
 
-    def close(self) -> None:
-        self.flush()
-
     def end_run(self) -> None:
         """End the service's run, also if `finalize` keeps it open. Later rows open it again."""
         self.finalize("success")
-
-    def _silent(self) -> Any:
-        return SilentExperiment()
 
     def __getstate__(self) -> dict[str, Any]:
         rows = {"_queued": deque(), "_rows": deque(), "_has_delivery": False}  # only the original writes its rows

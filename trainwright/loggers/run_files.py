@@ -1,15 +1,14 @@
-"""Run files: finds the folders of runs, and reads the logged values in their files."""
+"""Run files: reads the logged values of a run from its files."""
 
 from __future__ import annotations
 
 import csv
 import io
 import posixpath
-import re
 import struct
 import zlib
 from collections.abc import Iterator
-from itertools import islice
+from itertools import count, islice
 from typing import Any
 
 import fsspec
@@ -19,55 +18,16 @@ from trainwright.history import History, Numbers, Series
 from trainwright.loggers.files import CHECKPOINTS, TABLE_NAME
 from trainwright.loggers.run_record import RECORD_NAME
 
-__all__ = ["find_runs", "read_history"]
+__all__ = ["EVENTS", "listing", "read_history"]
 
 EVENTS = "events.out.tfevents."
 """The prefix of the names of event files."""
-DEEPEST = 12
-"""The levels of folders that are searched."""
 BLOCK_BYTES = 1 << 20
 """The bytes that are read at once."""
+FIRST_EVENTS = 4
+"""Events at the beginning of a file that are always read: they mark the start of a resumed run."""
 ROWS_AT_ONCE = 500
 """Rows that are text at the same time. More would outlive young garbage collections, and cause full ones."""
-
-
-def find_runs(root: str) -> list[str]:
-    """Return the folders of runs at and below a folder, by name and number. Links and hidden folders are skipped."""
-    filesystem, inside = fsspec.core.url_to_fs(root)
-    paths = (path[len(inside) :].strip("/") for path in _runs(filesystem, inside))
-    runs = (f"{root.rstrip('/')}/{path}" if path else root for path in paths)
-    # version_10 comes after version_9.
-    return sorted(
-        runs, key=lambda run: [(part.isdigit(), len(part) * part.isdigit(), part) for part in re.split(r"(\d+)", run)]
-    )
-
-
-def is_run(folder: str) -> bool:
-    """Return whether a folder contains files of a folder logger."""
-    names = [name for name, _ in _listing(*fsspec.core.url_to_fs(folder))]
-    return any(name in (RECORD_NAME, TABLE_NAME) or name.startswith(EVENTS) for name in names)
-
-
-def check_run(folder: str) -> None:
-    """Raise ValueError if a path is not the folder of a run."""
-    filesystem, inside = fsspec.core.url_to_fs(folder)
-    if filesystem.isdir(inside) and is_run(folder):
-        return
-    runs = find_runs(folder) if filesystem.isdir(inside) else []
-    if not filesystem.exists(inside):
-        problem = "it does not exist"
-    elif not filesystem.isdir(inside):
-        problem = "it is a file"
-    else:
-        problem = f"it contains {len(runs)} of them" if runs else f"it has no {TABLE_NAME} and no event files"
-    parts = folder.rstrip("/").split("/")
-    above = (path for end in range(len(parts) - 1, 1, -1) if is_run(path := "/".join(parts[:end])))
-    nearest = runs[-1] if runs else next(above, None)
-    hint = f" Did you mean {nearest}?" if nearest else ""
-    raise ValueError(
-        f"{folder} is not a run folder: {problem}. A run folder is one that CSVLogger or TensorBoardLogger writes, with "
-        f"{TABLE_NAME} or event files in it.{hint}"
-    )
 
 
 def read_history(
@@ -85,10 +45,9 @@ def read_history(
         most_bytes: thin larger files evenly, and name them in the problems.
 
     Raises:
-        ValueError: it is not the folder of a run, or a file in it has another format.
+        ValueError: a file has another format.
         ImportError: there are only event files, and tensorboard is not installed.
     """
-    check_run(folder)
     filesystem, inside = fsspec.core.url_to_fs(folder)
     has_table = filesystem.isfile(f"{inside}/{TABLE_NAME}")
     events = list(_event_files(filesystem, inside if log_dir is None else fsspec.core.url_to_fs(log_dir)[1]))
@@ -149,11 +108,11 @@ def _rows_of(file: Any, path: str, most_bytes: int | None, problems: list[str]) 
 def _blocks_of(file: Any, path: str, most_bytes: int | None, problems: list[str]) -> Iterator[str]:
     """Yield the rows of a table in blocks, without the unfinished last row of a killed process."""
     size = file.seek(0, io.SEEK_END)
-    count = max(2, (most_bytes or 0) // BLOCK_BYTES)
-    if most_bytes is not None and size > max(most_bytes, count * BLOCK_BYTES):
-        part, whole = (f"{num_bytes / 2**20:,.0f} MiB" for num_bytes in (count * BLOCK_BYTES, size))
-        problems.append(f"{path} is long: {part} of its {whole} were read, in {count} evenly spaced parts.")
-        starts = [(size - BLOCK_BYTES) * number // (count - 1) for number in range(count)]
+    num_parts = max(2, (most_bytes or 0) // BLOCK_BYTES)
+    if most_bytes is not None and size > max(most_bytes, num_parts * BLOCK_BYTES):
+        part, whole = (f"{num_bytes / 2**20:,.0f} MiB" for num_bytes in (num_parts * BLOCK_BYTES, size))
+        problems.append(f"{path} is long: {part} of its {whole} were read, in {num_parts} evenly spaced parts.")
+        starts = [(size - BLOCK_BYTES) * number // (num_parts - 1) for number in range(num_parts)]
     else:
         starts = list(range(0, size, BLOCK_BYTES))
     rest, end = b"", 0
@@ -245,7 +204,9 @@ def _events_of(
         if every > 1:
             problems.append(f"{path} is long ({size / 2**20:,.0f} MiB): one of {every} values was read.")
         file.seek(0)
-        while at + 12 <= size:
+        for number in count():
+            if at + 12 > size:
+                return
             (length,) = struct.unpack_from("<Q", file.read(12))
             at += 16 + length
             if at > size:
@@ -255,7 +216,7 @@ def _events_of(
                 continue
             data = file.read(length + 4)[:length]
             # Chosen by the bytes: every n-th event might always be of the same metric.
-            if every > 1 and zlib.crc32(data) % every and _is_summary(data):
+            if number >= FIRST_EVENTS and zlib.crc32(data) % every:
                 continue
             try:
                 event = Event.FromString(data)
@@ -270,55 +231,12 @@ def _events_of(
             yield event.step, event.wall_time, values, event.session_log.status == SessionLog.START
 
 
-def _is_summary(event: bytes) -> bool:
-    """Return whether an event contains values.
-
-    Its bytes are the time (9 bytes), the step (a number of any length) and the tag of the contents.
-    """
-    at = 9
-    if event[at : at + 1] == b"\x10":
-        at += 1
-        while at < len(event) and event[at] & 0x80:
-            at += 1
-        at += 1
-    return event[at : at + 1] == b"\x2a"
-
-
-# -- folders ---------------------------------------------------------------------------------------------------------------
-
-
-def _runs(filesystem: Any, inside: str, depth: int = 0, is_within: bool = False) -> Iterator[str]:
-    """Yield the folders of runs. A run that `is_within` another needs a record or a table: writers have inner folders."""
-    listed = list(_listing(filesystem, inside))
-    files = {name for name, is_folder in listed if not is_folder}
-    if inside.endswith(".ckpt") and files and RECORD_NAME not in files:
-        return  # a checkpoint, which may contain a copy of a table
-    has_events = not is_within and any(name.startswith(EVENTS) for name in files)
-    has_table = TABLE_NAME in files and _is_table(filesystem, f"{inside}/{TABLE_NAME}")
-    if RECORD_NAME in files or has_table or has_events:
-        is_within = True
-        yield inside
-    folders = [name for name, is_folder in listed if is_folder and not name.startswith(".") and depth < DEEPEST]
-    for name in folders:
-        if not (is_within and name == CHECKPOINTS):
-            yield from _runs(filesystem, f"{inside.rstrip('/')}/{name}", depth + 1, is_within)
-
-
-def _is_table(filesystem: Any, path: str) -> bool:
-    """Return whether a table has a column step, or cannot be read: other programs use its name too."""
-    try:
-        with filesystem.open(path, "rb") as file:
-            head = bytes(file.read(1 << 16)).partition(b"\n")[0]
-        return not head or "step" in next(csv.reader([head.decode("utf-8", "replace")]))
-    except OSError:
-        return True  # the reader will name the problem
-    except csv.Error:
-        return False
+# -- folders --------------------------------------------------------------------------------------------------------------
 
 
 def _event_files(filesystem: Any, inside: str, depth: int = 0) -> Iterator[str]:
     """Yield the event files of a run and its `sub_dir`, but not of another run within it."""
-    listed = list(_listing(filesystem, inside))
+    listed = list(listing(filesystem, inside))
     if depth and any(name in (RECORD_NAME, TABLE_NAME) for name, _ in listed):
         return
     for name, is_folder in listed:
@@ -328,7 +246,7 @@ def _event_files(filesystem: Any, inside: str, depth: int = 0) -> Iterator[str]:
             yield from _event_files(filesystem, f"{inside}/{name}", depth + 1)
 
 
-def _listing(filesystem: Any, inside: str) -> Iterator[tuple[str, bool]]:
+def listing(filesystem: Any, inside: str) -> Iterator[tuple[str, bool]]:
     """Yield the names in a folder without links, and whether they are folders. Unreadable folders count as empty."""
     filesystem.invalidate_cache()
     try:

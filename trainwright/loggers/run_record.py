@@ -11,7 +11,6 @@ import json
 import os
 import socket
 import warnings
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields, replace
 from datetime import UTC, datetime
 from typing import Any, NamedTuple, get_args
@@ -19,10 +18,10 @@ from typing import Any, NamedTuple, get_args
 import fsspec
 
 from trainwright.loggers.base import RunResult
-from trainwright.loggers.files import is_local, write_file
+from trainwright.loggers.files import Work, is_local, write_file
 from trainwright.paths import absolute, is_process_alive, machine, process_start_time
 
-__all__ = ["RunRecord", "RunState", "find_record"]
+__all__ = ["RECORD_NAME", "RunRecord", "RunState", "find_record"]
 
 RECORD_NAME = "trainwright_run.json"
 RUNNING = "running"
@@ -31,7 +30,6 @@ FIT, LOOP = "fit", "loop"
 RESULTS: dict[str, str] = {"success": "finished", "interrupted": "stopped", "failed": "failed"}
 """The states that `trainwright runs` shows, by the result in the record's file."""
 LONGEST_RECORD = 1 << 20
-Work = Callable[[], None]
 
 
 class RunState(NamedTuple):

@@ -9,7 +9,7 @@ import re
 import threading
 import time
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from functools import partial
 from inspect import signature
 from typing import TYPE_CHECKING, Any
@@ -21,7 +21,7 @@ from torch import nn
 from trainwright.arguments import refuse_unknown
 from trainwright.devices.generators import forked_generators
 from trainwright.errors import a_type_of
-from trainwright.loggers.base import Params, SilentExperiment, to_dict, to_numbers
+from trainwright.loggers.base import Params, SilentExperiment, flattened, to_dict, to_numbers
 from trainwright.loggers.files import is_local
 from trainwright.loggers.folder import FolderLogger, Row
 from trainwright.paths import open_no_link
@@ -197,7 +197,7 @@ class TensorBoardLogger(FolderLogger):
             metrics = self._hp_metrics = {"hp_metric": -1}
             if not self._has_hp_metric:  # otherwise the resumed run has written it
                 self._add_row({"step": 0, **metrics})
-        shown = dict(_flattened(params))
+        shown = {name: _hyperparam(value) for name, value in flattened(params)}
 
         def write() -> None:
             from torch.utils.tensorboard.summary import hparams
@@ -224,11 +224,9 @@ class TensorBoardLogger(FolderLogger):
         self._latest_step = max(self._latest_step, step)
         for name, images in values.items():
             array, layout = _as_images(images)
-            write = partial(self._write_images, name, array, step, {"dataformats": layout, **options})
-            self._writer.submit(write)
-
-    def _write_images(self, name: str, images: Any, step: int, options: dict[str, Any]) -> None:
-        self._open().add_images(name, images, step, **options)
+            self._writer.submit(
+                partial(self._call, "add_images", name, array, step, **{"dataformats": layout, **options})
+            )
 
     def log_texts(self, values: Mapping[str, str], step: int | None = None) -> bool:
         """Write texts by name."""
@@ -236,13 +234,12 @@ class TensorBoardLogger(FolderLogger):
             self._step = step = self._step if step is None else step
             self._latest_step = max(self._latest_step, step)
             for name, text in values.items():
-                self._writer.submit(
-                    partial(self._write_text, f"{self.prefix}-{name}" if self.prefix else name, text, step)
-                )
+                name = f"{self.prefix}-{name}" if self.prefix else name
+                self._writer.submit(partial(self._call, "add_text", name, text, step))
         return True
 
-    def _write_text(self, name: str, text: str, step: int) -> None:
-        self._open().add_text(name, text, step)
+    def _call(self, method: str, *arguments: Any, **options: Any) -> None:
+        getattr(self._open(), method)(*arguments, **options)
 
     def log_graph(self, model: Any, input_array: Any = None) -> None:
         """Log the model's graph for these inputs, by default its `example_input_array`, or warn.
@@ -364,13 +361,8 @@ def _refuse_unknown(arguments: Mapping[str, Any]) -> None:
     refuse_unknown("TensorBoardLogger", {name: value for name, value in arguments.items() if name not in known}, known)
 
 
-def _flattened(params: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the hyper-parameters for TensorBoard: names with slashes, and numbers, bools or text."""
-    for key, value in params.items():
-        name = f"{prefix}{key}"
-        if isinstance(value, Mapping) and value:
-            yield from _flattened(value, f"{name}/")
-        elif type(value).__module__ in ("numpy", "torch") and getattr(value, "ndim", 1) == 0:
-            yield name, value.item()
-        else:
-            yield name, value if isinstance(value, (bool, int, float, str)) else str(value)
+def _hyperparam(value: Any) -> Any:
+    """Return a hyper-parameter for TensorBoard: a number, a bool or text."""
+    if type(value).__module__ in ("numpy", "torch") and getattr(value, "ndim", 1) == 0:
+        return value.item()
+    return value if isinstance(value, (bool, int, float, str)) else str(value)

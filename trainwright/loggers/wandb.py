@@ -9,10 +9,10 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 from trainwright.errors import a_type_of
-from trainwright.loggers.base import RunResult
+from trainwright.loggers.base import RunResult, SilentExperiment
 from trainwright.loggers.remote import RemoteLogger, Row, RowJournal
 
 STEP = "trainer/global_step"
@@ -94,10 +94,6 @@ class WandbLogger(RemoteLogger):
         """Whether this logger has to finish the run."""
         self._journal = RowJournal("WandbLogger")
 
-    @classmethod
-    def of_project(cls, project: str, save_dir: str | None, /, **options: Any) -> Self:
-        return cls(**{"project": project, "save_dir": save_dir or ".", **options})
-
     @property
     def name(self) -> str | None:  # type: ignore[override]
         """Return the project."""
@@ -106,7 +102,7 @@ class WandbLogger(RemoteLogger):
     @property
     def experiment(self) -> Any:
         """Return wandb's run, opened if necessary, or on other ranks than 0 an object that does nothing."""
-        return self._run if self._begin() else self._silent()
+        return self._run if self._begin() else SilentExperiment()
 
     def start(self, agreed: Callable[[str], str], *, is_writer: bool) -> None:
         self._is_open = False  # the user may have finished a run that was opened by hand
@@ -125,7 +121,7 @@ class WandbLogger(RemoteLogger):
             for logger in [*self._idle]:
                 logger.end_run()
             run = _client().run
-            self._is_own = run is None or run.id in self._opened or self._given_id not in (None, run.id)
+            self._is_own = run is None or run.id in self._opened or self.given_id not in (None, run.id)
             self._run = self._begun(run_id) if self._is_own else run
             self._opened.update([self._run.id] if self._is_own else [])
             self._define_axis()
@@ -250,20 +246,12 @@ class WandbLogger(RemoteLogger):
         dataframe: Any = None,
         step: int | None = None,
     ) -> None:
-        """Write a table: columns and rows, or a data frame."""
+        """Write a table of values or texts: columns and rows, or a data frame."""
         if self._begin():
             self._log_value(key, _client().Table(columns=columns, data=data, dataframe=dataframe), step)
 
-    def log_text(
-        self,
-        key: str,
-        columns: list[str] | None = None,
-        data: list[list[str]] | None = None,
-        dataframe: Any = None,
-        step: int | None = None,
-    ) -> None:
-        """Write texts as a table."""
-        self.log_table(key, columns, data, dataframe, step)
+    log_text = log_table
+    """Lightning's name for a table of texts."""
 
     def log_texts(self, values: Mapping[str, Any], step: int | None = None) -> bool:
         """Write texts, and other values that the client accepts, by name."""

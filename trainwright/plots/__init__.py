@@ -1,8 +1,7 @@
 """Plots: the curves of runs as one HTML page or one PNG image. They read and write no files."""
 
-from trainwright.plots.bars import Bar, bars_image, bars_of
 from trainwright.plots.curves import AXES, LoggedRun, LoggedSeries, Panel, names_of_runs, panels_of
-from trainwright.plots.drawing import FORMATS, checked_format, draw
+from trainwright.plots.drawing import FORMATS, Bar, bars_image, bars_of, checked_format, draw
 from trainwright.plots.page import document
 from trainwright.plots.report import Section, sections_of
 

@@ -46,7 +46,7 @@ class LoggedRun(Protocol):
     @property
     def problems(self) -> Sequence[str]: ...
     def x_of(self, series: Any, axis: str) -> Numbers:
-        """Return the x values of a series; ValueError if the run's files do not contain them."""
+        """Return the x values of a series, or raise ValueError if the run's files do not contain them."""
 
 
 def names_of_runs(folders: list[str]) -> list[str]:
@@ -187,18 +187,11 @@ def _range(arrays: Sequence[Numbers], margin: float | None = None) -> tuple[floa
     return low - margin, high + margin
 
 
-@dataclass(frozen=True)
-class Line:
-    """The drawn parts of a curve between its gaps, with one point or more."""
+def line_of(curve: Curve, x_range: tuple[float, float], columns: int) -> list[tuple[Numbers, Numbers]]:
+    """Return the parts of a curve between gaps. A long curve is thinned per column.
 
-    parts: tuple[tuple[Numbers, Numbers], ...]
-    is_thinned: bool = False
-
-
-def line_of(curve: Curve, x_range: tuple[float, float], columns: int) -> Line:
-    """Return the parts of a curve. A long curve has the first, smallest, largest and last value per column.
-
-    The other values lie between these, so the picture stays the same. A column with a gap ends its part.
+    A column keeps its first, smallest, largest and last value. The others lie between these, so the picture stays the same. A
+    column with a gap ends its part.
     """
     x, y = curve.x, curve.y
     if len(x) <= POINTS_A_COLUMN * columns:
@@ -206,7 +199,7 @@ def line_of(curve: Curve, x_range: tuple[float, float], columns: int) -> Line:
         parts = [
             (xs[~np.isnan(ys)], ys[~np.isnan(ys)]) for xs, ys in zip(np.split(x, ends), np.split(y, ends), strict=True)
         ]
-        return Line(tuple(part for part in parts if len(part[0])))
+        return [part for part in parts if len(part[0])]
     low, high = x_range
     column = np.clip(((x - low) / (high - low) * columns).astype(int), 0, columns - 1)
     starts = [0, *(np.flatnonzero(np.diff(column)) + 1).tolist(), len(x)]
@@ -218,7 +211,7 @@ def line_of(curve: Curve, x_range: tuple[float, float], columns: int) -> Line:
             runs[-1] += sorted({int(finite[0]), int(least), int(greatest), int(finite[-1])})
         if len(finite) < end - start:
             runs.append([])
-    return Line(tuple((x[part], y[part]) for part in runs if part), is_thinned=True)
+    return [(x[part], y[part]) for part in runs if part]
 
 
 def thinning_of(panels: Sequence[Panel], columns: int) -> str:

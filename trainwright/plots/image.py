@@ -35,7 +35,7 @@ def image_of(panels: Sequence[Panel], axis: str) -> bytes:
         ) from error
     if len(panels) > MOST_PANELS:
         raise ValueError(
-            f"{len(panels)} panels are too many for one image, whose limit is {MOST_PANELS}; choose metrics, or write .html."
+            f"{len(panels)} panels are too many for one image, whose limit is {MOST_PANELS}. Choose metrics, or write .html."
         )
     columns = min(COLUMNS, len(panels))
     rows = -(-len(panels) // columns)
@@ -90,7 +90,7 @@ def _curve(axes: Any, curve: Curve, panel: Panel, unit: float) -> Any:
         "linestyle": DASHES[curve.dash % len(DASHES)],
         "linewidth": 1.3,
     }
-    for xs, ys in line_of(curve, panel.x_range, THINNED_TO).parts:
+    for xs, ys in line_of(curve, panel.x_range, THINNED_TO):
         dot: dict[str, Any] = {"marker": "o", "markersize": 3, "clip_on": False} if len(xs) == 1 else {}
         axes.plot(xs / unit, ys, **look, **dot)
     return Line2D([], [], **look)

@@ -149,7 +149,7 @@ def _drawn(curve: Curve, panel: Panel, columns: int) -> Iterator[str]:
     (left, right), (low, high) = panel.x_range, panel.y_range
     color = COLORS[curve.color % len(COLORS)]
     path = []
-    for xs, ys in line_of(curve, panel.x_range, columns).parts:
+    for xs, ys in line_of(curve, panel.x_range, columns):
         points = [f"{_x(x, left, right)} {_y(y, low, high)}" for x, y in zip(xs.tolist(), ys.tolist(), strict=True)]
         if len(points) == 1:
             x, y = points[0].split()

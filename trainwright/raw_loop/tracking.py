@@ -8,8 +8,8 @@ from typing import Any
 from trainwright.distributed.ranks import Ranks
 from trainwright.errors import a_type_of, did_you_mean
 from trainwright.loggers import available_loggers, logger_class, name_of
-from trainwright.loggers.background import flush_at_exit
 from trainwright.loggers.base import Logger, SilentLogger, to_dict, to_numbers
+from trainwright.loggers.files import flush_at_exit
 from trainwright.loggers.folder import FolderLogger, start_loggers
 from trainwright.loggers.position import logger_states, match_states, resume_loggers
 from trainwright.loggers.remote import RemoteLogger

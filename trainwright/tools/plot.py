@@ -14,6 +14,7 @@ from trainwright.loggers.files import write_file
 from trainwright.loggers.run_files import read_history
 from trainwright.paths import absolute
 from trainwright.plots import AXES, checked_format, draw, panels_of
+from trainwright.tools.run_folders import check_run
 
 
 def plot_command(arguments: Sequence[str], _: Any) -> int:
@@ -40,6 +41,8 @@ def plot_command(arguments: Sequence[str], _: Any) -> int:
     options = parser.parse_args(arguments)
     try:
         runs = dict.fromkeys(absolute(run).rstrip("/") or "/" for run in options.runs)
+        for run in runs:
+            check_run(run)
         histories = [read_history(run, with_times=options.x == "time") for run in runs]
         drawn = [history for history in histories if history.series] or histories
         out = options.out or (CURVES_NAME if len(histories) > 1 else f"{drawn[0].folder}/{CURVES_NAME}")

@@ -14,8 +14,7 @@ from trainwright.data.loaders import with_last
 from trainwright.data.transfer import Prefetcher
 from trainwright.engine.engine import Engine
 from trainwright.trainer.logbook import Logbook
-from trainwright.trainer.sources import BatchTransfer
-from trainwright.trainer.steps import StepArguments
+from trainwright.trainer.sources import BatchTransfer, StepArguments
 from trainwright.trainer.training_data import TrainData
 
 Pairs = Iterator[tuple[Any, bool]]
@@ -43,13 +42,9 @@ class Batch:
     is_taken: bool = True
     """False until a step that pulls its batches has taken one."""
 
-    def set_weight(self, weight: float) -> None:
-        """Make it a batch of an uneven round, in which this rank has this weight."""
-        self.is_uneven, self.weight, self.is_dummy = True, weight, weight == 0.0
-
     def refuse(self, step: str) -> None:
         """Raise RuntimeError: the step should have taken its batch itself, and has not."""
-        raise RuntimeError(f"{step} took no batch from its dataloader_iter; call next(dataloader_iter) in it.")
+        raise RuntimeError(f"{step} took no batch from its dataloader_iter. Call next(dataloader_iter) in it.")
 
 
 class PulledBatches(Iterator[tuple[Any, int, int]]):
@@ -106,7 +101,7 @@ class PulledBatches(Iterator[tuple[Any, int, int]]):
         batch.index, batch.weight, batch.is_taken = self.count, self._weight_of(self.count), True
         self.count += 1
         if self._logbook.collector is not None:
-            self._logbook.collector.take_batch(batch.value)  # self.log finds the batch size in it
+            self._logbook.collector.take_batch(batch.value, batch.index)  # self.log finds the batch size in it
         return batch.value, batch.index, self._loader_index
 
 
@@ -183,7 +178,8 @@ class EpochBatches:
             arguments = () if value is None else (value, index) if takes_index else (value,)
             self._latest = batch = Batch(arguments, value, index, is_last, None if length is None else length - index)
             if index in loader.uneven:
-                batch.set_weight(loader.weight_at(index))
+                batch.is_uneven, batch.weight = True, loader.weight_at(index)
+                batch.is_dummy = batch.weight == 0.0
             yield batch
         self._refuse_short()
         self._is_over = True
@@ -201,7 +197,7 @@ class EpochBatches:
             if self._length is not None:
                 batch.batches_left = self._length - batch.index
             if batch.index in loader.uneven:
-                batch.set_weight(batch.weight)
+                batch.is_uneven, batch.is_dummy = True, batch.weight == 0.0
             yield batch
         self._refuse_short()
         self._is_over = True
@@ -212,10 +208,10 @@ class EpochBatches:
         if self._length is None and count == 0:
             raise RuntimeError(
                 "the training loader yielded no batches (its dataset yields nothing, drop_last dropped all, or its __iter__ "
-                "does not start again in a later epoch); give it data."
+                "does not start again in a later epoch). Give it data."
             )
         if self._length is not None and not self.is_complete:
             raise RuntimeError(
-                f"the training loader yielded {count} batches, but its length is {self._length}; make the __len__ of its "
+                f"the training loader yielded {count} batches, but its length is {self._length}. Make the __len__ of its "
                 "sampler the number of batches that it yields."
             )

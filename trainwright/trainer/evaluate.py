@@ -1,4 +1,4 @@
-"""Evaluate: validation, test and prediction, each sample counted once on any number of ranks."""
+"""Evaluate: validation, test and prediction, with every sample counted once on any number of ranks."""
 
 from __future__ import annotations
 
@@ -24,9 +24,8 @@ from trainwright.trainer.metrics import MetricCollector
 from trainwright.trainer.oversights import warn_of_monitors, warn_of_shuffling
 from trainwright.trainer.run import Run
 from trainwright.trainer.run_position import VALIDATION_LOADERS, Phase
-from trainwright.trainer.sources import BatchTransfer, LoaderSource, find_transfer
+from trainwright.trainer.sources import BatchTransfer, LoaderSource, StepArguments, find_transfer, read_step
 from trainwright.trainer.stage import Shard, Stage, limited
-from trainwright.trainer.steps import StepArguments, read_step
 from trainwright.trainer.stop import EvaluationAbandoned
 from trainwright.trainer.uneven_round import Communication, OwnRounds, UnevenRound
 
@@ -47,10 +46,10 @@ class Evaluation:
     source: LoaderSource
     transfer: BatchTransfer | None = field(init=False)
     shown: Stage = field(init=False)
-    """What the Trainer shows of its data."""
+    """The stage's data as the Trainer shows it."""
     arguments: StepArguments = field(default_factory=StepArguments)
     loaders: list[tuple[str | None, Shard]] = field(default_factory=list)
-    """The user's name of each loader, and this rank's shard of it."""
+    """The user's names of the loaders, and this rank's shards of them."""
     is_loaded: bool = False
     has_iterators: bool = False
     """Whether a loader can be read only once."""
@@ -62,13 +61,13 @@ class Evaluation:
         self.run.close_at_end(self.close)
 
     def begin_communication(self) -> Communication:
-        """Start over: what the step communicated with one loader says nothing about the next one."""
+        """Return a new record for the next loader, with which the step may communicate in another way."""
         always = self.run.engine.strategy.forward_is_collective
         self.communication = Communication(in_hooks=self.stage != "predict", forward_is_collective=always)
         return self.communication
 
     def load(self) -> None:
-        """Load and shard the loaders, unless that is done. Collective."""
+        """Load and shard the loaders, if not loaded yet. Collective."""
         if self.is_loaded:
             return
         engine = self.run.engine
@@ -84,7 +83,7 @@ class Evaluation:
         )
         if self.source.owner is None:
             self._refuse_empty()
-        # Before any batch: the ranks with a batch would wait in its forward for those without.
+        # Before any batch: ranks with a batch would wait in its forward for ranks without.
         for _, loader in self.loaders:
             compare_first_draws(loader, engine.ranks, self.stage)
             if engine.strategy.forward_is_collective and isinstance(loader, ShardedCombination):
@@ -110,27 +109,27 @@ class Evaluation:
             return self.source.load(is_read_once)
 
     def _refuse_empty(self) -> None:
-        """Refuse a loader that was given and whose length is 0 (ValueError); a hook may return an empty one."""
+        """Reject loaders of the call whose length is 0 (ValueError). A hook may return an empty loader."""
         for index, (name, loader) in enumerate(self.loaders):
             if not isinstance(loader, ShardedLoader) or (loader.world_size > 1 and not loader.is_sharded):
                 continue
             if loader.shard.source_length == 0:
                 raise ValueError(
-                    f"{self._named(index, name)} has no batches (its dataset is empty, or drop_last dropped all); give it "
+                    f"{self._named(index, name)} has no batches (its dataset is empty, or drop_last dropped all). Give it "
                     "data, or leave it out."
                 )
 
     def refuse_none(self, index: int, source: Shard | OwnRounds, has_batch: bool) -> None:
-        """Refuse a loader that was given and yielded no batch on any rank (RuntimeError); a hook may return an empty one.
+        """Reject a loader of the call that yielded no batch on any rank (RuntimeError). A hook may return an empty loader.
 
-        Only reading shows that of one without a length. All ranks know it without another exchange: a sharded loader gives a
-        rank without a batch a dummy of another rank's, and OwnRounds has exchanged what each rank has.
+        A loader without a length can only be found empty by reading it. All ranks know it without another exchange: a sharded
+        loader gives a dummy batch to a rank without samples, and OwnRounds has exchanged the numbers of batches.
         """
         is_empty = source.is_empty if isinstance(source, OwnRounds) else not has_batch
         if is_empty and self.source.owner is None:
             raise RuntimeError(
                 f"{self._named(index, self.loaders[index][0])} yielded no batches (its dataset yields nothing, drop_last "
-                "dropped all, or its __iter__ does not start again for another pass); give it data, or leave it out."
+                "dropped all, or its __iter__ does not start again for another pass). Give it data, or leave it out."
             )
 
     def _named(self, index: int, name: str | None) -> str:
@@ -144,7 +143,7 @@ class Evaluation:
             self.run.state.mark_rng(VALIDATION_LOADERS)
 
     def limit_of(self, loader: Shard, most: int | None = None) -> int | None:
-        """Return the number of a loader's batches to run, at most `most`; None for all until its end."""
+        """Return the number of a loader's batches to run, at most `most`. None for all until its end."""
         limit = getattr(self.run.settings, LIMITS[self.stage])
         count = limited(loader.length, limit)
         return count if most is None else limited(count, most)
@@ -158,14 +157,14 @@ def evaluate(
     before_end: Callable[[], None] | None = None,
     keep: Callable[[int, int, Any], None] | None = None,
 ) -> list[dict[str, float]]:
-    """Run one evaluation and return its metrics over all ranks, a dict for each loader.
+    """Run one evaluation and return its metrics over all ranks, one dict per loader.
 
-    Each submodule is in evaluation mode meanwhile, and as it was afterwards. Collective: call on every rank.
+    All submodules are in evaluation mode meanwhile, and in their earlier mode afterwards. Collective: call on every rank.
 
     Args:
-        most: batches of each loader at most; None for all.
+        most: the largest number of batches of a loader. None for all.
         before_end: called once the metrics are known, before the stage's last hook.
-        keep: given (loader's index, batch's index, outputs) of each step, for a prediction.
+        keep: called with (loader's index, batch's index, outputs) after every step of a prediction.
     """
     run, module, stage = evaluation.run, evaluation.module, evaluation.stage
     engine, hooks, logbook = run.engine, run.hooks, run.logbook
@@ -211,7 +210,7 @@ def run_loader(
     keep: Callable[[int, int, Any], None] | None,
     abandonment: SyncPoint | None,
 ) -> None:
-    """Run the stage's step on each batch of this rank's shard of one loader, until all ranks abandon it."""
+    """Run the stage's step on the batches of this rank's shard of one loader, until all ranks abandon it."""
     run, stage, module = evaluation.run, evaluation.stage, evaluation.module
     hooks, step, communication = run.hooks, f"{stage}_step", evaluation.begin_communication()
     several = (loader_index,) if len(evaluation.loaders) > 1 else ()
@@ -226,7 +225,7 @@ def run_loader(
         if batch.is_dummy:
             run_dummy(evaluation, collector, batch, several)
             continue
-        # The first batch shows what communicates, and so what a dummy batch has to run for the other ranks.
+        # The first batch shows whether hooks and step communicate, so that a dummy batch has to run them for other ranks.
         look = communication.look if batch.index == 0 else do_nothing
         look()
         hooks.call(f"on_{stage}_batch_start", batch.value, batch.index, *several)
@@ -247,9 +246,9 @@ def do_nothing() -> None: ...
 
 
 def source_of(evaluation: Evaluation, loader: Shard, most: int | None) -> tuple[Shard | OwnRounds, int | None]:
-    """Return the batches of one loader from the first on, and how many to run; None for all."""
+    """Return the batches of one loader from the first on, and how many to run, None for all."""
     run = evaluation.run
-    # Epoch 0 each time, so that every evaluation has the same batches in the same order.
+    # Epoch 0 every time, so that every evaluation has the same batches in the same order.
     loader.set_epoch(run.engine.seed, 0)
     is_limited = most is not None or getattr(run.settings, LIMITS[evaluation.stage]) is not None
     count = evaluation.limit_of(loader, most) if is_limited else None  # without a limit its length does not matter
@@ -323,17 +322,17 @@ def pulled_batches(
 
 
 def skip_none(world_size: int, stage: str = "training") -> Any:
-    """Return None for a batch that is None, with a warning; RuntimeError on several ranks, which would wait for this one."""
+    """Return None for a batch that is None, with a warning. RuntimeError on several ranks, which would wait for this rank."""
     if world_size > 1:
         raise RuntimeError(
             f"the {stage} loader yielded None on one of {world_size} ranks: the others would wait for a batch. Let "
-            "collate_fn return other samples, or leave bad ones out of the dataset; only a single process skips such a batch."
+            "collate_fn return other samples, or remove bad samples from the dataset. Only a single process skips such a batch."
         )
     rank_zero_warn(f"the {stage} loader yielded None (from collate_fn?), so this batch is skipped.", stacklevel=4)
 
 
 def run_dummy(evaluation: Evaluation, collector: MetricCollector, batch: Batch, several: tuple[int, ...]) -> None:
-    """Run what communicates of another rank's batch, because other ranks wait for it, and drop the results."""
+    """Run the hooks and the step that communicate on another rank's batch, and drop the results."""
     run, stage, communication = evaluation.run, evaluation.stage, evaluation.communication
     uneven = UnevenRound(collector, evaluation.module, run.callbacks, is_dummy=True)
     if communication.in_hooks:
@@ -372,8 +371,8 @@ def sanity_check(evaluation: Evaluation) -> None:
 
 @contextmanager
 def evaluation_mode(module: Module, stage: str = "") -> Iterator[None]:
-    """Put every submodule into evaluation mode, and back to the mode that it was in, unless the module's hooks do it."""
-    # Each by itself, since users keep some in evaluation mode while they train (a frozen batch norm).
+    """Put every submodule into evaluation mode, and back to its earlier mode, unless the module's hooks do it."""
+    # One by one, since users keep some in evaluation mode while they train (a frozen batch norm).
     was_training = {child: child.training for child in module.modules()}
     (hook_of(module, f"on_{stage}_model_eval", Module) if stage else module.eval)()
     try:

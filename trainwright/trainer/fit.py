@@ -28,6 +28,7 @@ from trainwright.engine.optimizers import clear_gradients
 from trainwright.trainer.epoch_batches import Batch, EpochBatches
 from trainwright.trainer.epoch_end import (
     close_epoch,
+    pass_over,
     step_plateau_schedulers,
     validate,
     validate_within,
@@ -43,7 +44,6 @@ from trainwright.trainer.optimization import (
     warn_of_unstepped_gradients,
 )
 from trainwright.trainer.oversights import warn_of_open_end
-from trainwright.trainer.passing import pass_over
 from trainwright.trainer.resume import Resumption
 from trainwright.trainer.run_position import AFTER_EPOCH_START, VALIDATION_LOADERS
 from trainwright.trainer.saving import check_state, open_epoch, save_waiting

@@ -41,7 +41,7 @@ def read_loss(outputs: Any, world_size: int) -> Tensor | None:
         return None
     if outputs is None:
         raise RuntimeError(
-            f"training_step returned None on one of {world_size} ranks, which skips the batch there alone; return a loss on "
+            f"training_step returned None on one of {world_size} ranks, which skips the batch there alone. Return a loss on "
             "every rank (0.0 * the loss, to let it count for nothing)."
         )
     given = a_type_of(outputs)
@@ -50,7 +50,7 @@ def read_loss(outputs: Any, world_size: int) -> Tensor | None:
         if "loss" in outputs:
             given = f"a dict whose 'loss' is {a_type_of(outputs['loss'])}"
     raise TypeError(
-        f"training_step returned {given}; expected a loss tensor, a dict with one under 'loss', or None to "
+        f"training_step returned {given}. Expected a loss tensor, a dict with one under 'loss', or None to "
         "skip the batch."
     )
 
@@ -120,11 +120,11 @@ def refuse_loss(loss: Tensor) -> NoReturn:
     """Raise RuntimeError for a loss that no backward can be run on."""
     if loss.numel() != 1:
         raise RuntimeError(
-            f"training_step returned a loss of shape {tuple(loss.shape)}; expected one element. Reduce it, for example with "
+            f"training_step returned a loss of shape {tuple(loss.shape)}. Expected one element. Reduce it, for example with "
             ".mean()."
         )
     raise RuntimeError(
-        "training_step returned a loss that no parameter requiring a gradient led to; compute it from the module's parameters, "
+        "training_step returned a loss that no parameter requiring a gradient led to. Compute it from the module's parameters, "
         "outside of torch.no_grad and without .detach() or .item()."
     )
 
@@ -230,7 +230,7 @@ class StepClosure:
         if run.accumulate > 1 or not run.engine.precision.takes_closure or not run.engine.strategy.takes_closure:
             raise RuntimeError(
                 f"{type(self._optimizer).__name__} calls for the loss again within its step, which cannot be recomputed under "
-                "accumulate_grad_batches > 1, a loss scale (16-mixed) or a strategy that steps by itself; leave that "
+                "accumulate_grad_batches > 1, a loss scale (16-mixed) or a strategy that steps by itself. Leave that "
                 "setting at its default, or choose an optimizer that looks at the gradients once."
             )
         self._optimizer.zero_grad()

@@ -1,4 +1,4 @@
-"""Run: one call of a Trainer, from its parts' setup to their teardown. The next call makes another one."""
+"""Run: one call of a Trainer, from the setup of its parts to their teardown. The next call makes another run."""
 
 from __future__ import annotations
 
@@ -30,9 +30,8 @@ from trainwright.profilers import Profiler
 from trainwright.profilers.base import instrument, is_measuring
 from trainwright.rank_zero import rank_zero_warn, say
 from trainwright.strategies.base import Clipping
-from trainwright.trainer.checkpoint_choice import Choice
+from trainwright.trainer.checkpoint_choice import Choice, FolderLocks
 from trainwright.trainer.hooks import HookTable, check_hooks
-from trainwright.trainer.locks import FolderLocks
 from trainwright.trainer.logbook import Logbook
 from trainwright.trainer.run_position import Position
 from trainwright.trainer.settings import Settings
@@ -44,10 +43,10 @@ START_OF_LOGGERS = "the start of the loggers"
 
 
 class Parts(NamedTuple):
-    """What a Trainer gives each of its runs."""
+    """The parts that a Trainer passes to its runs."""
 
     trainer: Any
-    """Passed to hooks and callbacks; a run itself uses no more of it than a callback may."""
+    """Passed to hooks and callbacks. The run only uses what callbacks may use."""
     settings: Settings
     engine: Engine
     loggers: list[Logger]
@@ -63,7 +62,7 @@ class Trained:
     """Objects that a fit has made for a module. A save after the fit, and after evaluations of the same module, reads them."""
 
     accumulate_grad_batches: int
-    """Batches of one optimizer step; a callback may change it at an epoch's start."""
+    """Batches of one optimizer step. A callback may change it at an epoch's start."""
     resume_source: str | None = None
     """The checkpoint that the fit was resumed from."""
     data: TrainData | None = None
@@ -77,10 +76,10 @@ class Outcome:
 
     def __init__(self) -> None:
         self.error: BaseException | None = None
-        """None while nothing has failed."""
+        """None until something fails."""
 
     def after(self, call: Callable[..., Any], *args: Any) -> None:
-        """Make a call of the cleanup; raise its error if it is the run's first, else print it."""
+        """Make a call of the cleanup. Raise its error if it is the run's first, otherwise print it."""
         try:
             call(*args)
         except Exception as error:
@@ -91,7 +90,7 @@ class Outcome:
 
 
 def _name_of(call: Callable[..., Any]) -> str:
-    """Return a function's name, or that of a method with the class of its object, which may not be where it is defined."""
+    """Return a function's name, for a method with the class of its object."""
     function = getattr(call, "func", call)
     owner = getattr(function, "__self__", None)
     name = getattr(function, "__qualname__", repr(function))
@@ -99,10 +98,10 @@ def _name_of(call: Callable[..., Any]) -> str:
 
 
 class Run:
-    """One call of a Trainer: validate, test or predict; TrainingRun is that of fit.
+    """One call of a Trainer: validate, test or predict. A call of fit is a TrainingRun.
 
-    An evaluation keeps the counters, the stop and the optimizers of the `previous` run. `state` are the counters of a first run
-    that continues the work of another process.
+    An evaluation keeps the counters, the stop and the optimizers of the `previous` run. `state` has the counters of a first
+    run that continues the work of another process.
     """
 
     def __init__(
@@ -156,7 +155,7 @@ class Run:
 
     @property
     def checkpoint_callbacks(self) -> list[ModelCheckpoint]:
-        """Return each ModelCheckpoint among the callbacks."""
+        """Return the ModelCheckpoints among the callbacks."""
         checkpoints: list[ModelCheckpoint] = self.trainer.checkpoint_callbacks
         return checkpoints
 
@@ -171,7 +170,7 @@ class Run:
         return False
 
     def obstacle(self, error: BaseException) -> str:
-        """Return why a run that fails here cannot be resumed exactly; "" if it can."""
+        """Return why a run that fails here cannot be resumed exactly, "" if it can."""
         return ""
 
     @property
@@ -204,7 +203,7 @@ class Run:
             raise ValueError(f"gradient_clip_algorithm={algorithm!r} is unknown; choose from norm, value.")
         if limit:
             prepared = self.trained.prepared_optimizers
-            # Users pass what self.optimizers() returns, and the strategy knows what is in that.
+            # Users pass an element of self.optimizers(), and the strategy knows the optimizer in it.
             inner = next((each.optimizer for each in prepared if optimizer in (each, each.optimizer)), optimizer)
             clipping = Clipping(value=limit) if algorithm == "value" else Clipping(norm=limit)
             self.engine.strategy.clip_gradients(inner, clipping)
@@ -218,7 +217,7 @@ class Run:
         if self.settings.sync_batchnorm and self.engine.world_size > 1:
             if self.engine.device.type == "cpu":
                 raise ValueError(
-                    "sync_batchnorm=True needs GPUs: torch's SyncBatchNorm does not compute on the CPU; leave it at False."
+                    "sync_batchnorm=True needs GPUs: torch's SyncBatchNorm does not compute on the CPU. Leave it at False."
                 )
             nn.SyncBatchNorm.convert_sync_batchnorm(module)  # type: ignore[no-untyped-call]
         if self.settings.compile:
@@ -232,7 +231,7 @@ class Run:
                 )
 
     def changes(self) -> dict[str, Any]:
-        """Return, as plain data, what a Trainer in another process has to know of this run."""
+        """Return the results of this run, as plain data for a Trainer in another process."""
         return {
             "state": self.state.plain(),
             "batches": self.stages.counts(),
@@ -244,7 +243,7 @@ class Run:
         }
 
     def load_changes(self, changed: dict[str, Any]) -> None:
-        """Load what `changes` has returned in another process."""
+        """Load the results that `changes` returned in another process."""
         self.state, self.choice = Position.of_plain(changed["state"]), Choice(changed["ckpt_path"])
         self.stop, self.stages = self._make_stop(), Stages.of_counts(changed["batches"])
         self.stop.request(changed["should_stop"])
@@ -255,9 +254,9 @@ class Run:
 
     @contextmanager
     def opened(self, stays: bool = False) -> Iterator[None]:
-        """Set up what surrounds the loop, and take it down whatever happens. Collective: call on every rank.
+        """Set up the surroundings of the loop, and take them down whatever happens. Collective: call on every rank.
 
-        With `stays` the module remains prepared as the latest run has left it; else the engine closes that one first.
+        With `stays` the module remains prepared as by the latest run. Otherwise the engine closes it first.
         """
         engine, outcome = self.engine, Outcome()
         module, datamodule = self.module, self.datamodule
@@ -268,7 +267,7 @@ class Run:
         self.stop.note_end(None)
         self.state.progress.begin(self.call, self.window)
         outer = trainer_of(module)
-        # What is registered is called from the last to the first: teardowns, loggers, locks, then the rest, and the report.
+        # Registered functions are called from the last to the first: teardowns, loggers, locks, then the rest, and the report.
         with ExitStack() as stack:
             # A hook of that Trainer's run may have made this call.
             if outer is not None and outer.run.running_call is not None:
@@ -310,7 +309,7 @@ class Run:
                 if self.is_prepared:
                     self.state.progress.fail(self.obstacle(error))
                 self.stop.note_end(error)
-                # A save in flight can commit while every rank lives, whatever they raise; not if a rank is gone.
+                # A save in flight can commit while every rank lives, whatever they raise, but not if a rank is gone.
                 outcome.after(engine.writer.drop if is_secondary_failure(error) else engine.finish_save)
                 for hook in self.hooks["on_exception"]:
                     outcome.after(hook, error)
@@ -331,7 +330,7 @@ class Run:
         return (self.state.progress.batches_begun, self.logbook.reductions), ", ".join(parts)
 
     def _start_loggers(self, locks: FolderLocks) -> None:
-        """Let the loggers choose their folders, and lock those of checkpoints before anything is written. Collective."""
+        """Let the loggers choose their folders, and lock the checkpoint folders before anything is written. Collective."""
         ranks, choice = self.engine.ranks, self.choice
         # Rank 0's, because the working directories of the ranks may differ.
         self.root = ranks.broadcast(self.root, START_OF_LOGGERS)
@@ -418,6 +417,6 @@ class Run:
         return "success" if outcome.error is None else "failed"
 
     def _withdraw_loggers(self, outcome: Outcome) -> None:
-        """Let a run that was refused leave nothing behind."""
+        """Remove the files of a run that was rejected."""
         if outcome.error is not None and not self.logbook.has_begun:
             outcome.after(withdraw_loggers, self.loggers, self.engine.world_size == 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields
@@ -149,6 +150,7 @@ class Progress:
     def cancel_batch(self) -> None:
         """Leave a training batch before its step."""
         self.batches_begun -= 1
+        self.phase = Phase.BETWEEN_BATCHES
 
     @property
     def is_within_window(self) -> bool:
@@ -261,7 +263,10 @@ class Position:
 
     def plain(self) -> dict[str, Any]:
         """Return everything except the phase, as plain data for a Trainer in another process."""
-        return {name: value for name, value in asdict(self).items() if name != "progress"}
+        plain = {
+            entry.name: copy.deepcopy(getattr(self, entry.name)) for entry in fields(self) if entry.name != "progress"
+        }
+        return {**plain, "open_epoch": None if self.open_epoch is None else asdict(self.open_epoch)}
 
     @classmethod
     def of_plain(cls, plain: dict[str, Any]) -> Position:
@@ -414,10 +419,6 @@ class Position:
     def keep_gradients(self) -> None:
         """Store gradients that wait over an epoch's end for a step of manual optimization."""
         self.holds_gradients = True
-
-    def drop_gradients(self) -> None:
-        """Store no gradients any more."""
-        self.holds_gradients = False
 
     @contextmanager
     def ending_epoch(self, is_complete: bool) -> Iterator[None]:

@@ -1,4 +1,4 @@
-"""Saving: what a checkpoint holds of a run beside the model, the optimizers and the precision, which are the engine's."""
+"""Saving: the state of a run in a checkpoint. The engine saves the model, the optimizers and the precision."""
 
 from __future__ import annotations
 
@@ -34,27 +34,27 @@ SAVE_HOOK = "on_save_checkpoint"
 
 
 def check_save(run: Run, weights_only: bool) -> bool:
-    """Return whether a save can hold the weights only; RuntimeError if there is nothing to save."""
+    """Return whether a save can only contain weights. RuntimeError if there is nothing to save."""
     if not run.engine.modules:
         raise RuntimeError("there is nothing to save: save_checkpoint works from fit's beginning on.")
     if not weights_only and run.engine.num_workers:
         rank_zero_warn(
             "the optimizers ended with the processes of the run, so save_checkpoint writes the weights only, from which no fit "
-            "resumes; a ModelCheckpoint saves everything, within the run.",
+            "resumes. A ModelCheckpoint saves everything, within the run.",
             stacklevel=4,
         )
         weights_only = True
     if not weights_only and run.running_call != "fit" and not run.engine.optimizers:
         raise RuntimeError(
-            "the latest run was an evaluation, which has no optimizer to save; pass weights_only=True, or save after fit."
+            "the latest run was an evaluation, which has no optimizer to save. Pass weights_only=True, or save after fit."
         )
     return weights_only
 
 
 def run_state(run: Run, data: LoaderState | None) -> dict[str, Any]:
-    """Return what a checkpoint holds apart from tensors: counters, schedulers, callbacks, datamodule, hyper-parameters.
+    """Return the state of counters, schedulers, callbacks, datamodule and hyper-parameters for a checkpoint.
 
-    `data` is the position in the training data; None for a checkpoint of the weights only.
+    `data` is the position in the training data. None for a checkpoint of the weights only.
     """
     from trainwright import __version__
 
@@ -119,7 +119,7 @@ def check_state(run: Run) -> None:
                 **run_state(run, position_in_data(run)),
                 "extra": [extra_states(module) for module in engine.modules],
             }
-        except Exception:  # a state_dict may not be ready before the first batch; the save will report what is wrong
+        except Exception:  # a state_dict may not be ready before the first batch, and the save will report the error
             return
         encode_state(state, "state")
         for module in engine.modules:
@@ -138,7 +138,7 @@ def _check_dense(optimizer: Optimizer, key: str, tensor: Tensor) -> None:
     """Refuse sparse state, and name optimizers without it (CheckpointError)."""
     if tensor.layout is torch.sparse_coo:
         raise CheckpointError(
-            f"tensor '{key} of {type(optimizer).__name__}' is sparse, as the gradients of a layer with sparse=True are; a "
+            f"tensor '{key} of {type(optimizer).__name__}' is sparse, as the gradients of a layer with sparse=True are. A "
             "checkpoint stores dense tensors. Use torch.optim.SparseAdam, or SGD without momentum, or leave sparse out."
         )
 
@@ -165,7 +165,7 @@ def _check_first_step(optimizer: Optimizer) -> None:
 
 
 def save_checkpoint(run: Run, path: str, weights_only: bool, blocking: bool, overwrite: bool) -> bool:
-    """Write a checkpoint, now or, returning False, once the run may be saved; see Trainer.save_checkpoint. Collective."""
+    """Write a checkpoint as Trainer.save_checkpoint does. Return False if it waits until the run may be saved. Collective."""
     weights_only = check_save(run, weights_only)
     if isinstance(run, TrainingRun) and not run.may_save(weights_only):
         run.waiting_saves.append((path, weights_only, blocking, overwrite))
@@ -173,7 +173,7 @@ def save_checkpoint(run: Run, path: str, weights_only: bool, blocking: bool, ove
     if run.logbook.is_row_due:
         run.logbook.log_step()  # no resumed run would write it
     number = run.state.count_save()  # before the state is read, because the checkpoint contains its number
-    data = None if weights_only else position_in_data(run)
+    data = None if weights_only or run.trained.data is None else run.trained.data.state_dict()
     run.engine.save(
         path,
         step=run.state.step,
@@ -199,7 +199,7 @@ def save_waiting(run: TrainingRun) -> None:
 
 
 def rank_state(run: Run, data: LoaderState) -> dict[str, Any]:
-    """Return what a checkpoint holds of this rank alone, such as what it has logged in the epoch and its data's sources."""
+    """Return this rank's part of a checkpoint, such as the values logged in the epoch and the state of data sources."""
     assert run.module is not None
     # A callback that has stopped the run stops a resumed one again by itself.
     own_stop = run.stop.requested and not any(run.hooks.call("has_requested_stop"))
@@ -215,7 +215,7 @@ def rank_state(run: Run, data: LoaderState) -> dict[str, Any]:
 
 
 def open_epoch(run: Run) -> OpenEpoch:
-    """Return what a checkpoint holds of an epoch that the run stops within."""
+    """Return the state after the latest batch, for checkpoints of a run that stops within the epoch."""
     logbook, callbacks = run.logbook, None
     if any(each.keeps_any for each in run.checkpoint_callbacks):  # whose states can be stored, so they can be copied
         states = callback_states(each for each in run.trainer.callbacks if each not in run.checkpoint_callbacks)
@@ -236,7 +236,7 @@ def _hyper_parameters(owner: HyperParameters, prefix: str, kind: str) -> dict[st
 
 
 def edit_with_hooks(run: Run, name: str) -> Edit | None:
-    """Return what lets the hooks change a checkpoint's contents; None if no hook does."""
+    """Return a function that runs the checkpoint hooks, or None if none is overridden."""
     module = run.module
     own = module is not None and is_overridden(name, module, Module)
     if not own and not any(is_overridden(name, each, Callback) for each in run.trainer.callbacks):

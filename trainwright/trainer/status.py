@@ -86,14 +86,14 @@ class Status:
         """Refuse a call from within a run of this Trainer, before it changes anything of that (RuntimeError)."""
         if self.run.running_call is not None:
             raise RuntimeError(
-                f"trainer.{call} was called while trainer.{self.run.running_call} runs; call it after that, or from another "
+                f"trainer.{call} was called while trainer.{self.run.running_call} runs. Call it after that, or from another "
                 "Trainer."
             )
 
     def _change_setting(self, name: str, value: Any) -> None:
         if self.run.running_call is not None:
             raise RuntimeError(
-                f"trainer.{name} was set while trainer.{self.run.running_call} runs, which has read it at its start; set it "
+                f"trainer.{name} was set while trainer.{self.run.running_call} runs, which has read it at its start. Set it "
                 "before that call."
             )
         # All settings are checked again: the new value may conflict with another one.
@@ -236,7 +236,7 @@ class Status:
     def accumulate_grad_batches(self, value: Any) -> None:
         if isinstance(value, bool) or not isinstance(value, Integral) or int(value) < 1:
             raise ValueError(
-                f"trainer.accumulate_grad_batches={value!r} is not accepted; set it to an integer of at least 1."
+                f"trainer.accumulate_grad_batches={value!r} is not accepted. Set it to an integer of at least 1."
             )
         if self.run.running_call is None:
             self._change_setting("accumulate_grad_batches", int(value))
@@ -260,7 +260,7 @@ class Status:
         batches = self.num_training_batches
         if self.train_dataloader is None and batches == math.inf:
             raise RuntimeError(
-                "estimated_stepping_batches follows from the training data, which no fit has loaded yet; read it in setup, in "
+                "estimated_stepping_batches follows from the training data, which no fit has loaded yet. Read it in setup, in "
                 "configure_optimizers or later, or compute it from len(loader)."
             )
         if batches == math.inf:

@@ -30,7 +30,6 @@ from trainwright.trainer.evaluate import Evaluation, evaluate
 from trainwright.trainer.fit import fit
 from trainwright.trainer.inputs import check_compile, choose_precision, choose_root
 from trainwright.trainer.logbook import format_table
-from trainwright.trainer.missing_names import missing
 from trainwright.trainer.parts import (
     PARTS,
     arranged_callbacks,
@@ -43,14 +42,13 @@ from trainwright.trainer.parts import (
     with_the_modules,
 )
 from trainwright.trainer.predict import predict
-from trainwright.trainer.preparation import prepare_fit
+from trainwright.trainer.preparation import Request, choose_checkpoint, prepare_fit, read_evaluation, read_fit
 from trainwright.trainer.remote_call import OWN_ARGUMENTS, call_remotely, changes
-from trainwright.trainer.request import Request, choose_checkpoint, read_evaluation, read_fit
 from trainwright.trainer.resume import Resumption, open_with_hooks, restore_weights
 from trainwright.trainer.run import Parts, Run
 from trainwright.trainer.run_position import Position
 from trainwright.trainer.saving import save_checkpoint
-from trainwright.trainer.settings import REPLACED, Settings
+from trainwright.trainer.settings import REPLACED, Settings, missing
 from trainwright.trainer.sources import find_source
 from trainwright.trainer.status import Status
 from trainwright.trainer.training_run import TrainingRun
@@ -343,7 +341,7 @@ class Trainer(Status):
             A list with an entry for each batch; with several loaders a list of such lists; None with return_predictions=False.
         """
         if return_predictions not in (None, True, False, "own"):
-            raise ValueError(f"return_predictions={return_predictions!r} is not accepted; pass True, False or 'own'.")
+            raise ValueError(f"return_predictions={return_predictions!r} is not accepted. Pass True, False or 'own'.")
         given = (model, dataloaders, ckpt_path, datamodule, verify)
         wanted, own_only = return_predictions is not False, return_predictions == "own"
         run = partial(predict, return_predictions=wanted, own_only=own_only)
@@ -385,7 +383,7 @@ class Trainer(Status):
             RuntimeError: nothing to save, or nothing that a run could resume from.
         """
         if storage_options is not None:
-            raise ValueError("storage_options is not accepted; put them into the fsspec URL or its configuration.")
+            raise ValueError("storage_options is not accepted. Put them into the fsspec URL or its configuration.")
         return save_checkpoint(self.run, str(filepath), weights_only, blocking, overwrite)
 
     def stop_soon(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from traceback import walk_tb
@@ -12,6 +13,7 @@ from torch.optim import Optimizer
 
 from trainwright.data.datamodule import DataModule
 from trainwright.distributed.failures import is_secondary_failure
+from trainwright.distributed.sync_points import SyncPoint
 from trainwright.engine.fused import use_fused
 from trainwright.engine.optimizers import SchedulerConfig
 from trainwright.engine.prepared import PreparedOptimizer
@@ -22,21 +24,37 @@ from trainwright.rank_zero import rank_zero_warn
 from trainwright.strategies.base import Clipping, StepResult
 from trainwright.strategies.optimizer_proxy import unwrap_optimizer
 from trainwright.trainer.checkpoint_choice import Choice
-from trainwright.trainer.clock import IntervalClock
 from trainwright.trainer.epoch_batches import Batch, EpochBatches, Pairs
 from trainwright.trainer.evaluate import Evaluation
 from trainwright.trainer.oversights import LONG_EPOCH, warn_of_evaluation_mode, watching
 from trainwright.trainer.plain_backwards import PlainBackwards
 from trainwright.trainer.run import Parts, Run
 from trainwright.trainer.run_position import ENDING, Phase
-from trainwright.trainer.sources import BatchTransfer, LoaderSource, find_transfer
-from trainwright.trainer.steps import StepArguments, read_step
+from trainwright.trainer.sources import BatchTransfer, LoaderSource, StepArguments, find_transfer, read_step
 from trainwright.trainer.training_data import TrainData
 from trainwright.trainer.uneven_round import UnevenRound
 
 STEP_OVERRIDES = ("optimizer_step", "configure_gradient_clipping")
 TOO_MANY_EMPTY = 10
 """Batches without a loss at a run's beginning after which a warning says that nothing is trained."""
+
+
+class IntervalClock:
+    """Rank 0 looks at the time; all ranks act at the step that their sync point agrees on."""
+
+    def __init__(self, seconds: float, sync_point: SyncPoint) -> None:
+        self._seconds, self._sync_point = seconds, sync_point
+        self._next = time.monotonic() + seconds
+
+    def is_due(self, step: int) -> bool:
+        """Return whether an interval ends at this optimizer step; call it at each, on every rank."""
+        if self._sync_point.rank == 0 and time.monotonic() >= self._next:
+            self._sync_point.request()
+            self._next = float("inf")  # until this request is met
+        if not self._sync_point.is_reached(step):
+            return False
+        self._next = time.monotonic() + self._seconds
+        return True
 
 
 Hooks = tuple[Callable[..., Any], ...]

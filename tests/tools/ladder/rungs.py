@@ -27,7 +27,7 @@ def set_rung(monkeypatch: pytest.MonkeyPatch, folder: Path, **settings: Any) -> 
 
 
 def record(**changes: Any) -> RungRecord:
-    """Return a record; without `seconds`, the training takes as long as its rate of samples says."""
+    """Return a record. The default of `seconds` follows from its rate of samples says."""
     if changes.get("samples_per_second"):
         changes.setdefault("seconds", 480 / changes["samples_per_second"])
     points = tuple((step, 0.5 + 0.1 * step) for step in range(1, 21))

@@ -1,4 +1,4 @@
-"""`trainwright ladder`: its runs, tables and files, with a stand-in for the interpreter and with real scripts; refusals."""
+"""The `ladder` command: options, runs and files, with a fake interpreter and with real scripts, and rejected options."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def fake(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 
 def test_runs_that_do_not_finish(fake: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """One fails, one hangs, one lacks its package, and Ctrl-C ends the last; the table has them all."""
+    """One fails, one hangs, one lacks its package, and Ctrl-C ends the last. The table has all of them."""
     handlers = [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)]
     names = "bf16-mixed,compile,fsdp,ddp,ddp_sharded"
     options = ["--cpu", "--rungs", names, "--timeout", "1", "--steps", "20", "--devices", "2"]
@@ -74,7 +74,7 @@ def test_runs_that_do_not_finish(fake: Path, capsys: pytest.CaptureFixture[str])
     assert rung == Rung("unchanged", str(folder.absolute() / "unchanged"), accelerator="cpu", steps=20)
 
 
-def test_seeds(fake: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_rung_is_run_with_every_seed(fake: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for number in (1, 2):
         assert ladder_command(["--rungs", "16-mixed", "--seeds", "2", "train.py", "--seed={seed}"], None) == 0
         assert Path(f"ladder/train-{number}/ladder.html").exists()
@@ -94,7 +94,7 @@ def test_seeds(fake: Path, capsys: pytest.CaptureFixture[str]) -> None:
         (["--lr", "1", "-m", "x", "--help"], ""),
     ],
 )
-def test_options_after_the_script(
+def test_options_after_the_script_are_passed_to_it(
     arguments: list[str], said: str, fake: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert ladder_command(["--cpu", "--rungs", "unchanged", "train.py", *arguments], None) == 0
@@ -105,7 +105,7 @@ def test_options_after_the_script(
 
 
 def test_each_run_begins_without_the_files_of_the_one_before(fake: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """They are moved into its folder; the checkpoint that the user had stays, and a note names it."""
+    """They are moved into its folder. The checkpoint of the user stays, and a note names it."""
     program = f"""#!/bin/sh
 folder=$(dirname "$TRAINWRIGHT_RUNG")
 [ -e saved/best-v1.ckpt ] && exit 1
@@ -140,7 +140,7 @@ def test_a_script_that_is_too_short_is_named_at_once(fake: Path, capsys: pytest.
 
 
 def test_a_second_interrupt_does_not_wait(fake: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The run ignores SIGTERM; it is killed with what it has started."""
+    """A run that ignores SIGTERM is killed with its child processes."""
     interrupting = "trap '' TERM\necho $$ > pid\nsleep 0.5\nkill -INT $PPID\nsleep 1\nkill -INT $PPID\nsleep 600"
     (fake / "interpreter").write_text(f"#!/bin/sh\n{interrupting}\n")
     assert ladder_command(["--out", "out", "train.py"], None) == 130
@@ -151,7 +151,7 @@ def test_a_second_interrupt_does_not_wait(fake: Path, capsys: pytest.CaptureFixt
     assert "Its output is in out/unchanged/output.log." in said
 
 
-def test_files_that_cannot_be_written(
+def test_unwritable_files_do_not_hide_the_table(
     fake: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The table is printed all the same."""
@@ -255,7 +255,7 @@ def test_a_first_rung_that_nothing_can_be_compared_with(
         (["--step", "3", "train.py"], "'--step' is not an option of trainwright ladder. Did you mean '--steps'?"),
     ],
 )
-def test_what_is_refused(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_ladder_rejects_wrong_options(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
     Path("train.py").touch()
     Path("full").mkdir()
     Path("full/result").touch()
@@ -282,7 +282,9 @@ def test_a_file_where_the_results_would_go(capsys: pytest.CaptureFixture[str]) -
         ("import torch  # import lightning", "can be changed."),
     ],
 )
-def test_a_script_of_another_framework(line: str, hint: str, fake: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_script_of_another_framework_is_named(
+    line: str, hint: str, fake: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (fake / "interpreter").write_text("#!/bin/sh\n")
     Path("train.py").write_text(f"import os\n{line}\n")
     assert ladder_command(["--cpu", "--rungs", "bf16-mixed", "train.py"], None) == 1
@@ -362,8 +364,8 @@ print("never reached")
 
 @pytest.mark.launch
 @pytest.mark.slow
-def test_real_scripts(tmp_path: Path) -> None:
-    """A script in Lightning's vocabulary: bf16, one rung that fails, two processes; then a loop that --steps ends on two."""
+def test_real_scripts_are_run_and_compared(tmp_path: Path) -> None:
+    """A script in Lightning's vocabulary: bf16, one rung that fails, two processes. Then a loop that --steps ends on two."""
     (tmp_path / "train.py").write_text(TRAINER)
     (tmp_path / "loop.py").write_text(LOOP)
     options = ["--cpu", "--steps", "30", "--timeout", str(int(deadline(120)))]

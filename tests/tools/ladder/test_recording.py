@@ -1,4 +1,4 @@
-"""What a process records under its rung: steps, rates, memory and metrics, of a Trainer and of a loop."""
+"""The record of a process under a rung: steps, rates, memory and metrics, of a Trainer and of a loop."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from trainwright.tools.ladder.recording import peak_bytes
 from trainwright.tools.ladder.step_clock import MOST_UNREAD, StepClock, steady_rate, steady_steps
 
 
-def test_steady_rate() -> None:
-    # A step takes 1 s; the first three take longer, one compiles again, and an evaluation comes before another.
+def test_the_steady_rate_skips_slow_steps() -> None:
+    # A step takes 1 s. The first three take longer, one compiles again, and an evaluation comes before another.
     took = [9.0, 5.0, 4.0, 1.0, 1.0, 30.0, 1.0, 4.0, 1.0]
     ends = [sum(took[: at + 1]) for at in range(len(took))]
     steady = [True] * 7 + [False, True]
@@ -44,7 +44,7 @@ def test_a_clock_reads_all_marks() -> None:
     assert clock.read() == seconds
 
 
-def test_a_trainer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_trainer_is_recorded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     set_rung(monkeypatch, tmp_path / "rung", steps=15)
     trainer = tw.Trainer(max_epochs=9, accumulate_grad_batches=2, **QUIET)
     made = RungRecord.read(tmp_path / "rung")
@@ -91,7 +91,7 @@ def test_several_fits_follow_each_other(monkeypatch: pytest.MonkeyPatch, tmp_pat
 
 
 class Evaluating(tw.Callback):
-    """Evaluates with another Trainer after each epoch."""
+    """Evaluates with another Trainer after an epoch."""
 
     def on_train_epoch_end(self, trainer: tw.Trainer, module: tw.Module) -> None:
         tw.Trainer(**QUIET).validate(Classifier(), make_loader(8), verbose=False)
@@ -109,7 +109,7 @@ def test_an_evaluation_within_a_fit_does_not_end_its_record(monkeypatch: pytest.
 
 
 class Fitting(tw.Callback):
-    """Trains another model after each epoch."""
+    """Trains another model after an epoch."""
 
     def on_train_epoch_end(self, trainer: tw.Trainer, module: tw.Module) -> None:
         inner = tw.Trainer(max_epochs=1, **QUIET)
@@ -130,7 +130,7 @@ def test_a_fit_within_a_fit_is_not_recorded(monkeypatch: pytest.MonkeyPatch, tmp
 
 
 class Probing(tw.Callback):
-    """Trains another model after each epoch, in a loop."""
+    """Trains another model after an epoch, in a loop."""
 
     def on_train_epoch_end(self, trainer: tw.Trainer, module: tw.Module) -> None:
         train_loop()
@@ -207,7 +207,7 @@ def test_a_fit_after_one_that_has_failed_is_recorded(monkeypatch: pytest.MonkeyP
 
 
 class Loop:
-    """A loop with two optimizers, a test within each epoch, and a log."""
+    """A loop with two optimizers, a test in every epoch, and a log."""
 
     def __init__(self, folder: Path, **options: Any) -> None:
         self.accelerator = tw.Accelerator(accelerator=ACCELERATOR, log_with="csv", project_dir=folder, **options)
@@ -238,7 +238,7 @@ def write_record(file: OverrideFile) -> None:
     file.observer.recording.write()
 
 
-def test_a_loop(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_loop_is_recorded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     file = set_rung(monkeypatch, tmp_path / "rung")
     Loop(tmp_path).run(make_loader(40))
     write_record(file)
@@ -279,7 +279,7 @@ def test_a_loop_is_ended_after_its_steps(
     assert record.logged == {}
 
 
-def test_a_loop_without_prepared_loaders(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_loop_without_prepared_loaders_is_recorded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     file = set_rung(monkeypatch, tmp_path / "rung", steps=4)
     accelerator = tw.Accelerator(accelerator=ACCELERATOR)
     net = make_net()
@@ -293,7 +293,7 @@ def test_a_loop_without_prepared_loaders(monkeypatch: pytest.MonkeyPatch, tmp_pa
     with pytest.raises(SystemExit):
         loop()
     with pytest.raises(SystemExit):
-        loop()  # as one that catches whatever a step raises
+        loop()  # a loop may catch all errors of a step
     write_record(file)
     record = RungRecord.read(tmp_path / "rung")
     assert record is not None
@@ -319,7 +319,7 @@ class Predicting(Classifier):
 
 
 def test_new_outputs_are_listed_for_the_ladder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The ladder moves them away after the run; a file that existed before is not among them."""
+    """The ladder moves new files away after the run, and no file that existed before."""
     saver = tw.ModelCheckpoint(tmp_path / "saved", filename="best", save_last="link")
     trainer = tw.Trainer(max_epochs=1, accelerator=ACCELERATOR, devices=1, logger=False, callbacks=saver)
     trainer.fit(Classifier(), make_loader())
@@ -338,7 +338,7 @@ def test_new_outputs_are_listed_for_the_ladder(monkeypatch: pytest.MonkeyPatch, 
     ]  # fmt: skip
 
 
-def test_memory_and_folders(tmp_path: Path) -> None:
+def test_memory_and_new_paths_are_recorded(tmp_path: Path) -> None:
     peak = peak_bytes(torch.device("cpu"))
     assert peak is not None
     assert 1 << 20 < peak < 1 << 40

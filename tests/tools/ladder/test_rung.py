@@ -1,4 +1,4 @@
-"""A rung's settings replace those of the script's Trainer, Accelerator and seeds; without a rung nothing is touched."""
+"""The settings of a rung replace the arguments of the script's Trainer, Accelerator and seeds."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_without_a_rung_nothing_changes() -> None:
     assert not any(isinstance(each, RungRecorder) for each in tw.Trainer(**QUIET).callbacks)
 
 
-def test_a_file_that_is_no_rung(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_foreign_file_is_rejected(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     path = tmp_path / "rung.json"
     Rung("ddp", "there", devices=2, strategy="ddp").write(path)
     assert Rung.read(str(path)) == Rung("ddp", "there", devices=2, strategy="ddp")
@@ -53,7 +53,7 @@ def test_a_file_that_is_no_rung(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
         tw.Trainer(**QUIET)
 
 
-def test_settings_of_the_engine(
+def test_settings_of_the_engine_are_replaced(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = set_rung(monkeypatch, tmp_path, devices=3, strategy="ddp", precision="bf16-mixed", accelerator="cpu")
@@ -92,7 +92,7 @@ def test_a_precision_of_another_spelling_stays(
     assert overridden("Engine", "precision", given, is_like=is_spelling_of) == value
 
 
-def test_arguments_of_a_trainer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_arguments_of_a_trainer_are_replaced(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     set_rung(monkeypatch, tmp_path, precision="bf16-mixed", compile=True, steps=5)
     timer = tw.Timer()
     trainer = tw.Trainer(max_steps=50, min_steps=10, callbacks=timer, plugins=None, precision="32-true", **QUIET)
@@ -104,7 +104,7 @@ def test_arguments_of_a_trainer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
     assert trainer.trial(max_steps=9).max_steps == 5  # the trial ends after 9, and its module sees the fit's limit
 
 
-def test_a_compiled_script_under_a_rung_that_does_not_compile(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_rung_can_switch_compiling_off(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     file = set_rung(monkeypatch, tmp_path, compile=False)
     tw.Trainer(compile={"mode": "default"}, **QUIET)
     assert file.replaced["compile"] == ("dict(...)", "False")
@@ -116,7 +116,7 @@ def test_a_compiled_script_under_a_rung_that_does_not_compile(monkeypatch: pytes
     assert compiler_of("eager") == "eager"
 
 
-def test_seeds(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_rung_sets_the_seed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     file = set_rung(monkeypatch, tmp_path)
     assert tw.seed_everything(7, verbose=False) == 7
     assert not file.applied

@@ -1,4 +1,4 @@
-"""Which rungs a ladder has, and what each of them keeps of the ones before."""
+"""The rungs of a ladder, and the settings that they keep from earlier rungs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from trainwright.tools.ladder.rungs import choose_devices, known_rungs, settings
 STRATEGIES = ["ddp", "ddp_sharded", "deepspeed_stage_2", "fsdp", "deepspeed_stage_3"]
 
 
-def test_the_rungs_of_a_machine() -> None:
+def test_the_rungs_depend_on_the_machine() -> None:
     assert usual_rungs("cpu", 2) == ["unchanged", "bf16-mixed", "compile", *STRATEGIES]
     assert usual_rungs("cpu", 1) == ["unchanged", "bf16-mixed", "compile"]
     known = known_rungs()
@@ -21,7 +21,7 @@ def test_the_rungs_of_a_machine() -> None:
 
 
 @pytest.mark.host
-def test_devices_of_the_cpu() -> None:
+def test_the_cpu_has_two_devices_by_default() -> None:
     assert choose_devices("auto", "cpu") == 2
     assert choose_devices("3", "cpu") == 3
     assert choose_devices("-1", "cpu") >= 1
@@ -31,7 +31,7 @@ def test_devices_of_the_cpu() -> None:
 
 
 def of(*rates: tuple[str, float | None]) -> dict[str, Result]:
-    """Return results of rungs; without a rate, a failed one."""
+    """Return results of rungs. A rung without a rate has failed."""
     return {
         name: result(name, "failed", "why") if rate is None else result(name, samples_per_second=rate)
         for name, rate in rates
