@@ -17,7 +17,7 @@ from trainwright.strategies.replication import equalize
 
 
 class JobCalls(Protocol):
-    """The calls of all ranks that the Engine makes."""
+    """The calls that the Engine makes for this view."""
 
     def barrier(self, call: str = ...) -> None: ...
     def broadcast(self, obj: Any, src: int = 0) -> Any: ...
@@ -36,7 +36,7 @@ class JobView:
     _module: nn.Module | None = None
 
     def join_job(self, job: JobCalls) -> None:
-        """Use the Engine of the job, once this process is connected."""
+        """Take the Engine of the job, once this process is connected."""
         self._job = job
 
     def note_module(self, module: nn.Module | None) -> None:
