@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from trainwright.distributed import collectives
 
 
-class Job(Protocol):
-    """What the Engine does of this."""
+class JobCalls(Protocol):
+    """The calls that the Engine makes for this view."""
 
     def barrier(self, call: str = ...) -> None: ...
     def broadcast(self, obj: Any, src: int = 0) -> Any: ...
@@ -30,10 +30,10 @@ class JobView:
     device: torch.device
     wrapped: Mapping[nn.Module, Any]
     _arguments: tuple[tuple[Any, ...], dict[str, Any]]
-    _job: Job | None = None
+    _job: JobCalls | None = None
     _module: nn.Module | None = None
 
-    def join_job(self, job: Job) -> None:
+    def join_job(self, job: JobCalls) -> None:
         """Take the Engine of the job, once this process is connected."""
         self._job = job
 
