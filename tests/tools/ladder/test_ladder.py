@@ -244,7 +244,7 @@ def test_a_first_rung_that_nothing_can_be_compared_with(
             "--devices none: expected an integer of at least 1, -1 for all, or auto.",
         ),
         (["--steps", "0", "train.py"], "--steps 0: expected an integer of at least 1."),
-        (["--lower", "--higher", "train.py"], "--higher and --lower exclude each other; pass one."),
+        (["--lower", "--higher", "train.py"], "--higher and --lower exclude each other. Pass one."),
         (["--out", "full", "train.py"], "--out full exists already; pass a new folder"),
         (
             ["--out", "train.py/results", "train.py"],
