@@ -234,7 +234,7 @@ def build(
 
     forms = {name: form for name, form in (forms or {}).items() if name not in overrides}
     if hparams_name in named and hparams_name not in (AS_ARGUMENTS, *hyper_parameters):
-        within = {key for key in overrides if key in hyper_parameters and key not in named}
+        within = (overrides.keys() & hyper_parameters.keys()) - named.keys()
         stored = {**hyper_parameters, **{key: overrides[key] for key in within}}
         overrides = {key: value for key, value in overrides.items() if key not in within}
         values = {} if hparams_name in overrides else {hparams_name: _content(cls, hparams_name, stored, forms)}

@@ -1,4 +1,4 @@
-"""What cannot be used is refused with what was given, what is accepted and what to do, before a run has changed anything."""
+"""Bad input is rejected before a run changes anything. The message has the value, the accepted values and a remedy."""
 
 from __future__ import annotations
 
@@ -293,7 +293,7 @@ for path in sys.argv[2:]:
 
 @pytest.fixture
 def open_folder() -> Iterator[Path]:
-    """A folder that another user can look into, which pytest's own cannot be."""
+    """A folder that other users can read, unlike pytest's folders."""
     with tempfile.TemporaryDirectory() as folder:
         Path(folder).chmod(0o755)
         yield Path(folder)

@@ -1,4 +1,4 @@
-"""`trainwright checkpoint`: what it tells, what it finds bad, and what comes out and in."""
+"""`trainwright checkpoint`: its output, the damage that it finds, and its exports and imports."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_show_tells_what_there_is(saved: Path, capsys: pytest.CaptureFixture[str
     assert (code, err) == (0, "")
     assert lines[1] == "step 2, epoch 1"
     assert lines[2] == f"written by 1 process, strategy single_device, trainwright {tw.__version__}; format 1"
-    # 8*13 + 13 + 13*3 + 3 + 3 (the head's own bias) + 1, of which the last is bf16
+    # 8*13 + 13 + 13*3 + 3 + 3 (the head's bias) + 1, of which the last is bf16
     assert lines[3] == ("model: 7 tensors (1 of them another's second name), 163 parameters and buffers, 650 bytes")
     assert lines[4].startswith("optimizer: 12 tensors, ")
     assert {"width: 3", "lr: 0.05", 'token: "(not shown)"'} < set(lines)
@@ -238,7 +238,7 @@ print((peak() - before) // 1024)
 def test_an_export_never_holds_a_model(tmp_path: Path) -> None:
     done = run_python("-c", LARGE, folder=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert int(done.stdout) < 40  # MiB; the two tensors are 96
+    assert int(done.stdout) < 40  # MiB, while the two tensors are 96
     with safe_open(tmp_path / "large.safetensors", "pt") as file:
         expected = torch.arange(12 << 20, dtype=torch.float32).add_(1).bfloat16()
         assert torch.equal(file.get_tensor("b"), expected)
@@ -335,7 +335,7 @@ def test_an_index_that_leads_elsewhere_is_refused(
 
 
 def test_bad_input_is_one_line_and_an_exit_code(saved: Path, tmp_path: Path) -> None:
-    """In processes of their own, since the exit code is what scripts go by."""
+    """In separate processes, because scripts depend on the exit code."""
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "file").write_text("text")
     torch.save({}, tmp_path / "empty.pt")

@@ -1,4 +1,4 @@
-"""Damage to the checkpoints of two real ranks is found, whichever file it is in; parts of two checkpoints are never mixed."""
+"""Damage to any file of two real ranks' checkpoints is found. Parts of two checkpoints are never mixed."""
 
 from __future__ import annotations
 

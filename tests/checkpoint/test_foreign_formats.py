@@ -56,7 +56,7 @@ def test_a_real_lightning_checkpoint_is_read(folder: str) -> None:
     assert {"callbacks", "loops", "optimizer_states", "lr_schedulers"} < weights.contents.keys()
     net = nn.ModuleDict({"net": nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 2))}).eval()
     net.load_state_dict(weights.state_dict)
-    expected = [[-0.3543643, 0.3761690], [-0.4927646, 0.8146941]]  # what Lightning's module answered
+    expected = [[-0.3543643, 0.3761690], [-0.4927646, 0.8146941]]  # the output of Lightning's module
     torch.testing.assert_close(net["net"](torch.arange(8.0).reshape(2, 4)), torch.tensor(expected))
 
 

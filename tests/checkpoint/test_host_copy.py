@@ -1,4 +1,4 @@
-"""The copy of what a rank will write: the same files come of it, whatever happens to the originals."""
+"""The host copy of a rank's pieces gives the same files, whatever happens to the originals."""
 
 from __future__ import annotations
 

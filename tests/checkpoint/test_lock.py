@@ -24,7 +24,7 @@ from trainwright.paths import machine, process_start_time
 
 
 def forked(work: Callable[[], object]) -> int:
-    """Start a process that does the work and ends with 0, with 3 where it is refused, and with 1 for any other error."""
+    """Start a process that does the work. It ends with 0, with 3 if the lock is refused, or with 1 for other errors."""
     pid = os.fork()
     if pid:
         return pid
@@ -102,7 +102,7 @@ def test_who_is_refused_learns_who_holds_it_and_a_dead_one_gives_it_back(tmp_pat
 def test_of_two_that_start_together_one_has_it(
     tmp_path: Path, has_locks: bool, pairs: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Pairs 0 to 200 ms apart where there are locks, in the same moment where there are none; the holder is killed then."""
+    """Pairs start 0 to 200 ms apart with locks, and at the same moment without. Then the holder is killed."""
     draw = random.Random(1)
     if not has_locks:
 
@@ -161,7 +161,7 @@ def test_an_unwritable_folder_is_rejected_and_a_remote_one_has_no_lock(tmp_path:
 
 
 def test_a_holder_that_has_just_begun_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its name is written right after the lock is taken; who comes between the two waits for it."""
+    """The name is written right after the lock is acquired. A process that comes between waits for it."""
     code = """
 import fcntl, os, sys, time
 from trainwright.checkpoint import lock

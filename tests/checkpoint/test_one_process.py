@@ -1,4 +1,4 @@
-"""What two ranks wrote under any strategy, one process reads: as a module, in a test, in a loop of one's own, as a file."""
+"""One process reads two ranks' checkpoints of any strategy: as a module, in a test, in a raw loop, as a file."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Tied(Classifier):
 
 
 def save_under_each(folder: Path) -> dict[str, Any]:
-    """Train the same three steps under every strategy, save them, and tell the loss of a test of what was trained."""
+    """Train the same three steps under every strategy and save them. Return the loss of a test."""
     for module in ("deepspeed", "fairscale", "pydantic"):
         warnings.filterwarnings("ignore", module=rf"{module}(\..*)?")
     warnings.filterwarnings("ignore", ".*should not be instantiated", DeprecationWarning)
@@ -114,7 +114,7 @@ def test_one_process_reads_it(strategy: str, job: tuple[Path, dict[str, Any]], r
     assert expected_moments.keys() <= state.keys()
     assert_close({name: state[name] for name in expected_moments}, expected_moments, 1e-5)
 
-    # Trained by another optimizer, the weights alone fit.
+    # After training with another optimizer only the weights fit.
     accelerator = tw.Accelerator(cpu=ON_HOST)
     module = Tied()
     prepared, _ = accelerator.prepare(module, torch.optim.SGD(module.parameters(), 0.1))

@@ -23,7 +23,7 @@ FILES = ["manifest.json", "model-00000.safetensors", "rank-00000.json", "state.j
 
 
 def refused(path: Path, message: str, seats: Any) -> None:
-    """Assert that the checkpoint is refused, alone and by two ranks with the same error on both."""
+    """Assert that one process rejects the checkpoint, and two ranks with the same error."""
     with pytest.raises(CheckpointError, match=message):
         open_checkpoint(str(path))
     ends = seats(2)

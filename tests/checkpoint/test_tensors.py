@@ -82,7 +82,7 @@ def whole(name: str, tensor: Tensor, writer: int | None = None) -> Piece:
 
 
 def rows(name: str, tensor: Tensor, rank: int, world_size: int) -> Piece:
-    """The rank's range of rows, as FSDP cuts them; empty for the last ranks of a small tensor."""
+    """The rank's range of rows under FSDP. It is empty for the last ranks of a small tensor."""
     part = -(-tensor.shape[0] // world_size)
     begin = min(rank * part, tensor.shape[0]) * (tensor.numel() // tensor.shape[0])
     stop = min((rank + 1) * part, tensor.shape[0]) * (tensor.numel() // tensor.shape[0])

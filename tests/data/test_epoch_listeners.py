@@ -1,4 +1,4 @@
-"""Epoch listeners: whatever of a loader has a `set_epoch` is told the epoch, in workers' copies too."""
+"""Epoch listeners: every part of a loader with a `set_epoch` gets the epoch, also in workers' copies."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Told:
 
 
 class Items(Told, Dataset[Any]):
-    """Each item is its number and the epoch that this copy was told."""
+    """Items contain their number and the epoch of this copy."""
 
     def __len__(self) -> int:
         return 8
@@ -123,7 +123,7 @@ def test_datasets_are_told_every_epoch_in_both_loops() -> None:
     trainer = tw.Trainer(max_epochs=3, **QUIET)
     trainer.fit(Classifier(), DataLoader(trained, batch_size=4), DataLoader(evaluated, batch_size=4))
     assert sorted(set(trained.told)) == [0, 1, 2]
-    assert set(evaluated.told) == {0}, "each evaluation is of the same samples"
+    assert set(evaluated.told) == {0}, "evaluations have the same samples"
     data = Pairs()
     loader = tw.Accelerator(cpu=ON_HOST).prepare(DataLoader(data, batch_size=4))
     for _ in range(3):

@@ -1,4 +1,4 @@
-"""Batches that this process fetches: those of torch's own iterator, for each kind of dataset and collate function."""
+"""Batches that this process fetches equal the batches of torch's iterator, for all kinds of datasets and collate functions."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Several(Items):
 
 
 class Whole(Items):
-    """Its index is a list: it makes the batches."""
+    """Its index is a list, so the dataset makes the batches."""
 
     def __getitem__(self, index: Any) -> Any:
         self.asked.append(index)
@@ -119,12 +119,12 @@ def test_an_error_of_the_dataset_comes_as_it_is_and_sampling_is_lazy() -> None:
     assert drawn == [0, 1]
     with pytest.raises(KeyError, match="broken"):
         next(batches)
-    assert next(batches) == torch.tensor([3])  # as torch's iterator goes on after an error
+    assert next(batches) == torch.tensor([3])  # torch's iterator also continues after an error
 
 
 @pytest.mark.parametrize("size", [None, 1, 3])
 def test_a_stop_iteration_of_the_dataset_ends_the_pass_and_cuts_no_batch(size: int | None) -> None:
-    """As one does that reads on in a file, whatever index it is given."""
+    """Like a dataset that reads a file from start to end, whatever the index."""
 
     class Reads(Items):
         def __init__(self) -> None:
@@ -157,7 +157,7 @@ def test_a_profile_shows_the_fetch_under_torchs_name() -> None:
 
 
 class Drawing(Dataset[Tensor]):
-    """Draws from torch's generator, as augmentation does."""
+    """Draws from torch's generator, like augmentation."""
 
     def __len__(self) -> int:
         return 12
@@ -187,7 +187,7 @@ def trainer() -> tw.Trainer:
 
 
 class TorchsLoader(DataLoader[Any]):
-    """Iterates as torch's does, but is not known to."""
+    """Iterates like torch's loader, but with another method."""
 
     def _get_iterator(self) -> Any:
         return super()._get_iterator()

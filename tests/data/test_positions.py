@@ -1,4 +1,4 @@
-"""The place in the data: left at one world size and taken up at another, each sample of an epoch comes exactly once."""
+"""The position in the data: a run that resumes at another world size reads every sample of an epoch exactly once."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ SEED, EPOCH = 3, 2
 
 
 Plans = Sequence[Sequence[tuple[int, int | None]]]
-"""Of each plan and part of an epoch, on how many ranks it is trained, and for how many batches (None: to its end)."""
+"""For plans and parts of an epoch: the number of ranks, and the number of batches (None: to its end)."""
 
 
 class Uneven(Sampler[list[int]]):
-    """A user's batch sampler: batches of 1, 2, 3, 1, 2, 3 ... samples, in an order of its own."""
+    """A user's batch sampler: batches of 1, 2, 3, 1, 2, 3 ... samples, in a special order."""
 
     def __init__(self, count: int) -> None:
         self.count = count
@@ -55,24 +55,24 @@ def numbers(count: int, first: int = 0) -> TensorDataset:
 
 
 def samples(batch: Any) -> list[int]:
-    """Return the numbers in a batch, however it is nested; None stands for a loader that has ended."""
+    """Return the numbers in a nested batch. None stands for a loader that has ended."""
     if isinstance(batch, torch.Tensor):
         return [int(each) for each in batch.reshape(-1)]
     return [number for part in batch if part is not None for number in samples(part)]
 
 
 def own(share: Any, rank: int, number: int, batch: Any) -> list[int]:
-    """Return the numbers in a batch but those of a loader's uneven round that are another rank's, and weigh nothing."""
+    """Return the numbers in a batch, except another rank's samples, which have weight zero, in an uneven round."""
     is_sequential = getattr(share, "combination", "") == "sequential"
     sizes = [(share if is_sequential else part).uneven.get(number) for part in getattr(share, "parts", [share])]
-    several = len(sizes) > 1  # each has its own hundred
+    several = len(sizes) > 1  # every loader has another hundred
     return [each for each in samples(batch) if (part := sizes[each // 100 if several else 0]) is None or part[rank]]
 
 
 def segment(
     loader: Any, ranks: int, batch: int, state: Any, most: int | None, **options: Any
 ) -> tuple[list[list[int]], int, Any, list[int | None]]:
-    """Train on some batches of an epoch on so many ranks; return what each rank had, and where it stands then."""
+    """Train on some batches of an epoch. Return the ranks' batches, and the position after them."""
     had, ends, lengths = [], [], []
     for rank in range(ranks):
         share = shard(loader() if callable(loader) else loader, rank=rank, world_size=ranks, mode="train", **options)
@@ -90,13 +90,13 @@ def segment(
 
 
 def epoch(loader: Any, plan: Sequence[tuple[int, int | None]], **options: Any) -> list[int]:
-    """Return what an epoch gave that went over so many ranks for so many batches each."""
+    """Return the batches of an epoch that was trained in parts, on different numbers of ranks."""
     batch, state, seen = 0, None, []
     for ranks, most in plan:
         had, batch, state, lengths = segment(loader, ranks, batch, state, most, **options)
         seen += [number for each in had for number in each]
         if most is None and lengths[0] is not None:
-            assert lengths == [batch] * ranks, "the length is told before it is read"
+            assert lengths == [batch] * ranks, "the length is known before the epoch is read"
     return seen
 
 
@@ -104,7 +104,7 @@ PLANS = [
     [(first, 2), (second, None)] for first, second in itertools.product((1, 2, 3, 4), repeat=2) if first != second
 ] + [[(2, 1), (3, 1), (1, 2), (4, 1), (2, None)], [(3, 2), (3, 1), (2, None)]]
 SOME_PLANS = [PLANS[0], PLANS[3], PLANS[8], PLANS[10], *PLANS[-2:]]
-"""From one rank to two and back, from three to four, from four to two, and of several parts."""
+"""From one rank to two and back, from three to four, from four to two, and in several parts."""
 some_or_all_plans = pytest.mark.parametrize("plans", [SOME_PLANS, pytest.param(PLANS, marks=pytest.mark.slow)], ids=len)
 
 
@@ -165,7 +165,7 @@ def test_another_batch_size_reads_every_sample_once() -> None:
 
 
 def test_two_changes_of_the_batch_size_are_exact_before_the_first_batch() -> None:
-    """The place lies within a batch of the new size; saved there, it is still known to the sample."""
+    """The position lies within a batch of the new size, and a save there keeps it to the sample."""
     for count, (old, new, last), ranks in itertools.product(
         (23, 24), ((4, 8, 8), (4, 8, 3), (3, 5, 3), (2, 7, 4)), ((1, 1, 1), (2, 1, 2), (1, 2, 1))
     ):
@@ -207,7 +207,7 @@ def test_combined_loaders_are_resumed_at_any_world_size(mode: Any, plans: Plans)
 
 
 class Stream(IterableDataset[Any]):
-    """Numbers through a shuffle buffer; each worker has a part of them, and what it has had can be told."""
+    """Numbers through a shuffle buffer. Every worker reads a part of them, and records its items."""
 
     def __init__(self, count: int, log: list[int] | None = None) -> None:
         self.count, self.log = count, log
@@ -297,7 +297,7 @@ def test_persistent_workers_are_restarted_after_the_resumed_epoch() -> None:
 
 
 class OwnLoader:
-    """A loader of one's own with a state, as torchdata's StatefulDataLoader has it."""
+    """A user's loader with a state, like torchdata's StatefulDataLoader."""
 
     def __init__(self) -> None:
         self.place, self.read = 0, []
@@ -356,7 +356,7 @@ def test_a_place_beyond_the_data_is_seen() -> None:
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_a_state_is_told_of_the_batch_that_it_is_planned_for(num_workers: int) -> None:
+def test_a_state_belongs_to_the_planned_batch(num_workers: int) -> None:
     for ranks in (1, 2, 3):
         share = shard(
             DataLoader(Telling(48), batch_size=2, num_workers=num_workers), rank=0, world_size=ranks, mode="train"
@@ -366,5 +366,5 @@ def test_a_state_is_told_of_the_batch_that_it_is_planned_for(num_workers: int) -
         list(islice(share, 3))
         state = share.state_dict(3)
         (place,), (source,) = state["places"], state["sources"]
-        assert source["items"] == place["items"] == 3 * ranks, "though it was read on"
+        assert source["items"] == place["items"] == 3 * ranks, "though more was read"
         share.close()

@@ -1,4 +1,4 @@
-"""Seeds and the states of the generators."""
+"""Seeds and RNG states."""
 
 from __future__ import annotations
 

@@ -88,7 +88,7 @@ assert all(abilities.fuses("sim", name, torch.float32) for name in ("Adam", "SGD
 for name in ("auto", "gpu", "sim"):
     assert tw.Trainer(**{**settings, "devices": 1, "accelerator": name}).engine.device == torch.device("sim", 0)
 has = "torch .* has 'sim' here; .*'auto' for 'sim', or 'cpu'"
-with pytest.raises(RuntimeError, match=f"accelerator='cuda' was asked for, but {has}"):
+with pytest.raises(RuntimeError, match=f"accelerator='cuda' was requested, but {has}"):
     tw.Trainer(**{**settings, "accelerator": "cuda"})
 accepted = "auto, cpu, gpu, cuda, mps, xpu, sim"
 with pytest.raises(ValueError, match=f"accelerator='simm' is unknown; choose from {accepted}. Did you mean 'sim'"):
@@ -179,7 +179,7 @@ generators.set_device_state(there["device"])
 assert torch.equal(torch.sim.get_rng_state(1), drawn["device"]["state"])
 assert generators.lost_devices(drawn, one) == ["1"]
 
-# Whichever device is current, each generator is put back to its own state, and a process's own is that of its device.
+# Whichever device is current, all generators are restored, and the process's generator belongs to its device.
 states = [torch.sim.get_rng_state(each) for each in range(2)]
 with tw.isolate_rng():
     torch.accelerator.set_device_index(0)

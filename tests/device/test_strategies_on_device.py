@@ -165,7 +165,7 @@ def one_rank(folder: Path) -> dict[str, Any]:
 
 @contextmanager
 def sharing_one_device(folder: Path) -> Iterator[None]:
-    """Make the ranks of this job those of a cluster that shows all of them the same device."""
+    """Run the ranks of this job as on a cluster that shows all of them the same device."""
     before = dict(os.environ)
     rank, world = os.environ["RANK"], os.environ["WORLD_SIZE"]
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "TORCHELASTIC_USE_AGENT_STORE"):

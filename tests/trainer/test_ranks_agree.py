@@ -265,19 +265,6 @@ def stopped(hook: str) -> tuple[int, int]:
     return trainer.global_step, trainer.current_epoch
 
 
-class Unused(Plain):
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        return self.net[3](torch.zeros(2, 13, dtype=torch.float64)).square().mean()
-
-
-def unused() -> tuple[str, int]:
-    try:
-        fit(Unused(), make_loader(16, 2))
-    except RuntimeError as error:
-        return str(error), fit(Unused(), make_loader(16, 2), strategy="ddp_find_unused_parameters_true").global_step
-    return "", 0
-
-
 STOPS = {
     "on_train_batch_end": None,
     "on_validation_end": (4, 1),
@@ -298,7 +285,6 @@ def job(folder: Path) -> dict[str, Any]:
         "used": used_after_training(2),
         "unfrozen": unfrozen(2),
         "stopped": {hook: stopped(hook) for hook in STOPS},
-        "unused": unused(),
     }
 
 
@@ -388,10 +374,3 @@ def test_one_rank_may_ask_for_the_end(results: list[dict[str, Any]], hook: str) 
     assert ends[0] == ends[1]
     assert STOPS[hook] is None or ends[0] == STOPS[hook]
     assert 3 <= ends[0][0] < 400
-
-
-def test_unused_parameters_are_explained(results: list[dict[str, Any]]) -> None:
-    for result in results:
-        text, steps = result["unused"]
-        assert "strategy='ddp_find_unused_parameters_true'" in text
-        assert steps == 4

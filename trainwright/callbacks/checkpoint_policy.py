@@ -291,11 +291,11 @@ class MonitoredScore:
             return
         self._has_warned_of_value = True
         problem = (
-            "but its latest value is that of earlier weights; such a checkpoint does not count among the best, and only the "
+            "but its latest value is that of earlier weights. Such a checkpoint does not count among the best, and only the "
             "newest of them is kept. Save where it is logged: after validations (leave save_on_train_epoch_end out), or in the "
             "same epochs."
             if trainer.metrics.is_outdated(self.monitor)
-            else f"which is {score}, not finite; until it is finite, only the newest checkpoint is kept, to resume from, and "
+            else f"which is {score}, not finite. Until it is finite, only the newest checkpoint is kept, to resume from, and "
             "none counts as the best."
         )
         warn(f"ModelCheckpoint monitors {self.monitor!r}, {problem}", stacklevel=2)

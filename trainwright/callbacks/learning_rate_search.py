@@ -62,7 +62,7 @@ class LearningRateSearch:
         return float(self.lr_min * (self.lr_max / self.lr_min) ** fraction)
 
     def suggestion(self, skip_begin: int = 10, skip_end: int = 1) -> float | None:
-        """Return the rate at which the loss falls fastest; None, with a warning, if there are too few points.
+        """Return the rate at which the loss falls fastest, or None with a warning if there are too few points.
 
         Args:
             skip_begin: points to skip at the beginning.
@@ -243,14 +243,14 @@ class Sweep(Callback):
 def refuse_within_run(callback: object, method: str) -> NoReturn:
     """Raise RuntimeError for a search that a hook calls, as Lightning's finders allow."""
     raise RuntimeError(
-        f"{type(callback).__name__}.{method} was called within a run; here it searches before a fit alone, with copies of the "
+        f"{type(callback).__name__}.{method} was called within a run. Here it searches only before a fit, with copies of the "
         f"module. To search again at some epoch, end the fit there (max_epochs=), call tw.Tuner(trainer).{method}(module), and "
         "fit again."
     )
 
 
 class TunedSetting:
-    """A setting that one or more objects hold, such as `module.lr` and `module.hparams.lr`; `set` changes all of them.
+    """A setting that one or more objects hold, such as `module.lr` and `module.hparams.lr`. `set` changes all of them.
 
     `restore` gives each its first value back.
 

@@ -71,7 +71,7 @@ class LiveProgressBar(ProgressBar):
         return sys.stderr
 
     def _make_bar(self, title: str, total: int | None, count: int, *, leave: bool, below: int) -> ScreenBar:
-        """Show a new bar, `below` another if there is one; `leave` keeps it on the screen once it is closed."""
+        """Show a new bar, `below` another if there is one. `leave` keeps it on the screen once it is closed."""
         raise NotImplementedError
 
     # -- ProgressBar -------------------------------------------------------------------------------------------------------

@@ -211,7 +211,7 @@ def _size(value: Any) -> str:
 
 
 class LayerSummary:
-    """The children of a module; Lightning's `utilities.model_summary.ModelSummary`.
+    """The children of a module, as Lightning's `utilities.model_summary.ModelSummary`.
 
     Args:
         model: the module.

@@ -184,7 +184,7 @@ class TensorPredictionWriter(BasePredictionWriter):
         self._run, is_taken = trainer.engine.ranks.broadcast([uuid.uuid4().hex[:8], is_taken], "the start of predict")
         if is_taken:
             raise FileExistsError(
-                f"{self.dirpath} holds the predictions of another run, which are not overwritten; choose another dirpath, or "
+                f"{self.dirpath} holds the predictions of another run, which are not overwritten. Choose another dirpath, or "
                 "move them away."
             )
         self._streams = [Stream() for _ in trainer.num_predict_batches]

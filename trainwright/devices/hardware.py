@@ -84,8 +84,9 @@ def resolve_device_type(accelerator: Any) -> str:
     """
     accepted = ", ".join(("auto", *names()))
     if not isinstance(accelerator, str):
-        hint = " Pass its type, and its number in devices=." if isinstance(accelerator, torch.device) else ""
-        raise TypeError(f"accelerator={accelerator!r} is {a_type_of(accelerator)}; expected {accepted}.{hint}")
+        raise TypeError(
+            f"accelerator={accelerator!r} is {a_type_of(accelerator)}; expected {accepted}. Pass a device's number in devices=."
+        )
     if accelerator == "cpu":
         return accelerator  # without asking a driver
     kind, _, number = accelerator.partition(":")

@@ -65,7 +65,7 @@ class Processes:
     @property
     def distributed_type(self) -> DistributedType:
         """Return how the processes divide the work. One process has `NO` under every strategy that replicates the model."""
-        if (named := self.engine.strategy.distributed_type) is not None:
+        if (named := self.engine.strategy.capabilities.distributed_type) is not None:
             return DistributedType(named)
         if not self.use_distributed:
             return DistributedType.NO
@@ -290,7 +290,5 @@ class GradientState:
         return 0 if sizes is None else sum(sizes)
 
     def __repr__(self) -> str:
-        names: tuple[str, ...] = ("sync_gradients", "num_steps", "end_of_dataloader", "remainder")
-        values: list[Any] = [getattr(self, name) for name in names]
-        shown = ", ".join(f"{name}={value}" for name, value in zip(names, values, strict=True))
-        return f"GradientState({shown})"
+        names = ("sync_gradients", "num_steps", "end_of_dataloader", "remainder")
+        return f"GradientState({', '.join(f'{name}={getattr(self, name)}' for name in names)})"

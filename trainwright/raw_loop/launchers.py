@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from trainwright.arguments import refuse_unknown
 from trainwright.devices import hardware
 from trainwright.devices.abilities import num_together
 from trainwright.distributed.network import DEFAULT_PORT, LOOPBACK
@@ -133,12 +133,9 @@ def _port(given: int | str | None, num_nodes: int) -> int:
 
 
 def _refuse(others: dict[str, Any]) -> None:
+    unknown = {name: value for name, value in others.items() if name not in REFUSED}
+    refuse_unknown("notebook_launcher", unknown, ["function", "args", "num_processes", *OWN, *REFUSED])
     for name, value in others.items():
-        if name not in REFUSED:
-            known = ["function", "args", "num_processes", *OWN, *REFUSED]
-            close = difflib.get_close_matches(name, known, n=1)
-            hint = f"Did you mean {close[0]!r}?" if close else f"Accepted are {', '.join(known)}."
-            raise TypeError(f"notebook_launcher has no argument {name!r}. {hint}")
         default, reason = REFUSED[name]
         if value != default:
             raise ValueError(f"{name}={value!r} is not accepted by notebook_launcher: {reason}. Leave it out.")

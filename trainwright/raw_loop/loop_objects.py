@@ -89,27 +89,12 @@ class Preparation(Preparations):
         if self._observer is not None:
             strategy = self._engine.strategy
             self._observer.begin(strategy.device, strategy.name, strategy.precision.name, strategy.world_size)
-        new: dict[str, list[Any]] = {"module": [], "optimizer": [], "loader": [], "scheduler": []}
+        new: dict[str, list[Any]] = {kind: [] for kind in NAMES}
         for each in objects:
-            if each is None:
-                continue
-            kind = kind_of(each)
-            if kind is None:
-                if isinstance(each, SkippedBatches):
-                    raise TypeError(
-                        "prepare was given what skip_first_batches returned. Pass the loader to prepare, and the result to "
-                        "skip_first_batches."
-                    )
-                raise TypeError(
-                    f"prepare was given an object of type {type(each).__name__}. Expected torch modules, optimizers "
-                    "(subclasses of torch.optim.Optimizer), DataLoaders or LR schedulers."
-                )
-            if self.of(each) is None and each not in new[kind]:
-                new[kind].append(each)
-        if not self.loaders:
-            self._engine.take_seed(
-                self._options.loaders.configuration.data_seed
-            )  # once: the loaders of a loop are shuffled from one seed
+            if each is not None and self.of(each) is None and each not in new[_known_kind(each)]:
+                new[_known_kind(each)].append(each)
+        if not self.loaders:  # once: the loaders of a loop are shuffled from one seed
+            self._engine.take_seed(self._options.loaders.configuration.data_seed)
         # The strategy may replace parameters, so the models come before the optimizers that step them.
         for module in new["module"]:
             self.add_module(module)
@@ -250,7 +235,7 @@ class Preparation(Preparations):
         """Clear the gradients of these models, of all if none is given. Return whether there were any."""
         own = {parameter for model in models for parameter in model.parameters()}
         # An engine that keeps gradients by itself shows none in the parameters.
-        had_any = not self._engine.strategy.holds_modules and self.windows.has_gradients
+        had_any = not self._engine.strategy.capabilities.holds_modules and self.windows.has_gradients
         for each in self.optimizers:
             if not models or not own.isdisjoint(stepped_by(each)):
                 had_any = had_any or any(parameter.grad is not None for parameter in stepped_by(each))
@@ -272,6 +257,21 @@ class Preparation(Preparations):
         """Check a group that was added to a prepared optimizer, and let the strategy train it. Collective."""
         self._refuse_strangers(optimizer)
         self._engine.refresh_trainable(if_changed=True)
+
+
+def _known_kind(given: Any) -> str:
+    """Return the kind of an object (TypeError if it cannot be prepared)."""
+    if (kind := kind_of(given)) is not None:
+        return kind
+    if isinstance(given, SkippedBatches):
+        raise TypeError(
+            "prepare was given what skip_first_batches returned. Pass the loader to prepare, and the result to "
+            "skip_first_batches."
+        )
+    raise TypeError(
+        f"prepare was given an object of type {type(given).__name__}. Expected torch modules, optimizers (subclasses of "
+        "torch.optim.Optimizer), DataLoaders or LR schedulers."
+    )
 
 
 def check_kind(call: str, given: Any, kind: str) -> None:

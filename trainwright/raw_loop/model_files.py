@@ -108,18 +108,7 @@ def _write_model(state: Mapping[str, Any], files: Files, folder: str, limit: int
     names = names if len(shards) > 1 else [WHOLE]
     files.make_directories(folder)
     earlier = {name for name in files.listing(folder) if name in (WHOLE, INDEX) or _SHARD.fullmatch(name)}
-    written: list[str] = []
-    try:
-        for name, shard in zip(names, shards, strict=True):
-            written.append(temporary_path(f"{folder}/{name}") if files.has_rename else f"{folder}/{name}")
-            own = {other: first for other, first in tied.items() if first in shard}
-            with files.create(written[-1]) as out:
-                _write_tensors(out, name, shard, own)
-    except BaseException:
-        for path in written:
-            with contextlib.suppress(OSError):
-                files.remove_file(path)
-        raise
+    written = _write_shards(files, [f"{folder}/{name}" for name in names], shards, tied)
     # The files that readers begin with go first, so that none ever takes a mixture of the earlier files and these.
     for name in sorted(earlier, key=lambda name: name not in (WHOLE, INDEX)):
         if f"{folder}/{name}" not in written:
@@ -134,6 +123,25 @@ def _write_model(state: Mapping[str, Any], files: Files, folder: str, limit: int
         with _new_file(files, f"{folder}/{INDEX}") as out:
             out.write(f"{json.dumps(index, indent=2)}\n".encode())
     files.sync_directory(folder)
+
+
+def _write_shards(
+    files: Files, paths: list[str], shards: list[dict[str, Tensor]], tied: Mapping[str, str]
+) -> list[str]:
+    """Write all shards or none, and return their paths: temporary ones if files can be renamed."""
+    written: list[str] = []
+    try:
+        for path, shard in zip(paths, shards, strict=True):
+            written.append(temporary_path(path) if files.has_rename else path)
+            with files.create(written[-1]) as out:
+                names = {other: first for other, first in tied.items() if first in shard}
+                _write_tensors(out, os.path.basename(path), shard, names)
+    except BaseException:
+        for path in written:
+            with contextlib.suppress(OSError):
+                files.remove_file(path)
+        raise
+    return written
 
 
 def _divided(tensors: Mapping[str, Tensor], limit: int) -> list[dict[str, Tensor]]:

@@ -16,7 +16,7 @@ from html_page import LOADING, Page
 from rungs import attempt, record, result
 
 from trainwright.metric_direction import direction_of
-from trainwright.tools.ladder.advice import choice_lines, notes
+from trainwright.tools.ladder.advice import choice_lines, notes, sentence
 from trainwright.tools.ladder.attempt import Result, RungRecord
 from trainwright.tools.ladder.comparison import ComparedMetric, Comparison, choose_metric
 from trainwright.tools.ladder.ladder_table import csv_text, markdown_table, terminal_table, write_files
@@ -264,15 +264,6 @@ def test_the_choice_is_the_first_to_end() -> None:
     )
 
 
-def test_runs_that_are_too_short_choose_nothing() -> None:
-    short = [scored("unchanged", 100, steps_per_second=11.0), scored("bf16-mixed", 300)]
-    comparison = Comparison(short, None)
-    assert not comparison.is_faster(short[1], short[0])
-    assert list(choice_lines(comparison, ["train.py"])) == [
-        "Keep the script unchanged: its steps took less than 2 s, which is too short to compare rungs; let it train for longer."
-    ]
-
-
 def test_an_older_checkpoint_of_the_user_is_noted() -> None:
     first = replace(attempt("unchanged"), older=("saved/best.ckpt",))
     said = list(notes(Comparison([Result((first,))], None), ["train.py"], "cpu"))
@@ -287,9 +278,6 @@ def test_slow_steps_are_noted() -> None:
     assert noted.startswith(
         "bf16-mixed: 52 steps took more than 5 times as long as most, 8.44 s of its 16.5 s, and samples/s skips"
     )
-
-
-def test_a_slow_step_of_a_compiled_rung_is_noted() -> None:
     compiled = scored("compile", 300, compile=True, slow_steps=1, slow_seconds=8.44, seconds=16.5)
     said = " ".join(notes(Comparison([scored("unchanged", 100), compiled], None), ["train.py"], "cpu"))
     assert "compile: 1 step took more than 5 times" in said
@@ -306,10 +294,9 @@ def test_rungs_are_listed() -> None:
     assert "deepspeed_stage_2 and deepspeed_stage_3 were skipped: no DeepSpeed." in said
 
 
-def test_a_reason_that_is_cut_keeps_its_dots() -> None:
+def test_a_reason_ends_with_one_full_stop() -> None:
     for reason, said in (("no.", "no."), ("no", "no."), ("no weights ...", "no weights ...")):
-        comparison = Comparison([result("unchanged"), result("ddp", "failed", reason)], None)
-        assert f"ddp failed: {said} Its output is in" in next(notes(comparison, ["train.py"], "cpu"))
+        assert sentence(reason) == said
 
 
 def test_the_code_to_copy_has_a_seed() -> None:
@@ -334,9 +321,7 @@ def test_runs_of_one_step_have_no_speed() -> None:
     said = " ".join(notes(first, ["train.py"], "cpu"))
     assert "Runs of unchanged took fewer than two steps, too few to measure a speed." in said
     assert "count the batches" not in said
-    assert list(choice_lines(first, ["train.py"])) == [
-        "Keep the script unchanged: its steps took less than 2 s, which is too short to compare rungs; let it train for longer."
-    ]
+    assert "which is too short to compare rungs" in next(choice_lines(first, ["train.py"]))
 
 
 def test_a_loop_that_tests_in_each_epoch_has_a_test_when_it_is_cut() -> None:
@@ -356,14 +341,15 @@ def test_a_worse_metric_on_several_devices_is_explained() -> None:
 
 
 def test_the_script_is_kept_for_a_reason() -> None:
-    alone = Comparison([scored("unchanged", 100), result("ddp", "failed", "it broke")], ACCURACY)
-    assert list(choice_lines(alone, ["a.py"])) == ["Keep the script unchanged: no other rung has finished."]
-    slow = Comparison([scored("unchanged", 100), scored("ddp", 80), scored("compile", 104)], ACCURACY)
-    assert list(choice_lines(slow, ["a.py"])) == ["Keep the script unchanged: no other rung is 5% faster."]
-    worse = Comparison([scored("unchanged", 100), scored("ddp", 180, 0.5)], ACCURACY)
-    assert list(choice_lines(worse, ["a.py"])) == [
-        "Keep the script unchanged: the faster rungs have a worse metric or none."
-    ]
+    first, short = scored("unchanged", 100), scored("unchanged", 100, steps_per_second=11.0)
+    too_short = "its steps took less than 2 s, which is too short to compare rungs; let it train for longer"
+    for reason, results in (
+        ("no other rung has finished", [first, result("ddp", "failed", "it broke")]),
+        ("no other rung is 5% faster", [first, scored("ddp", 80), scored("compile", 104)]),
+        ("the faster rungs have a worse metric or none", [first, scored("ddp", 180, 0.5)]),
+        (too_short, [short, scored("bf16-mixed", 300)]),
+    ):
+        assert list(choice_lines(Comparison(results, ACCURACY), ["a.py"])) == [f"Keep the script unchanged: {reason}."]
 
 
 def test_the_table_fits_the_terminal() -> None:
