@@ -24,7 +24,6 @@ class Use(NamedTuple):
 
 TORCH = (
     Use("torch", "_foreach_norm", "check all gradients for NaN and infinity in one call (engine/finiteness.py)"),
-    Use("torch", "_foreach_mul_", "rescale all gradients in one call (strategies/base.py)"),
     Use(
         "torch",
         "_foreach_copy_",
@@ -58,12 +57,12 @@ TORCH = (
     Use(
         "torch.Tensor",
         "_is_view",
-        "hand out results that are no views of fsdp's buffers (strategies/fsdp2/strategy.py)",
+        "hand out results that are no views of fsdp's buffers (strategies/fsdp2/vendor.py)",
     ),
     Use(
         "torch.Tensor",
         "_backward_hooks _post_accumulate_grad_hooks",
-        "run a backward that is no step's without the hooks of gradients (strategies/ddp/strategy.py)",
+        "run a backward that is no step's without the hooks of gradients (strategies/ddp/vendor.py)",
     ),
     Use(
         "torch.nn.Module",
@@ -89,7 +88,7 @@ TORCH = (
     Use(
         "torch.nn.modules.batchnorm",
         "_BatchNorm",
-        "keep normalizations in float32 under fsdp (strategies/fsdp2/strategy.py)",
+        "keep normalizations in float32 under fsdp (strategies/fsdp2/vendor.py)",
     ),
     Use(
         "torch.nn.modules.batchnorm",
@@ -99,32 +98,32 @@ TORCH = (
     Use(
         "torch.nn.parallel.distributed",
         "_find_tensors",
-        "prepare DDP's reducer for a manual backward (strategies/ddp/strategy.py)",
+        "prepare DDP's reducer for a manual backward (strategies/ddp/vendor.py)",
     ),
     Use(
         "torch.nn.parallel.DistributedDataParallel",
         "_static_graph_delay_allreduce_enqueued",
-        "synchronize the first backward of a static graph, which DDP learns from (strategies/ddp/strategy.py)",
+        "synchronize the first backward of a static graph, which DDP learns from (strategies/ddp/vendor.py)",
     ),
     Use(
         "torch.nn.parallel.DistributedDataParallel",
         "_ddp_params_and_buffers_to_ignore",
-        "keep each rank's own parameters and buffers out of DDP (strategies/ddp/strategy.py)",
+        "keep each rank's own parameters and buffers out of DDP (strategies/ddp/vendor.py)",
     ),
     Use(
         "torch._C._distributed_c10d.Reducer",
         "_reset_state",
-        "train on after a backward that failed and whose error the user has caught (strategies/ddp/strategy.py)",
+        "train on after a backward that failed and whose error the user has caught (strategies/ddp/vendor.py)",
     ),
     Use(
         "torch._C._distributed_c10d.Reducer",
         "_rebuild_buckets",
-        "prepare DDP's reducer for a manual backward (strategies/ddp/strategy.py)",
+        "prepare DDP's reducer for a manual backward (strategies/ddp/vendor.py)",
     ),
     Use(
         "torch.distributed",
         "_broadcast_coalesced",
-        "send rank 0's buffers in few messages (strategies/synced_buffers.py)",
+        "send rank 0's buffers in few messages (strategies/ddp/vendor.py)",
     ),
     Use(
         "torch.distributed.distributed_c10d",
@@ -155,7 +154,7 @@ TORCH = (
     Use(
         "torch.distributed.tensor._utils",
         "compute_local_shape_and_global_offset",
-        "find this rank's range of a sharded parameter (strategies/fsdp2/strategy.py)",
+        "find this rank's range of a sharded parameter (strategies/fsdp2/vendor.py)",
     ),
     Use("torch.distributed.tensor.DTensor", "_local_tensor", "read a shard without a graph of its own"),
     Use("torch.distributed.fsdp.FSDPModule", "_get_fsdp_state", "reach what fsdp keeps of a group's parameters"),
@@ -174,7 +173,7 @@ TORCH = (
     Use(
         "torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState",
         "_register_pre_backward_hook",
-        "gather for the backward of a loss that was made outside of a forward (strategies/fsdp2/strategy.py)",
+        "gather for the backward of a loss that was made outside of a forward (strategies/fsdp2/vendor.py)",
     ),
     Use(
         "torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup",
@@ -484,7 +483,7 @@ OTHERS = (
     Use(
         "transformers.modeling_utils.PreTrainedModel",
         "_gradient_checkpointing_func",
-        "reject reentrant recomputation on several ranks (strategies/used_parameters.py)",
+        "reject reentrant recomputation on several ranks (strategies/ddp/vendor.py)",
     ),
     Use(
         "datasets.IterableDataset",

@@ -45,11 +45,11 @@ METHODS = {
         reduce register_for_checkpointing register_load_state_pre_hook register_save_state_pre_hook save save_model
         save_state set_trigger skip_first_batches split_between_processes step trigger_sync_in_backward
         unscale_gradients unwrap_model wait_for_everyone""",
-    tw.Strategy: """after_load after_run all_gather allocate_optimizer_state annotate backward barrier before_evaluation
-        broadcast check check_gradients clip_gradients close connect describe_optimizer finalize finalize_gradients
-        gathered_groups has_replaced join_job make_whole model_pieces move_to_device note_module optimizer_pieces piece reduce
-        reduce_boolean_decision refresh_toggled refresh_trainable refresh_weights release resolve run setup_module
-        setup_optimizers step sync_gradients""",
+    tw.Strategy: """after_run all_gather allocate_optimizer_state backward barrier broadcast broadcast_buffers check
+        check_gradients
+        clip_gradients close connect describe_optimizer finalize join_job model_pieces note_module
+        optimizer_pieces reduce reduce_boolean_decision refresh_trainable refresh_weights resolve run
+        setup_module setup_optimizers step sync_gradients""",
     tw.Precision: """backward backward_context check convert_batch convert_module forward_context init_context
         load_state_dict release reset state_dict step step_context track unscale""",
     tw.Trainer: """fit init_module predict print save_checkpoint stop_soon test trial validate""",

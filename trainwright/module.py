@@ -249,7 +249,7 @@ class Module(HyperParameters, ModuleHooks, nn.Module):
             if parameter not in own and parameter not in self._toggled:
                 self._toggled[parameter] = parameter.requires_grad
                 parameter.requires_grad = False
-        self.trainer.strategy.refresh_toggled()
+        self.trainer.strategy.refresh_trainable((), in_step=True)
 
     def untoggle_optimizer(self, optimizer: Optimizer | None = None) -> None:
         """Undo `toggle_optimizer`."""
@@ -258,7 +258,7 @@ class Module(HyperParameters, ModuleHooks, nn.Module):
         for parameter, required in self._toggled.items():
             parameter.requires_grad = required
         self._toggled.clear()
-        self.trainer.strategy.refresh_toggled()
+        self.trainer.strategy.refresh_trainable((), in_step=True)
 
     @contextmanager
     def toggled_optimizer(self, optimizer: Optimizer) -> Iterator[None]:

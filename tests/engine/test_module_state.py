@@ -14,7 +14,7 @@ from torch.ao.quantization import FakeQuantize, MovingAveragePerChannelMinMaxObs
 
 import trainwright as tw
 from trainwright.checkpoint.foreign_formats import read_weights
-from trainwright.strategies.sparse_gradients import refuse_sparse_weights
+from trainwright.strategies.module_checks import refuse_sparse_weights
 
 
 class Packed(nn.Module):

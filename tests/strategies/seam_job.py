@@ -169,10 +169,10 @@ class Loop:
 
     def evaluate(self, batches: list[Tensor], rounds: int) -> float:
         """Collective: the mean loss over all ranks' samples; a rank that has run out goes on with a ghost if it must."""
-        self.strategy.before_evaluation([self.module])
+        self.strategy.broadcast_buffers([self.module])
         total = torch.zeros(2)
         with torch.no_grad():
-            for number in range(rounds if self.strategy.forward_is_collective else len(batches)):
+            for number in range(rounds if self.strategy.capabilities.forward_is_collective else len(batches)):
                 batch = batches[min(number, len(batches) - 1)]
                 loss = self.strategy.run(self.module, "validation_step", (batch,), {})
                 if number < len(batches):
@@ -203,7 +203,7 @@ class Loop:
                 for piece in pieces:
                     share = state[section][piece.name].reshape(-1)[piece.start : piece.start + piece.tensor.numel()]
                     piece.tensor.copy_(share.view(piece.tensor.shape))
-        self.strategy.after_load([self.module], self.optimizers, {})
+        self.strategy.refresh_weights([self.module], {})
 
 
 def gathered(sections: dict[str, list[Piece]], *, alone: bool = False) -> State:
@@ -345,7 +345,9 @@ def check_evaluation(make: Callable[[], Strategy]) -> None:
     before = loop.state()
     with CommDebugMode() as counted, torch.no_grad():
         loop.strategy.run(loop.module, "validation_step", (batches[rank][0],), {})
-    assert bool(counted.get_total_counts()) == loop.strategy.forward_is_collective, counted.get_comm_counts()
+    assert bool(counted.get_total_counts()) == loop.strategy.capabilities.forward_is_collective, (
+        counted.get_comm_counts()
+    )
     got = loop.evaluate(batches[rank], rounds=3)
     report("evaluation leaves the state", distance(loop.state(), before), 0.0)
     train_lm(loop, range(2, 5))

@@ -10,7 +10,7 @@ from small import make_net
 from zero_job import Layers
 
 import trainwright as tw
-from trainwright.strategies.known_optimizers import refuse_unknown_optimizer, steps_elements
+from trainwright.strategies.divided_optimizers import is_elementwise, refuse_unknown_optimizer
 
 
 def test_torch_optimizers_and_inherited_steps_are_known() -> None:
@@ -22,11 +22,11 @@ def test_torch_optimizers_and_inherited_steps_are_known() -> None:
             return super().step(closure)
 
     net = make_net()
-    assert steps_elements(Same(net.parameters()))
-    assert not steps_elements(Other(net.parameters()))
+    assert is_elementwise(Same(net.parameters()))
+    assert not is_elementwise(Other(net.parameters()))
     for kind in (torch.optim.SGD, torch.optim.NAdam, torch.optim.RMSprop, torch.optim.Rprop, torch.optim.ASGD):
-        assert steps_elements(kind(net.parameters(), lr=0.1))
-    assert not steps_elements(torch.optim.Adafactor(net.parameters()))
+        assert is_elementwise(kind(net.parameters(), lr=0.1))
+    assert not is_elementwise(torch.optim.Adafactor(net.parameters()))
 
 
 def test_unknown_optimizer_is_rejected_with_the_argument_that_accepts_it() -> None:

@@ -14,6 +14,7 @@ from torch.optim import Adagrad, AdamW, NAdam, Optimizer
 
 from trainwright.checkpoint.tensors import TensorEntry
 from trainwright.strategies.base import Strategy
+from trainwright.strategies.divided_optimizers import make_whole
 from trainwright.strategies.zero import zero_state
 from trainwright.strategies.zero.master_optimizer import MasterOptimizer, Shard
 from trainwright.strategies.zero.vendor import refuse_strangers, refuse_what_cannot_be_sharded
@@ -100,7 +101,7 @@ def test_an_optimizer_gets_its_parameters_and_its_state_back() -> None:
     assert optimizer.param_groups[0]["params"] == [parameter]
     assert list(optimizer.state) == [parameter]
     assert optimizer.state[parameter]["exp_avg"].tolist() == [[0.0, 1.0, 2.0], [3.0, 4.0, 5.0]]
-    Strategy().make_whole([optimizer])  # whole, so that each strategy can take it
+    make_whole([optimizer], "single_device")  # every strategy can take it
 
 
 def test_parts_of_its_state_are_taken_by_the_same_parts_alone() -> None:
@@ -123,7 +124,7 @@ def test_parts_of_its_state_are_taken_by_the_same_parts_alone() -> None:
     ):
         attached(0)
     with pytest.raises(ValueError, match=r"'deepspeed_stage_2', .*='single_device' needs other parts") as raised:
-        Strategy().make_whole([optimizer])
+        make_whole([optimizer], "single_device")
     assert "configure_optimizers" in str(raised.value)
 
 

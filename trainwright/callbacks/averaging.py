@@ -149,7 +149,7 @@ class AveragedPieces:
         for average, value in self._pairs(pieces):
             value.copy_(average)
         strategy.refresh_weights([module])
-        strategy.before_evaluation([module])  # the averages of buffers are rank 0's
+        strategy.broadcast_buffers([module])  # the averages of buffers are rank 0's
 
     @torch.no_grad()
     def put_back(self, strategy: Strategy, module: nn.Module, refreshes: bool = True) -> None:
@@ -297,7 +297,7 @@ class Averaging(Callback):
         self._pieces = AveragedPieces(self._fold(), self._device, self._use_buffers)
 
     def on_fit_start(self, trainer: TrainerProtocol, module: Module) -> None:
-        if trainer.strategy.holds_modules:  # the others refuse computed entries themselves
+        if trainer.strategy.capabilities.holds_modules:  # the others refuse computed entries themselves
             _refuse_computed(type(self).__name__, module, trainer.strategy.model_pieces(module))
 
     def on_after_backward(self, trainer: TrainerProtocol, module: Module) -> None:

@@ -183,7 +183,7 @@ class BaseFinetuning(Callback):
     def setup(self, trainer: TrainerProtocol, module: Module, stage: str) -> None:
         if stage != "fit":
             return
-        if self.adds_param_groups and not trainer.strategy.takes_param_groups:
+        if self.adds_param_groups and not trainer.strategy.capabilities.takes_param_groups:
             raise ValueError(
                 f"{type(self).__name__} adds parameter groups during training, which strategy {trainer.strategy.name!r} does "
                 "not take: its layout is fixed when training begins. Use 'ddp' or 'fsdp'; or put all parameters into groups in "

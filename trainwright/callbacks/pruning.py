@@ -154,7 +154,7 @@ class ModelPruning(Callback):
         if stage != "fit":
             return
         self._begin()
-        if not trainer.strategy.holds_modules:
+        if not trainer.strategy.capabilities.holds_modules:
             raise ValueError(
                 f"ModelPruning needs whole weights, and strategy={trainer.strategy.name!r} divides or copies them. Use "
                 "'ddp' or 'ddp_sharded', or prune the weights after the run."

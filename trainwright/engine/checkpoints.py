@@ -280,7 +280,7 @@ class EngineCheckpoints:
             checkpoint.read_into("parameters", strays)
         same_job = (checkpoint.header.get("strategy"), checkpoint.world_size) == (self.strategy.name, self.world_size)
         strategy_state = {} if weights_only or fresh or not same_job else state.get("strategy", {})
-        self.strategy.after_load(self.modules, self.optimizers, strategy_state)
+        self.strategy.refresh_weights(self.modules, strategy_state)
         run_on_all(fit.loads.finish)  # a module's hooks see the loaded tensors
         if not weights_only:
             self.precision.load_state_dict(state.get("precision", {}))

@@ -33,6 +33,8 @@ from trainwright.precision import Precision
 from trainwright.precision.base import Closure, Sender
 from trainwright.strategies import Strategy
 from trainwright.strategies.base import Clipping, Optimization, StepResult
+from trainwright.strategies.divided_optimizers import make_whole
+from trainwright.strategies.module_checks import changed
 
 _holders: WeakKeyDictionary[nn.Module, ref[Strategy]] = WeakKeyDictionary()
 """The strategy that last set up each module, in this process."""
@@ -104,7 +106,7 @@ class Engine(EngineCheckpoints):
         self.finiteness = Finiteness(self.ranks, lambda: (self.modules, model_pieces(self.strategy, self.modules)))
         self.replaced = ReplacedParameters()
         self._trains_apart = False
-        self._trained: list[list[str]] = []
+        self._trained: dict[str, nn.Parameter] = {}
         """Which parameters of each module required gradients at the strategy's last setup or refresh."""
 
     def prepare_module(self, module: nn.Module, optimization: Optimization | None) -> None:
@@ -130,7 +132,7 @@ class Engine(EngineCheckpoints):
             self.strategy.setup_module(module, optimization)
         self.strategy.note_module(module)
         self.modules.append(module)
-        self._trained = _trained_names(self.modules)
+        self._trained = _trained(self.modules)
 
     def refresh_trainable(self, *, if_changed: bool = False) -> None:
         """Update the strategy to the parameters that require gradients now. Collective: call at every epoch's start.
@@ -140,13 +142,13 @@ class Engine(EngineCheckpoints):
         Raises:
             ValueError: on every rank, if the ranks froze or unfroze different parameters.
         """
-        is_same = _trained_names(self.modules) == self._trained and not self.strategy.has_replaced(self.modules)
+        is_same = not changed(self._trained, _trained(self.modules))
         if if_changed and is_same:
             return
         for module in self.modules:
             refuse_unlike_models(module, self.ranks)
         self.strategy.refresh_trainable(self.modules)
-        self._trained = _trained_names(self.modules)
+        self._trained = _trained(self.modules)
 
     def prepare_optimizers(self, optimizers: Sequence[Optimizer]) -> list[Optimizer]:
         """Prepare the optimizers of the prepared modules. Return the optimizers to step, in the same order. Collective.
@@ -156,7 +158,7 @@ class Engine(EngineCheckpoints):
                 rank, if the ranks have optimizers of different kinds or options.
         """
         self.replaced.update(optimizer for optimizer in optimizers if optimizer not in self.optimizers)
-        self.strategy.make_whole(optimizers)
+        make_whole(optimizers, self.strategy.name)
         refuse_unlike_optimizers(optimizers, self.ranks)
         self.script.note_optimizers(optimizers, is_first=not self.optimizers)
         self.optimizers = self.strategy.setup_optimizers(self.modules, optimizers, self.optimization)
@@ -244,8 +246,13 @@ class Engine(EngineCheckpoints):
         self.finish_save()
         self.writer.release()
         self.strategy.close()
-        self.modules, self.optimizers = [], []
+        self.modules, self.optimizers, self._trained = [], [], {}
 
 
-def _trained_names(modules: Iterable[nn.Module]) -> list[list[str]]:
-    return [[name for name, tensor in module.named_parameters() if tensor.requires_grad] for module in modules]
+def _trained(modules: Iterable[nn.Module]) -> dict[str, nn.Parameter]:
+    return {
+        f"{number}.{name}": parameter
+        for number, module in enumerate(modules)
+        for name, parameter in module.named_parameters()
+        if parameter.requires_grad
+    }

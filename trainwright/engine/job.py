@@ -61,8 +61,8 @@ def join_job(
     chosen = resolve_strategy(strategy, world_size)
     chosen_precision = resolve_precision(precision, device_type)
     chosen.check(device_type, world_size, chosen_precision)
-    needs_group = world_size > 1 or chosen.needs_group
-    on_host_too = chosen.communicates_on_host
+    needs_group = world_size > 1 or chosen.capabilities.needs_group
+    on_host_too = chosen.capabilities.communicates_on_host
     backend = pick_backend(device_type, on_host_too=on_host_too) if needs_group else ""
     num_workers = 0
     if not is_launched and (num_processes > 1 or num_nodes != 1):
@@ -78,7 +78,7 @@ def join_job(
     seconds = DEFAULT_SECONDS if chosen_seconds is None else chosen_seconds
     device_types = [device_type, "cpu"] if on_host_too and device_type != "cpu" else [device_type]
     connection = open_process_group(
-        environment, backend, seconds, needs_group=chosen.needs_group, device_types=device_types
+        environment, backend, seconds, needs_group=chosen.capabilities.needs_group, device_types=device_types
     )
     if chosen_seconds is not None or connection.owns_group:
         collectives.set_timeout(seconds)  # the group may have been opened before, with a different timeout

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from trainwright.devices import hardware
 from trainwright.engine.engine import Engine
 from trainwright.rank_zero import rank_zero_warn
-from trainwright.strategies.fsdp2.wrap_policy import WrapPolicy, check_policy, choose_groups
+from trainwright.strategies.fsdp2.wrap_policy import WrapPolicy, check_policy, choose_groups, made_groups
 from trainwright.strategies.memory_plan import ALONE, FULLY_SHARDED, MEMORY_PLANS, DeviceBytes, MemoryPlan
 
 __all__ = ["MOST_USED", "available_memory", "size_text"]
@@ -176,7 +176,7 @@ def warn_of_memory(engine: Engine, module: nn.Module, optimizers: Sequence[Optim
     available = available_memory(engine.device, engine.environment.local_world_size)
     if SURELY_ENOUGH * _bytes(tensors) < MOST_USED * available:
         return
-    groups = engine.strategy.gathered_groups(module)
+    groups = made_groups(module)
     if groups is None:
         groups = choose_groups(module, None)
     estimate = _estimate(module, optimizers, engine.world_size, available, groups)

@@ -49,7 +49,9 @@ class ModuleLoads:
         for number, module in enumerate(self._modules):
             computes = bool(computed_keys(self._strategy, module))
             # Under the other strategies a module contains parts of its tensors, or copies.
-            if self._strategy.holds_modules and (computes or _loads_itself(module) or _keeps_values(module)):
+            if self._strategy.capabilities.holds_modules and (
+                computes or _loads_itself(module) or _keeps_values(module)
+            ):
                 self._wholes.add(number)
             else:
                 self._extra[number] = fitting_extra_states(module, self._extra[number], self._path, strict)

@@ -32,7 +32,7 @@ def model_pieces(strategy: Strategy, modules: Sequence[nn.Module]) -> list[Piece
 def computed_keys(strategy: Strategy, module: nn.Module) -> list[str]:
     """Return the keys of computed state_dict entries, which no load can write into (CheckpointError if sharded)."""
     names = [name for name, _, is_in_use in state_entries(module) if not is_in_use]
-    if names and not strategy.holds_modules:
+    if names and not strategy.capabilities.holds_modules:
         raise CheckpointError(
             f"{names[0]!r} in the state_dict of {type(module).__name__} is computed from tensors of which each rank has a "
             f"part, or a copy in low precision, under strategy={strategy.name!r}. Store it as a parameter or buffer, or "

@@ -70,7 +70,7 @@ def describe_optimizers(strategy: Strategy, named: Named, ranks: Ranks) -> list[
     Raises:
         CheckpointError: a value cannot be stored, on every rank if every rank owns a part of the state.
     """
-    if not strategy.divides_optimizers or ranks.world_size == 1:
+    if not strategy.capabilities.divides_optimizers or ranks.world_size == 1:
         return [strategy.describe_optimizer(optimizer, names) for optimizer, names in named]
     error = ""
     described: list[dict[str, Any]] = []

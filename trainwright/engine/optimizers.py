@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from trainwright.errors import a_type_of, did_you_mean
 from trainwright.rank_zero import rank_zero_warn
-from trainwright.strategies.optimizer_proxy import unwrap_optimizer
+from trainwright.strategies.divided_optimizers import unwrap_optimizer
 
 INTERVALS = ("epoch", "step", "validation")
 AFTER_VALIDATIONS = "give a scheduler interval='validation', or see check_val_every_n_epoch and limit_val_batches"

@@ -20,7 +20,7 @@ from trainwright.engine.optimizers import clear_gradients
 from trainwright.engine.prepared_loader import PreparedLoader
 from trainwright.engine.window import AccumulationWindows, ModelWindow
 from trainwright.precision.base import Closure
-from trainwright.strategies.base import Clipping, StepResult
+from trainwright.strategies.base import Clipping, StepResult, release
 
 
 class PreparedOptimizer(Optimizer):
@@ -88,7 +88,8 @@ class PreparedOptimizer(Optimizer):
 
         if self._windows is not None:
             self._refuse_closure(self._windows)
-        if self._has_loss or (self._engine.strategy.takes_closure and self._engine.precision.takes_closure):
+        takes_closure = self._engine.strategy.capabilities.takes_closure and self._engine.precision.takes_closure
+        if self._has_loss or takes_closure:
             self.step_clipped(call=call)
         else:
             # Gradients have to be final (averaged, unscaled) before such a step, so it cannot compute them itself.
@@ -140,7 +141,7 @@ class PreparedOptimizer(Optimizer):
             reason = f"gradient_accumulation_steps={windows.usual_length}"
         elif not precision.takes_closure:
             reason = f"precision {precision.name!r}"
-        elif not strategy.takes_closure:
+        elif not strategy.capabilities.takes_closure:
             reason = f"strategy {strategy.name!r}"
         else:
             return
@@ -159,7 +160,7 @@ class PreparedOptimizer(Optimizer):
         frozen = [parameter for parameter in others if parameter.requires_grad]
         for parameter in frozen:
             parameter.requires_grad_(False)
-        self._engine.strategy.refresh_toggled()  # a reducer waits for the gradient of every parameter that requires one
+        self._engine.strategy.refresh_trainable((), in_step=True)
         if not sync_grad:
             self._engine.sync_gradients(False)
         try:
@@ -167,7 +168,7 @@ class PreparedOptimizer(Optimizer):
         finally:
             for parameter in frozen:
                 parameter.requires_grad_(True)
-            self._engine.strategy.refresh_toggled()
+            self._engine.strategy.refresh_trainable((), in_step=True)
             if not sync_grad:
                 self._engine.sync_gradients(True)
 
@@ -207,9 +208,8 @@ class PreparedOptimizer(Optimizer):
             self.optimizer.zero_grad(set_to_none)
         if self._windows is not None:
             self._began = self._windows.backwards
-        strategy = self._engine.strategy
-        if self.optimizer in strategy.finalized:  # by a clip without a step
-            strategy.release(self.optimizer)
+        if self.optimizer in self._engine.strategy.finalized:  # by a clip without a step
+            release(self._engine.strategy, self.optimizer)
 
     def _drop_waiting(self) -> None:
         if self._cleared_at is not None:

@@ -23,7 +23,7 @@ from trainwright.launch.columns import lay_out, terminal_width
 from trainwright.launch.config import CONFIG_VARIABLE, KEY_OF, OTHER_WORDS, Config, find_config, nearest, printable
 from trainwright.launch.nodes import WAIT_SECONDS, Job, Nodes
 from trainwright.launch.processes import GRACE_SECONDS, GRACE_VARIABLE, supervise
-from trainwright.launch.setting_sources import FLAGS, Given, NameCheck, Setting, Sources
+from trainwright.launch.setting_sources import FLAGS, Given, LaunchSetting, NameCheck, Sources
 
 __all__ = ["Parser", "check_config", "check_script", "split_command"]
 
@@ -190,7 +190,7 @@ def split_command(
     return list(arguments), []
 
 
-def resolve(sources: Sources) -> dict[str, Setting]:
+def resolve(sources: Sources) -> dict[str, LaunchSetting]:
     """Return all settings with their sources (ValueError if one is wrong, or two contradict)."""
     if JOB_VARIABLE in sources.variables or "RANK" in sources.variables:
         raise ValueError(
@@ -206,7 +206,7 @@ def resolve(sources: Sources) -> dict[str, Setting]:
     cpu = sources.find("cpu")
     settings = {
         "devices": _devices(sources.find("devices"), num_gpus, kind),
-        "accelerator": Setting(kind, cpu.source if cpu is not None else f"default: {num_gpus} GPU(s) here"),
+        "accelerator": LaunchSetting(kind, cpu.source if cpu is not None else f"default: {num_gpus} GPU(s) here"),
         "strategy": _text(sources.find("strategy"), "auto"),
         "precision": _text(sources.find("precision"), None),
         "gradient_accumulation_steps": _number(sources.find("gradient_accumulation_steps"), default=None, least=1),
@@ -221,7 +221,7 @@ def resolve(sources: Sources) -> dict[str, Setting]:
     return settings
 
 
-def check_config(config: Config, check_names: NameCheck, *, with_environment: bool = False) -> dict[str, Setting]:
+def check_config(config: Config, check_names: NameCheck, *, with_environment: bool = False) -> dict[str, LaunchSetting]:
     """Return the settings of a config without flags, or with the environment's (ValueError if one is wrong)."""
     variables = {name: os.environ[name] for name in KEY_OF if with_environment and name in os.environ}
     sources = Sources(argparse.Namespace(**dict.fromkeys(FLAGS)), variables, config)
@@ -230,24 +230,24 @@ def check_config(config: Config, check_names: NameCheck, *, with_environment: bo
     return settings
 
 
-def _nodes(settings: Mapping[str, Setting]) -> Nodes:
+def _nodes(settings: Mapping[str, LaunchSetting]) -> Nodes:
     return Nodes(**{field: settings[name].value for name, field in NODE_FIELDS.items() if name in settings})
 
 
-def _devices(given: Given | None, num_gpus: int, kind: str) -> Setting:
+def _devices(given: Given | None, num_gpus: int, kind: str) -> LaunchSetting:
     if given is None or given.text == "auto":
         from trainwright.devices.abilities import num_together
 
-        return Setting(num_together(kind) or 1, "default" if given is None else f"{given.source} (auto)")
+        return LaunchSetting(num_together(kind) or 1, "default" if given is None else f"{given.source} (auto)")
     if given.text == "-1":
-        return Setting(num_gpus or num_cores(), given.source)
+        return LaunchSetting(num_gpus or num_cores(), given.source)
     number = _number(given, default=1, least=1, more=", -1 for all, or auto").value
     if num_gpus and number > num_gpus:
         raise ValueError(f"{given.label}: torch sees {num_gpus} GPU(s) here. Pass at most that many, or add --cpu.")
-    return Setting(number, given.source)
+    return LaunchSetting(number, given.source)
 
 
-def _range(sources: Sources) -> tuple[Setting, Setting] | None:
+def _range(sources: Sources) -> tuple[LaunchSetting, LaunchSetting] | None:
     """Return the fewest and the most machines, if a range was given. A flag for a fixed number overrides the config's range."""
     given = sources.find("nodes")
     if given is None:
@@ -271,10 +271,10 @@ def _range(sources: Sources) -> tuple[Setting, Setting] | None:
             f"{given.label}: expected MIN:MAX, two integers of at least 1, the second not smaller, such as 1:4, or "
             "one number."
         )
-    return Setting(numbers[0], given.source), Setting(numbers[1], given.source)
+    return LaunchSetting(numbers[0], given.source), LaunchSetting(numbers[1], given.source)
 
 
-def _node(sources: Sources, num_nodes: Setting, *, is_range: bool) -> dict[str, Setting]:
+def _node(sources: Sources, num_nodes: LaunchSetting, *, is_range: bool) -> dict[str, LaunchSetting]:
     """Return which of the job's machines this is, and the address and port at which they meet."""
     names = ("node_rank", "main_address", "main_port", "rendezvous_seconds")
     if num_nodes.value == 1:
@@ -288,7 +288,7 @@ def _node(sources: Sources, num_nodes: Setting, *, is_range: bool) -> dict[str, 
                 )
         return {
             "node_rank": _number(rank, default=0),
-            "main_address": Setting(LOOPBACK, "default"),
+            "main_address": LaunchSetting(LOOPBACK, "default"),
             "main_port": _number(port, default=0),
         }
     rank, address, port, wait = (sources.find(name) for name in names)
@@ -298,7 +298,7 @@ def _node(sources: Sources, num_nodes: Setting, *, is_range: bool) -> dict[str, 
             f"{flag} was given, but not this machine's number. Pass --node-rank, from 0 to {num_nodes.value - 1}, or set "
             "NODE_RANK."
         )
-    number = Setting(None, "by arrival") if is_range else _number(rank, default=0)
+    number = LaunchSetting(None, "by arrival") if is_range else _number(rank, default=0)
     if address is None:
         which = "at which all meet" if is_range else "with --node-rank 0"
         raise ValueError(
@@ -307,26 +307,28 @@ def _node(sources: Sources, num_nodes: Setting, *, is_range: bool) -> dict[str, 
         )
     return {
         "node_rank": number,
-        "main_address": Setting(address.text, address.source),
+        "main_address": LaunchSetting(address.text, address.source),
         "main_port": _number(port, default=DEFAULT_PORT),
         "rendezvous_seconds": _number(wait, default=WAIT_SECONDS),
     }
 
 
-def _text(given: Given | None, default: str | None) -> Setting:
-    return Setting(default, "default") if given is None else Setting(given.text, given.source)
+def _text(given: Given | None, default: str | None) -> LaunchSetting:
+    return LaunchSetting(default, "default") if given is None else LaunchSetting(given.text, given.source)
 
 
-def _number(given: Given | None, *, default: int | None, least: int = 0, more: str = "") -> Setting:
+def _number(given: Given | None, *, default: int | None, least: int = 0, more: str = "") -> LaunchSetting:
     if given is None:
-        return Setting(default, "default")
+        return LaunchSetting(default, "default")
     # int() would also take " 5" and "1_000", and isdigit() superscripts, which int() rejects.
     if not (given.text.isascii() and given.text.isdigit()) or int(given.text) < least:
         raise ValueError(f"{given.label}: expected an integer of at least {least}{more}.")
-    return Setting(int(given.text), given.source)
+    return LaunchSetting(int(given.text), given.source)
 
 
-def _describe(command: Sequence[str], settings: Mapping[str, Setting], sources: Sources, new: Mapping[str, str]) -> str:
+def _describe(
+    command: Sequence[str], settings: Mapping[str, LaunchSetting], sources: Sources, new: Mapping[str, str]
+) -> str:
     what = command[1] if command[0] == "-m" else command[0]
     lines = [f"trainwright launch: {settings['devices'].value} process(es) of {what} on this machine"]
     config = sources.config

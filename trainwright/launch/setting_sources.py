@@ -20,7 +20,7 @@ NameCheck = Callable[[str | None, str | None, int], str | None]
 """Refuses an unknown strategy or precision, given the number of processes, and returns the Trainer's name of the precision."""
 
 
-class Setting(NamedTuple):
+class LaunchSetting(NamedTuple):
     """A value and its source: a flag, a variable of the environment, a line of the config, or "default"."""
 
     value: Any
@@ -67,7 +67,7 @@ class Sources:
             raise ValueError(f"{given.label}: expected true or false.")
         return given.text.lower() == "true"
 
-    def check_names(self, check: NameCheck, settings: Mapping[str, Setting]) -> dict[str, Setting]:
+    def check_names(self, check: NameCheck, settings: Mapping[str, LaunchSetting]) -> dict[str, LaunchSetting]:
         """Return the settings with the Trainer's name of the precision.
 
         Raises:
@@ -86,7 +86,7 @@ class Sources:
                 raise ValueError(f"{given.source}: {error}") from error
         return {**settings, "precision": settings["precision"]._replace(value=precision)}
 
-    def contradictions(self, settings: Mapping[str, Setting]) -> Iterator[str]:
+    def contradictions(self, settings: Mapping[str, LaunchSetting]) -> Iterator[str]:
         """Yield a line for every entry of the config that a flag or the environment overrides."""
         flags = [given for each in MACHINES if (given := self.find(each, flags_only=True)) is not None]
         for name, entry in self.config.values.items():

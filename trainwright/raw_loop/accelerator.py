@@ -161,7 +161,7 @@ class Accelerator(Collectives):
         self._optimization = engine.strategy.resolve(Optimization(accumulate=steps, clip_norm=settings.clip_norm))
         """Accumulation and clipping. A strategy's configuration overrides the arguments."""
         self._autocast, self._profiling = settings.autocast, settings.profiling
-        if settings.compiler is not None and not engine.strategy.takes_compile:
+        if settings.compiler is not None and not engine.strategy.capabilities.takes_compile:
             raise ValueError(
                 f"dynamo_backend={settings.compiler!r} is not accepted with strategy {engine.strategy.name!r}, whose hooks "
                 "torch.compile cannot trace. Leave it out, or choose another strategy."

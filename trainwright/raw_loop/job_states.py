@@ -65,7 +65,7 @@ class Processes:
     @property
     def distributed_type(self) -> DistributedType:
         """Return how the processes divide the work. One process has `NO` under every strategy that replicates the model."""
-        if (named := self.engine.strategy.distributed_type) is not None:
+        if (named := self.engine.strategy.capabilities.distributed_type) is not None:
             return DistributedType(named)
         if not self.use_distributed:
             return DistributedType.NO

@@ -49,7 +49,7 @@ class LocalSGD:
             raise ValueError(f"local_sgd_steps={local_sgd_steps!r} is not accepted. Pass an integer of at least 1.")
         engine = accelerator.engine
         strategy = engine.strategy
-        if enabled and (not strategy.holds_modules or strategy.divides_optimizers):
+        if enabled and (not strategy.capabilities.holds_modules or strategy.capabilities.divides_optimizers):
             raise ValueError(
                 f"LocalSGD needs the whole model and optimizer on each rank, and strategy={strategy.name!r} shards them. Use "
                 "strategy='ddp', or enabled=False."

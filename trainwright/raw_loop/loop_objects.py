@@ -235,7 +235,7 @@ class Preparation(Preparations):
         """Clear the gradients of these models, of all if none is given. Return whether there were any."""
         own = {parameter for model in models for parameter in model.parameters()}
         # An engine that keeps gradients by itself shows none in the parameters.
-        had_any = not self._engine.strategy.holds_modules and self.windows.has_gradients
+        had_any = not self._engine.strategy.capabilities.holds_modules and self.windows.has_gradients
         for each in self.optimizers:
             if not models or not own.isdisjoint(stepped_by(each)):
                 had_any = had_any or any(parameter.grad is not None for parameter in stepped_by(each))

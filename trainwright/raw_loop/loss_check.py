@@ -11,7 +11,7 @@ from trainwright.engine.engine import Engine
 from trainwright.engine.prepared import PreparedModule, stepped_by
 from trainwright.errors import a_type_of
 from trainwright.raw_loop.loop_objects import Preparation
-from trainwright.strategies.autograd_graph import graph_leaves
+from trainwright.strategies.module_checks import graph_leaves
 
 
 class LossCheck:
@@ -64,7 +64,7 @@ class LossCheck:
                 "backward was called before a model was prepared. Pass the model and its optimizer to accelerator.prepare, "
                 "and compute the loss with the model that it returns."
             )
-        leaves = graph_leaves(loss) if engine.strategy.holds_modules else set[Tensor]()
+        leaves = graph_leaves(loss) if engine.strategy.capabilities.holds_modules else set[Tensor]()
         weights = {parameter for module in engine.modules for parameter in module.parameters()}
         if leaves and leaves.isdisjoint(weights | stepped_by(*preparation.optimizers)):
             raise ValueError(
@@ -80,7 +80,7 @@ class LossCheck:
     def _check_optimizer(self, leaves: set[Tensor]) -> None:
         """Reject a loss without a prepared optimizer (ValueError) if another optimizer would train it wrongly."""
         engine = self._engine
-        trains_prepared_only = engine.world_size > 1 and engine.strategy.trains_prepared_only
+        trains_prepared_only = engine.world_size > 1 and engine.strategy.capabilities.trains_prepared_only
         stepped = stepped_by(*engine.optimizers)
         is_stepped = bool(stepped) and not (leaves and stepped.isdisjoint(leaves))
         if is_stepped or not (engine.precision.has_scaler or trains_prepared_only):

@@ -215,7 +215,7 @@ class SavedStates:
         writer, models = self._engine.writer, list(preparation.models)
         directory = writer.stage(path, overwrite)
         try:
-            is_whole = self._engine.strategy.holds_modules
+            is_whole = self._engine.strategy.capabilities.holds_modules
             weights = [model.state_dict() for model in models] if is_whole else []
             models = [extract_model_from_parallel(model) for model in models]
             self._run(self._save_hooks, "save_state", models, weights, directory)

@@ -13,7 +13,7 @@ from trainwright.errors import a_type_of, did_you_mean
 from trainwright.strategies.base import Strategy
 
 STRATEGIES = {
-    "single_device": "trainwright.strategies.single_device:SingleDeviceStrategy",
+    "single_device": "trainwright.strategies.base:SingleDeviceStrategy",
     "ddp": "trainwright.strategies.ddp.strategy:DDPStrategy",
     "ddp_sharded": "trainwright.strategies.oss.strategy:ShardedDDPStrategy",
     "fsdp": "trainwright.strategies.fsdp2.strategy:FSDPStrategy",

@@ -5,13 +5,15 @@ Lightning (`trainer.strategy.barrier()`). The Engine does the work.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Protocol, Self
 
 import torch
 from torch import Tensor, nn
 
 from trainwright.distributed import collectives
+from trainwright.strategies.module_checks import replicated
+from trainwright.strategies.replication import equalize
 
 
 class JobCalls(Protocol):
@@ -23,7 +25,7 @@ class JobCalls(Protocol):
 
 
 class JobView:
-    """The part of a Strategy that modules and callbacks use; before the Engine has connected it, that of one process."""
+    """The part of a Strategy that modules and callbacks use; one process before the Engine has connected it."""
 
     rank: int
     world_size: int
@@ -38,7 +40,7 @@ class JobView:
         self._job = job
 
     def note_module(self, module: nn.Module | None) -> None:
-        """Note the module that is prepared; None once it is released."""
+        """Record the prepared module; None once it is released."""
         self._module = module
 
     @property
@@ -58,18 +60,22 @@ class JobView:
 
     @property
     def lightning_module(self) -> nn.Module | None:
-        """Return the module that is prepared, as the user made it."""
+        """Return the prepared module, as the user made it."""
         return self._module
 
     @property
     def model(self) -> Any:
-        """Return the module that is prepared, or the wrapper that its steps run through; None before."""
+        """Return the prepared module, or the wrapper that its steps run through; None before."""
         return None if self._module is None else self.wrapped.get(self._module, self._module)
 
     def barrier(self, name: str | None = None) -> None:
         """Wait until every rank has made this call. Collective: call on every rank."""
         if self._job is not None:
             self._job.barrier(name or "strategy.barrier")
+
+    def broadcast_buffers(self, modules: Iterable[nn.Module]) -> None:
+        """Replace buffers by rank 0's, so that all ranks evaluate one model. Collective: call on every rank."""
+        equalize(buffer for module in modules for buffer in replicated(module, module.named_buffers()))
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         """Return rank `src`'s object on every rank: plain data, tensors and nests of them. Collective: call on every rank."""
@@ -91,7 +97,7 @@ class JobView:
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
         """Return the tensors of all ranks, stacked along a new first dimension; one process returns its own. Collective.
 
-        `sync_grads` lets gradients flow back to the rank of each tensor.
+        With `sync_grads`, gradients flow back to the rank of each tensor.
 
         Raises:
             ValueError: a group, or shapes that differ across the ranks.

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from trainwright.distributed.collectives import Exchange, gather_object
-from trainwright.strategies.base import trained
+from trainwright.strategies.module_checks import trained
 from trainwright.tensor_names import clean_name
 
 MOST_CHANGES = 1000
@@ -191,21 +191,6 @@ def are_all_stepped(modules: Iterable[nn.Module], optimizers: Sequence[Optimizer
     """Return whether the optimizers step all that the modules train, as an engine's own optimizer does."""
     stepped = {each for optimizer in optimizers for group in optimizer.param_groups for each in group["params"]}
     return not optimizers or all(p in stepped for module in modules for p in trained(module).values())
-
-
-def refuse_reentrant(module: nn.Module, name: str, is_trained: object) -> None:
-    """Raise ValueError for layers that recompute activations in a backward within the backward."""
-    for path, layer in module.named_modules() if is_trained else ():
-        # Those of torch's checkpoint_wrapper, and of transformers while it is switched on.
-        functions = [vars(layer).get(each) for each in ("checkpoint_fn", "_gradient_checkpointing_func")]
-        is_reentrant = any(getattr(each, "keywords", {}).get("use_reentrant") for each in functions)
-        if is_reentrant and vars(layer).get("gradient_checkpointing", True):
-            raise ValueError(
-                f"{path!r} of {type(module).__name__} recomputes activations with use_reentrant=True; under strategy={name!r} "
-                "the gradients of a layer that is called twice would be wrong. Pass use_reentrant=False: "
-                "checkpoint_wrapper(layer, CheckpointImpl.NO_REENTRANT), or, in transformers, "
-                "gradient_checkpointing_kwargs={'use_reentrant': False}."
-            )
 
 
 def _ranks(numbers: Sequence[int]) -> str:

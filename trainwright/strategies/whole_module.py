@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils.parametrize import is_parametrized
 from torch.utils.checkpoint import checkpoint
 
-from trainwright.strategies.base import broadcast_tensors
+from trainwright.strategies.replication import equalize
 from trainwright.value_kinds import computed_tensors
 
 ENGINES = (str(Path(__file__).parent), str(Path(dist.__file__).parent))
@@ -73,7 +73,7 @@ def gather_module(module: nn.Module, *, all_ranks: bool = False) -> nn.Module | 
                 host = torch.empty_like(whole, device="cpu").copy_(whole)
                 memo[id(parameter)] = nn.Parameter(host, parameter.requires_grad)
         buffers = [(each, each.detach().clone()) for each in module.buffers()]
-        broadcast_tensors(clone for _, clone in buffers)
+        equalize(clone for _, clone in buffers)
     if not wanted:
         return None
     memo |= {id(each): clone.cpu() for each, clone in buffers}

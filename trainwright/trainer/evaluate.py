@@ -62,7 +62,7 @@ class Evaluation:
 
     def begin_communication(self) -> Communication:
         """Return a new record for the next loader, with which the step may communicate in another way."""
-        always = self.run.engine.strategy.forward_is_collective
+        always = self.run.engine.strategy.capabilities.forward_is_collective
         self.communication = Communication(in_hooks=self.stage != "predict", forward_is_collective=always)
         return self.communication
 
@@ -86,7 +86,7 @@ class Evaluation:
         # Before any batch: ranks with a batch would wait in its forward for ranks without.
         for _, loader in self.loaders:
             compare_first_draws(loader, engine.ranks, self.stage)
-            if engine.strategy.forward_is_collective and isinstance(loader, ShardedCombination):
+            if engine.strategy.capabilities.forward_is_collective and isinstance(loader, ShardedCombination):
                 loader.refuse_parted_rounds(self.limit_of(loader))
         self.is_loaded, self.has_iterators = True, bool(iterators_of(loaders))
         are_named = all(name is not None for name, _ in self.loaders)
@@ -171,7 +171,7 @@ def evaluate(
     evaluation.load()
     if getattr(run.settings, LIMITS[stage]) == 0:
         return []
-    engine.strategy.before_evaluation(engine.modules)
+    engine.strategy.broadcast_buffers(engine.modules)
     abandonment = run.stop.begin_evaluation(run.state.progress.is_within_window)
     with (
         run.state.progress.during(phase),
@@ -254,7 +254,7 @@ def source_of(evaluation: Evaluation, loader: Shard, most: int | None) -> tuple[
     count = evaluation.limit_of(loader, most) if is_limited else None  # without a limit its length does not matter
     evaluation.shown.note_indices(None)
     if run.engine.world_size > 1 and not loader.is_sharded:
-        is_collective = run.engine.strategy.forward_is_collective
+        is_collective = run.engine.strategy.capabilities.forward_is_collective
         return OwnRounds(loader, count, evaluation.communication, is_collective), None
     return loader, count
 

@@ -154,7 +154,7 @@ def choose_root(default_root_dir: Any) -> str:
 
 def check_compile(compile: Any, strategy: Strategy) -> None:
     """Raise ValueError for compile= under a strategy whose engine the compiler cannot follow."""
-    if compile and not strategy.takes_compile:
+    if compile and not strategy.capabilities.takes_compile:
         raise ValueError(
             f"compile={compile!r} cannot hold under strategy={strategy.name!r} as it is set (DeepSpeed's stage 3 gathers "
             "parameters in hooks that the compiler does not follow). Leave compile out, or choose 'fsdp' or stage 2."

@@ -13,7 +13,8 @@ from trainwright.data.transfer import map_tensors
 from trainwright.engine.optimizers import SchedulerConfig, clear_gradients, may_use_closure, needs_closure
 from trainwright.errors import a_type_of
 from trainwright.rank_zero import rank_zero_warn
-from trainwright.strategies.base import Clipping, parameters_of
+from trainwright.strategies.base import Clipping, release
+from trainwright.strategies.divided_optimizers import parameters_of
 from trainwright.trainer.epoch_batches import Batch
 from trainwright.trainer.evaluate import skip_none
 from trainwright.trainer.training_run import TrainingRun
@@ -131,7 +132,7 @@ def refuse_loss(loss: Tensor) -> NoReturn:
 
 def warn_of_unstepped_gradients(run: TrainingRun) -> None:
     """Store gradients of manual optimization that wait for a step over an epoch's end, or warn that no checkpoint does."""
-    if run.window.is_open and not run.engine.strategy.gradients_are_parameters:
+    if run.window.is_open and not run.engine.strategy.capabilities.gradients_are_parameters:
         rank_zero_warn(
             f"Epoch {run.state.epoch} ended with gradients that no optimizer has stepped, and "
             f"strategy={run.engine.strategy.name!r} cannot checkpoint them, so a resumed run loses them. Step before the epoch "
@@ -184,7 +185,7 @@ def step_by_module(run: TrainingRun, optimizer: Optimizer, batch: Batch, loss: T
     else:
         prepared.step()
     if optimizer in run.engine.strategy.finalized:  # the module left the step out, and with it these gradients
-        run.engine.strategy.release(optimizer)
+        release(run.engine.strategy, optimizer)
 
 
 def clip_gradients(run: TrainingRun, optimizer: Optimizer) -> None:
@@ -227,7 +228,11 @@ class StepClosure:
 
     def _recompute(self) -> Tensor:
         run = self._run
-        if run.accumulate > 1 or not run.engine.precision.takes_closure or not run.engine.strategy.takes_closure:
+        if (
+            run.accumulate > 1
+            or not run.engine.precision.takes_closure
+            or not run.engine.strategy.capabilities.takes_closure
+        ):
             raise RuntimeError(
                 f"{type(self._optimizer).__name__} calls for the loss again within its step, which cannot be recomputed under "
                 "accumulate_grad_batches > 1, a loss scale (16-mixed) or a strategy that steps by itself. Leave that "
@@ -256,7 +261,7 @@ def closure_is_wanted(accumulate: int, engine: Any, optimizer: Optimizer) -> boo
         ValueError: it needs one, which these settings rule out.
     """
     # A later call could repeat only the window's last batch, and would use scaled gradients under a loss scale.
-    can_be_given = accumulate == 1 and engine.precision.takes_closure and engine.strategy.takes_closure
+    can_be_given = accumulate == 1 and engine.precision.takes_closure and engine.strategy.capabilities.takes_closure
     if needs_closure(optimizer) and not can_be_given:
         raise ValueError(
             f"configure_optimizers returned {type(optimizer).__name__}, whose step computes the loss several times; that "

@@ -75,7 +75,7 @@ def prepare_optimizers(run: TrainingRun) -> bool:
     """Make the module's optimizers and schedulers; return whether the optimizer's step gets a closure. Collective."""
     engine, module, is_manual = run.engine, run.module, not run.module.automatic_optimization
     returned = run.profiler.timed(module.configure_optimizers, "[module] configure_optimizers")()
-    makes_none = returned is None and engine.strategy.makes_optimizer
+    makes_none = returned is None and engine.strategy.capabilities.makes_optimizer
     optimizers, schedulers = ([], []) if makes_none else read_optimizers(returned, is_manual=is_manual)
     if not is_manual and len(optimizers) > 1:
         raise ValueError(

@@ -303,7 +303,6 @@ class Run:
                 engine.finish_save()
             except BaseException as error:
                 outcome.error = error
-                engine.strategy.annotate(error)
                 if self.logbook.collector is not None:
                     self.logbook.collector.annotate(error)
                 if self.is_prepared:
@@ -396,7 +395,7 @@ class Run:
                 child.untoggle_optimizer()
         for close in self._closing:
             outcome.after(close)
-        outcome.after(self.engine.strategy.after_run)
+        outcome.after(self.engine.strategy.after_run, outcome.error)
         outcome.after(self.profiler.describe)
         outcome.after(self.profiler.teardown, self.call)
 

@@ -23,9 +23,9 @@ from trainwright.errors import CheckpointError
 from trainwright.hyperparameters import HyperParameters, hyper_parameter_entries
 from trainwright.module import Module, is_overridden
 from trainwright.rank_zero import rank_zero_warn
-from trainwright.strategies.base import UNSAVED_KEYS, parameters_of
-from trainwright.strategies.optimizer_proxy import unwrap_optimizer
-from trainwright.strategies.sparse_gradients import sparse_weights
+from trainwright.strategies.base import UNSAVED_KEYS
+from trainwright.strategies.divided_optimizers import parameters_of, unwrap_optimizer
+from trainwright.strategies.module_checks import sparse_weights
 from trainwright.trainer.run import Run
 from trainwright.trainer.run_position import CHECKPOINT, EPOCH_LEFT, EPOCH_START, OpenEpoch
 from trainwright.trainer.training_run import TrainingRun

@@ -501,7 +501,7 @@ class Trainer(Status):
             return self._call_workers(run, {"dataloaders": request.loaders, "verify": request.verify, **options})
         trained = list(engine.optimizers) if choice.path is None and previous.module is module else []
         # If the strategy drops optimizers together with other state, the module stays as the fit has left it.
-        stays = bool(trained) and not engine.strategy.keeps_optimizers
+        stays = bool(trained) and not engine.strategy.capabilities.keeps_optimizers
         self.run = run
         with run.opened(stays):
             # Before the strategy wraps the module, since on_load_checkpoint may still build layers.

@@ -22,7 +22,7 @@ from trainwright.module import Module
 from trainwright.profilers.base import is_measuring
 from trainwright.rank_zero import rank_zero_warn
 from trainwright.strategies.base import Clipping, StepResult
-from trainwright.strategies.optimizer_proxy import unwrap_optimizer
+from trainwright.strategies.divided_optimizers import unwrap_optimizer
 from trainwright.trainer.checkpoint_choice import Choice
 from trainwright.trainer.epoch_batches import Batch, EpochBatches, Pairs
 from trainwright.trainer.evaluate import Evaluation
@@ -222,7 +222,11 @@ class TrainingRun(Run):
         self.engine.refresh_trainable()
         strategy, is_scaled = self.engine.strategy, self.engine.precision.has_scaler
         # A plain backward is neither averaged nor scaled.
-        if self.plan.is_manual and (is_scaled or self.engine.world_size > 1) and strategy.gradients_are_parameters:
+        if (
+            self.plan.is_manual
+            and (is_scaled or self.engine.world_size > 1)
+            and strategy.capabilities.gradients_are_parameters
+        ):
             self._plain_backwards.watch(self.module)
         self.engine.sync_gradients(True)
         if self.settings.fused_optimizers:
@@ -386,7 +390,7 @@ class TrainingRun(Run):
         if self.engine.world_size > 1:
             if is_secondary_failure(error):
                 return "another rank failed first"
-            is_whole = strategy.holds_modules and not strategy.divides_optimizers
+            is_whole = strategy.capabilities.holds_modules and not strategy.capabilities.divides_optimizers
             if not is_whole or phase not in (Phase.BATCH, Phase.BETWEEN_BATCHES):
                 return f"it would take all {self.engine.world_size} ranks"
         if self.window.is_open:

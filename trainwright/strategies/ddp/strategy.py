@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import gc
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from copy import copy
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -13,32 +14,26 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.nn.parallel.distributed import _find_tensors
 from torch.optim import Optimizer
 
 from trainwright.duration import seconds_of
 from trainwright.precision.base import Closure, Sender
 from trainwright.rank_zero import rank_zero_warn
-from trainwright.strategies.autograd_graph import graph_leaves
-from trainwright.strategies.base import (
-    Clipping,
-    Optimization,
-    StepForward,
-    StepResult,
-    Strategy,
-    broadcast_tensors,
+from trainwright.strategies.base import Capabilities, Clipping, Optimization, StepForward, StepResult, Strategy
+from trainwright.strategies.ddp import vendor
+from trainwright.strategies.divided_optimizers import with_gradients
+from trainwright.strategies.module_checks import (
     changed,
-    rank_local_names,
+    graph_leaves,
     refuse_lazy,
+    refuse_reentrant,
     refuse_row_norms,
     refuse_unaveraged,
     replicated,
     trained,
-    with_gradients,
 )
-from trainwright.strategies.ddp.anchored_forward import AnchoredForward
 from trainwright.strategies.replaced_options import OF_DDP, refuse_options
-from trainwright.strategies.used_parameters import refuse_reentrant
+from trainwright.strategies.replication import equalize
 
 UNUSED = (
     "the step left out parameters that require gradients ({names}), and ddp waits for those of all of them. Use each parameter "
@@ -77,7 +72,7 @@ class DDPStrategy(Strategy):
     """
 
     name = "ddp"
-    is_parallel = True
+    capabilities = Capabilities(is_parallel=True)
 
     def __init__(
         self,
@@ -121,12 +116,12 @@ class DDPStrategy(Strategy):
         """Modules whose training step has run, and whose first parameter no backward has reached since then."""
 
     def setup_module(self, module: nn.Module, optimization: Optimization | None) -> None:
-        self.move_to_device(module)
+        self._move(module)
         if self.world_size == 1:
             return
         refuse_lazy(module, self.name)
         if optimization is None:
-            broadcast_tensors(replicated(module, (*module.named_parameters(), *module.named_buffers())))
+            equalize(replicated(module, (*module.named_parameters(), *module.named_buffers())))
             return
         refuse_row_norms(module, self.name)
         refuse_reentrant(module, self.name, not self.static_graph)  # which counts the calls of a layer
@@ -141,19 +136,18 @@ class DDPStrategy(Strategy):
     def _wrap(self, module: nn.Module) -> None:
         self._trained[module] = trained(module)
         self._known = {parameter for each in self._trained.values() for parameter in each.values()}
-        left_out = rank_local_names(module)
-        broadcast_tensors(replicated(module, module.named_buffers()))
-        self.buffers.track(module, left_out)
+        local = vendor.rank_local_names(module)
+        equalize(replicated(module, module.named_buffers()))
+        self.buffers.track(module, local)
         if not self._trained[module]:
-            broadcast_tensors(replicated(module, module.named_parameters()))
+            equalize(replicated(module, module.named_parameters()))
             return
         is_searching = self.find_unused_parameters or not self._automatic
-        forward: Any = StepForward(module)
+        forward = StepForward(module)
         if is_searching and not self.static_graph:
             forward = AnchoredForward(module, next(iter(self._trained[module].values())))
         # Buffers too: DDP would broadcast those that it found when it was made (see SyncedBuffers).
-        not_ddps = (*left_out, *(name for name, _ in module.named_buffers()))
-        forward._ddp_params_and_buffers_to_ignore = [f"module.{name}" for name in not_ddps]
+        vendor.exclude(forward, (f"module.{name}" for name in (*local, *dict(module.named_buffers()))))
         self.wrapped[module] = DistributedDataParallel(
             forward,
             find_unused_parameters=is_searching,
@@ -177,12 +171,12 @@ class DDPStrategy(Strategy):
         # Not a hook of the tensor, which is not called where its gradient is undefined.
         self._watched[module] = node, node.register_hook(lambda *_: self._due.discard(module))
 
-    def refresh_trainable(self, modules: Sequence[nn.Module]) -> None:
+    def refresh_trainable(self, modules: Sequence[nn.Module], in_step: bool = False) -> None:
         """Wrap a module again if parameters were frozen, unfrozen or replaced, because a reducer's parameters are fixed."""
-        for module in modules:
+        for module in () if in_step else modules:
             if module not in self._trained:
                 continue
-            self.buffers.track(module, rank_local_names(module))
+            self.buffers.track(module, vendor.rank_local_names(module))
             if not changed(self._trained[module], trained(module)):
                 continue
             if module in self.wrapped:
@@ -196,9 +190,6 @@ class DDPStrategy(Strategy):
         if module in self._watched:
             self._watched.pop(module)[1].remove()
         self._due.discard(module)
-
-    def has_replaced(self, modules: Sequence[nn.Module]) -> bool:
-        return any(each in self._trained and changed(self._trained[each], trained(each)) for each in modules)
 
     def run(self, module: nn.Module, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the step as the wrapper's forward while training.
@@ -227,19 +218,19 @@ class DDPStrategy(Strategy):
             for wrapped in self.wrapped.values():
                 if wrapped.require_backward_grad_sync:
                     loss = wrapped.module.reach(loss)
-                    _prepare(wrapped, loss)
+                    vendor.prepare_backward(wrapped, loss)
         elif self.wrapped and (self._averaged or options.get("retain_graph")):
             reached = [each for each in self._reached_by(loss) if self.wrapped[each].require_backward_grad_sync]
             for module in self._averaged.intersection(reached):
                 # A forward prepares the reducer for one backward. Averaging what was averaged before changes nothing.
-                _prepare(self.wrapped[module], loss)
+                vendor.prepare_backward(self.wrapped[module], loss)
             self._averaged.update(reached)
         try:
             super().backward(loss, send, **options)
         except BaseException:
-            for each, wrapped in self.wrapped.items():  # the user may catch it, and train on the next batch
-                wrapped.reducer._reset_state()
-                self._orders[each].restart()
+            for module, wrapped in self.wrapped.items():  # the user may catch it, and train on the next batch
+                vendor.reset_reducer(wrapped)
+                self._orders[module].restart()
             raise
         if self._due:
             module = self._due.pop()
@@ -260,8 +251,7 @@ class DDPStrategy(Strategy):
         for wrapped in self.wrapped.values():
             # NOTE: DDP learns a static graph in the first backward, which must be synchronised. Averaging that batch's
             # gradients early does not change the window's average.
-            is_learning = wrapped.static_graph and not wrapped._static_graph_delay_allreduce_enqueued
-            wrapped.require_backward_grad_sync = enabled or is_learning
+            wrapped.require_backward_grad_sync = enabled or vendor.is_learning_graph(wrapped)
 
     def step(
         self, optimizer: Optimizer, clipping: Clipping | None = None, closure: Closure | None = None
@@ -291,10 +281,10 @@ class DDPStrategy(Strategy):
     def state(self) -> dict[str, Any]:
         return {"ready_orders": [order.indices for order in self._orders.values()]}
 
-    def after_load(
-        self, modules: Sequence[nn.Module], optimizers: Sequence[Optimizer], state: Mapping[str, Any]
-    ) -> None:
-        """Restore the layout of the buckets, so that three or more ranks sum in the order of the saved run."""
+    def refresh_weights(self, modules: Sequence[nn.Module], loaded: Mapping[str, Any] | None = None) -> None:
+        """Restore the layout of the buckets after a load, so that three or more ranks sum in the order of the saved run."""
+        if loaded is None:
+            return
         if self.wrapped and (self.comm_hook == "power_sgd" or self.comm_state is not None):
             rank_zero_warn(
                 f"comm_hook={self.comm_hook!r} keeps a separate state (for power_sgd, what compression has left out so far), "
@@ -308,7 +298,7 @@ class DDPStrategy(Strategy):
                 "a resumed run may differ from an uninterrupted one in the last bits. For that, leave static_graph at False.",
                 stacklevel=2,
             )
-        for order, indices in zip(self._orders.values(), state.get("ready_orders", []), strict=False):
+        for order, indices in zip(self._orders.values(), loaded.get("ready_orders", []), strict=False):
             order.replay(indices)
 
     def close(self) -> None:
@@ -323,11 +313,33 @@ class DDPStrategy(Strategy):
         self._averaged.clear()
 
 
-def _prepare(wrapped: DistributedDataParallel, loss: Tensor) -> None:
-    """Make a module's reducer ready for the backward of a loss, as its forward does."""
-    wrapped.reducer._rebuild_buckets()
-    found = list(_find_tensors(loss)) if wrapped.find_unused_parameters else []  # type: ignore[no-untyped-call]
-    wrapped.reducer.prepare_for_backward(found)
+class AnchoredForward(StepForward):
+    """A step whose loss reaches at least one parameter of the wrapper, its anchor.
+
+    A reducer marks the parameters that a loss does not use when a backward reaches one that it does use. A rank whose loss
+    used none would take no part: the other ranks would wait for it, or be averaged with its next step.
+    """
+
+    def __init__(self, module: nn.Module, like: nn.Parameter) -> None:
+        """Give the anchor the dtype and the device of a parameter that is trained."""
+        super().__init__(module)
+        dtype = like.dtype if like.is_floating_point() else torch.float32
+        self.anchor = nn.Parameter(torch.zeros((), dtype=dtype, device=like.device))
+
+    def forward(self, name: str, /, *args: Any, **kwargs: Any) -> Any:
+        result = super().forward(name, *args, **kwargs)
+        if name == "forward":  # of a loop that computes its own loss
+            return result
+        if isinstance(result, Tensor):
+            return self.reach(result)
+        if isinstance(result, dict) and isinstance(result.get("loss"), Tensor):
+            result = copy(result)
+            result["loss"] = self.reach(result["loss"])
+        return result
+
+    def reach(self, loss: Tensor) -> Tensor:
+        """Return an equal loss whose backward reaches the anchor too, with a gradient of zero."""
+        return loss + (self.anchor * 0.0).to(loss) if loss.requires_grad else loss
 
 
 def resolve_comm_hook(hook: str | CommHook, state: Any) -> tuple[Any, CommHook]:
@@ -365,8 +377,8 @@ class ReadyOrder:
         self.indices: list[int] = []
         self._seen: set[int] = set()
         self._wrapped = wrapped
-        named, left_out = wrapped.module.named_parameters(), wrapped.parameters_to_ignore
-        self._parameters = [each for name, each in named if each.requires_grad and name not in left_out]
+        named, ignored = wrapped.module.named_parameters(), wrapped.parameters_to_ignore
+        self._parameters = [p for name, p in named if p.requires_grad and name not in ignored]
         self._handles = [
             parameter.register_post_accumulate_grad_hook(partial(self._record, index))
             for index, parameter in enumerate(self._parameters)
@@ -402,26 +414,5 @@ class ReadyOrder:
         if not is_whole or wrapped.find_unused_parameters or wrapped.static_graph:
             return
         self.close()
-        with without_hooks(self._parameters):
-            wrapped.reducer.prepare_for_backward([])
-            for index in indices:
-                parameter = self._parameters[index]
-                torch.autograd.backward(parameter, torch.zeros_like(parameter))
-        for parameter in self._parameters:
-            parameter.grad = None
+        vendor.accumulate_in_order(wrapped, [self._parameters[index] for index in indices])
         self.indices, self._seen = list(indices), set(indices)
-
-
-@contextmanager
-def without_hooks(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
-    kinds = ("_backward_hooks", "_post_accumulate_grad_hooks")
-    # Emptied in place, since autograd holds the dicts themselves.
-    found = [each for p in parameters for kind in kinds if (each := getattr(p, kind, None))]
-    kept = [dict(each) for each in found]
-    try:
-        for hooks in found:
-            hooks.clear()
-        yield
-    finally:
-        for hooks, own in zip(found, kept, strict=True):
-            hooks.update(own)

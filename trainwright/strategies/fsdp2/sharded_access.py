@@ -23,10 +23,9 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from trainwright.strategies.base import StepForward
 from trainwright.strategies.fsdp2.vendor import record_versions, write_back
+from trainwright.strategies.fsdp2.wrap_policy import ROOT
 from trainwright.strategies.used_parameters import failed_before
 
-ROOT = "_fsdp_root"
-"""The attribute of a sharded module that keeps FSDP's root for its next run."""
 CHAIN = re.compile(r"\b([A-Za-z_]\w*)((?:\.\w+|\[\d+\])+)")
 PART = re.compile(r"\.(\w+)|\[(\d+)\]")
 MIXED = "mixed torch.Tensor and DTensor"

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -25,8 +26,6 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 from torch.utils.checkpoint import checkpoint
 
@@ -38,19 +37,22 @@ from trainwright.duration import seconds_of
 from trainwright.precision.base import Closure, Precision, Sender
 from trainwright.rank_zero import rank_zero_warn
 from trainwright.strategies.base import (
+    Capabilities,
     Clipping,
     Optimization,
     StepResult,
     Strategy,
-    broadcast_tensors,
-    refuse_unreplicable,
     scale_and_clip_value,
+)
+from trainwright.strategies.divided_optimizers import (
+    no_shards,
+    refuse_unknown_optimizer,
+    refuse_unsharded,
     with_gradients,
 )
-from trainwright.strategies.deferred_all_reduce import DeferredAllReduce
+from trainwright.strategies.fsdp2 import vendor
 from trainwright.strategies.fsdp2.low_precision_layers import Float32, allow_float32, find_float32
 from trainwright.strategies.fsdp2.sharded_access import (
-    ROOT,
     Root,
     failing,
     guard,
@@ -62,20 +64,19 @@ from trainwright.strategies.fsdp2.sharded_access import (
     unshard_for_call,
 )
 from trainwright.strategies.fsdp2.split_groups import by_kind, split_groups
-from trainwright.strategies.fsdp2.vendor import (
-    carried_hooks,
-    record_versions,
-    record_versions_before,
-    write_back,
-    write_back_after,
-    write_through_data,
+from trainwright.strategies.fsdp2.wrap_policy import (
+    MIN_PARAMETERS,
+    ROOT,
+    WrapPolicy,
+    check_policy,
+    choose_groups,
+    recomputed,
 )
-from trainwright.strategies.fsdp2.wrap_policy import MIN_PARAMETERS, WrapPolicy, check_policy, choose_groups, recomputed
-from trainwright.strategies.known_optimizers import no_shards, refuse_unknown_optimizer, refuse_unsharded
+from trainwright.strategies.module_checks import refuse_reentrant, refuse_sparse_weights, refuse_unreplicable
 from trainwright.strategies.placement import innermost_first, materialize, move
 from trainwright.strategies.replaced_options import OF_FSDP, refuse_options, reshards
-from trainwright.strategies.sparse_gradients import refuse_sparse_weights
-from trainwright.strategies.used_parameters import BackwardGuard, RanksUse, refuse_reentrant
+from trainwright.strategies.replication import DeferredAllReduce, equalize
+from trainwright.strategies.used_parameters import BackwardGuard, RanksUse
 
 
 class FSDPStrategy(Strategy):
@@ -114,13 +115,15 @@ class FSDPStrategy(Strategy):
     """
 
     name = "fsdp"
-    distributed_type = "FSDP"
-    is_parallel = True
-    forward_is_collective = True
-    takes_closure = False
-    holds_modules = False
-    trains_prepared_only = True
-    needs_group = True
+    capabilities = Capabilities(
+        is_parallel=True,
+        needs_group=True,
+        forward_is_collective=True,
+        holds_modules=False,
+        trains_prepared_only=True,
+        takes_closure=False,
+        distributed_type="FSDP",
+    )
 
     def __init__(
         self,
@@ -153,7 +156,8 @@ class FSDPStrategy(Strategy):
             )
         self.reshard_after_forward = reshards(sharding_strategy, reshard_after_forward)
         # A bool, or torch's CPUOffload, which holds one.
-        self.cpu_offload = self.communicates_on_host = bool(getattr(cpu_offload, "offload_params", cpu_offload))
+        self.cpu_offload = bool(getattr(cpu_offload, "offload_params", cpu_offload))
+        self.capabilities = replace(self.capabilities, communicates_on_host=self.cpu_offload)
         self.activation_checkpointing_policy = activation_checkpointing_policy
         self.mixed_precision, self.sync_every_batch, self.elementwise = mixed_precision, sync_every_batch, elementwise
         self._float32, self._deferred = Float32(), DeferredAllReduce()
@@ -189,7 +193,7 @@ class FSDPStrategy(Strategy):
             self._float32 = find_float32(module)
             allow_float32(module)  # before FSDP's hooks
         elif low.param_dtype is not None:
-            self._float32.groups.update(each for each in module.modules() if isinstance(each, _BatchNorm))
+            self._float32.groups.update(each for each in module.modules() if isinstance(each, vendor.BATCH_NORM))
         is_meta = any(each.is_meta for each in (*module.parameters(), *module.buffers()))
         constructed: list[nn.Module] = []
         # Innermost first, the order in which constructors draw the values of meta modules.
@@ -210,16 +214,11 @@ class FSDPStrategy(Strategy):
         for each in to_checkpoint:
             each.forward = partial(checkpoint, each.forward, use_reentrant=False)
         self._shard_group(root, mesh, MixedPrecisionPolicy() if module in self._float32.groups else low, is_root=True)
-        write_through_data()
+        vendor.write_through_data()
         module.__dict__[ROOT] = root  # not as a submodule
         module.__dict__["__deepcopy__"] = partial(refuse_copy, module)
         module.register_forward_pre_hook(unshard_for_call)
         module.register_forward_hook(reshard_after_call, always_call=True)
-
-    def gathered_groups(self, module: nn.Module) -> Sequence[nn.Module] | None:
-        """Return those that were chosen: a policy may ask for classes, which sharding has replaced."""
-        root: Root | None = module.__dict__.get(ROOT)
-        return None if root is None else root.groups
 
     def _refuse_other_precision(self, module: nn.Module) -> None:
         """Raise ValueError for a module that an earlier run has sharded for another low precision."""
@@ -250,7 +249,7 @@ class FSDPStrategy(Strategy):
         # Shards that are offloaded stay in host memory.
         move(group, self.device, stays=lambda each: isinstance(each, DTensor))
         whole = [parameter for parameter in group.parameters() if not isinstance(parameter, DTensor)]
-        broadcast_tensors((*whole, *(group.buffers() if is_root else ())))
+        equalize((*whole, *(group.buffers() if is_root else ())))
         # FSDP2 shards rows, which 0-dim parameters lack, and cannot reduce empty ones.
         kept = {each for each in whole if each.dim() == 0 or each.numel() == 0}.union(self._float32.parameters(group))
         self._refuse_mixed(group, [each for each in whole if each not in kept])
@@ -258,8 +257,8 @@ class FSDPStrategy(Strategy):
             parameter.data = parameter.data.contiguous()
         offload = self.cpu_offload and self.device.type != "cpu"
         if not is_root:  # whose forward does it
-            group.register_forward_hook(write_back_after)
-        with carried_hooks(group):
+            group.register_forward_hook(vendor.write_back_after)
+        with vendor.carried_hooks(group):
             fully_shard(
                 group,
                 mesh=mesh,
@@ -270,7 +269,7 @@ class FSDPStrategy(Strategy):
             )
         type(group).__deepcopy__ = refuse_copy  # type: ignore[attr-defined]
         if not is_root:
-            group.register_forward_pre_hook(record_versions_before)
+            group.register_forward_pre_hook(vendor.record_versions_before)
 
     def _refuse_mixed(self, group: nn.Module, whole: list[nn.Parameter]) -> None:
         dtypes = {parameter.dtype for parameter in whole if parameter.requires_grad}
@@ -282,16 +281,21 @@ class FSDPStrategy(Strategy):
                 "or put those of another into a submodule that is a separate group (auto_wrap_policy)."
             )
 
-    def refresh_trainable(self, modules: Sequence[nn.Module]) -> None:
-        """Adopt parameters that were created after sharding: whole on each rank, averaged before each step."""
+    def refresh_trainable(self, modules: Sequence[nn.Module], in_step: bool = False) -> None:
+        """Adopt parameters that were created after sharding: whole on every rank, averaged before a step.
+
+        Within a step optimizers hold the shards, while the rest of the step uses the gathered parameters.
+        """
+        if in_step:
+            if any(root.depth > 0 for root in self.wrapped.values()):
+                self._write_back()
+                self._gather_roots()
+            return
         for module in modules:
             self._deferred.adopt(module)
             self._use.track(module)
             self.buffers.track(module)
             refuse_sparse_weights(module, self.name, True)  # an embedding may have been unfrozen
-
-    def has_replaced(self, modules: Sequence[nn.Module]) -> bool:
-        return any(self._deferred.unknown(each.parameters()) for each in modules)
 
     def setup_optimizers(
         self, modules: Sequence[nn.Module], optimizers: Sequence[Optimizer], optimization: Optimization
@@ -323,9 +327,6 @@ class FSDPStrategy(Strategy):
                 torch.accelerator.synchronize(self.device)
         return outputs
 
-    def annotate(self, error: BaseException) -> None:
-        note_use_in_hook(error, self.wrapped)
-
     def backward(self, loss: Tensor, send: Sender | None = None, **options: Any) -> None:
         self._refuse_failed()
         refuse_sharded_loss(loss, next(iter(self.wrapped), None))
@@ -333,7 +334,7 @@ class FSDPStrategy(Strategy):
         # FSDP hooks the outputs of the root's forward, but a manual backward runs inside that forward: without these hooks
         # the root's group would never be reduced.
         for root in () if self._automatic else self.wrapped.values():
-            root._get_fsdp_state()._register_pre_backward_hook(loss)
+            vendor.gather_for_backward(root, loss)
         with self._guard.backward(self._use.has_come), failing(self.wrapped.values()):
             super().backward(loss, send, **options)
         if self.world_size > 1:
@@ -347,7 +348,7 @@ class FSDPStrategy(Strategy):
             for root in self.wrapped.values():
                 root.set_requires_gradient_sync(enabled)
 
-    def finalize_gradients(self, optimizer: Optimizer) -> None:
+    def _finalize(self, optimizer: Optimizer) -> None:
         self._deferred.refuse_unknown(optimizer, self.wrapped, self.name).reduce(optimizer)
         self.precision.unscale(optimizer, lambda found: dist.all_reduce(found, op=dist.ReduceOp.MAX))
 
@@ -367,12 +368,6 @@ class FSDPStrategy(Strategy):
         if not self._automatic:
             self._gather_roots()
         return result
-
-    def refresh_toggled(self) -> None:
-        """Optimizers hold the shards, while the rest of the step uses the gathered parameters."""
-        if any(root.depth > 0 for root in self.wrapped.values()):
-            self._write_back()
-            self._gather_roots()
 
     def check_gradients(self, exchange: Exchange = gather_object) -> None:
         self._use.compare(exchange)
@@ -397,22 +392,20 @@ class FSDPStrategy(Strategy):
         self._reshard_roots()
         return super().model_pieces(module)
 
-    def piece(self, name: str, value: Tensor, writer: int | None) -> Piece:
+    def _piece(self, name: str, value: Tensor, writer: int | None) -> Piece:
         if not isinstance(value, DTensor):
-            return super().piece(name, value, writer)
-        _, offsets = compute_local_shape_and_global_offset(value.shape, value.device_mesh, value.placements)
+            return super()._piece(name, value, writer)
         local: Tensor = value.detach().to_local()  # type: ignore[attr-defined]
         # NOTE: indexing a DTensor communicates, and would hang if ranks hold unequal shards.
-        start = offsets[0] * math.prod(value.shape[1:]) if local.numel() else 0
+        start = vendor.first_row(value) * math.prod(value.shape[1:]) if local.numel() else 0
         return Piece(name, tuple(value.shape), start, local.view(-1), self.rank)
 
-    def after_load(
-        self, modules: Sequence[nn.Module], optimizers: Sequence[Optimizer], state: Mapping[str, Any]
-    ) -> None:
-        self.refresh_weights(modules)
-
-    def refresh_weights(self, modules: Sequence[nn.Module]) -> None:
+    def refresh_weights(self, modules: Sequence[nn.Module], loaded: Mapping[str, Any] | None = None) -> None:
         self._reshard_roots()
+
+    def after_run(self, error: BaseException | None = None) -> None:
+        if error is not None:
+            note_use_in_hook(error, self.wrapped)
 
     def close(self) -> None:
         self._write_back()
@@ -435,10 +428,10 @@ class FSDPStrategy(Strategy):
         for root in self.wrapped.values():
             root.reshard()
             root.unshard()
-            record_versions(root)
+            vendor.record_versions(root)
 
     def _write_back(self) -> None:
         for root in self.wrapped.values():
             for group in (root,) if self.reshard_after_forward else root.modules():
                 if isinstance(group, FSDPModule):
-                    write_back(group)
+                    vendor.write_back(group)

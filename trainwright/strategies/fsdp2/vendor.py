@@ -13,7 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.nn.modules.batchnorm import _BatchNorm
 
+BATCH_NORM = _BatchNorm
 _PLAIN_DATA: Any = Tensor.data
 
 
@@ -34,6 +37,17 @@ def _set_data(shard: DTensor, value: Tensor) -> None:
 
 def _layout(sharded: DTensor) -> tuple[Any, ...]:
     return sharded.shape, sharded.dtype, sharded.placements
+
+
+def first_row(shard: DTensor) -> int:
+    """Return the number of the first row of a parameter that this rank holds."""
+    _, offsets = compute_local_shape_and_global_offset(shard.shape, shard.device_mesh, shard.placements)
+    return offsets[0]
+
+
+def gather_for_backward(root: Any, loss: Tensor) -> None:
+    """Let the backward of a loss that was computed within the root's forward gather and reduce the root's group."""
+    root._get_fsdp_state()._register_pre_backward_hook(loss)
 
 
 def record_versions(group: Any) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
 
 from torch import Tensor, nn
@@ -10,6 +10,8 @@ from torch import Tensor, nn
 from trainwright.arguments import check_takes
 from trainwright.errors import a_type_of
 
+ROOT = "_fsdp_root"
+"""The attribute of a sharded module that keeps FSDP's root for its next run."""
 MIN_PARAMETERS = 1_000_000
 """The smallest block worth a group: for smaller ones the extra collectives cost more than the memory saved."""
 
@@ -18,6 +20,15 @@ WHOLE = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerDecode
 
 WrapPolicy = Iterable[type[nn.Module]] | Callable[[nn.Module], bool]
 """Module classes, or a function that returns whether a module is a group."""
+
+
+def made_groups(module: nn.Module) -> Sequence[nn.Module] | None:
+    """Return the groups that fsdp has made of a module; None if it has not sharded the module.
+
+    A policy may ask for classes, which sharding has replaced.
+    """
+    root = module.__dict__.get(ROOT)
+    return None if root is None else root.groups
 
 
 def check_policy(name: str, policy: object) -> None:

@@ -22,27 +22,28 @@ from trainwright.duration import seconds_of
 from trainwright.precision.base import Closure, Precision, Sender
 from trainwright.rank_zero import rank_zero_info
 from trainwright.strategies.base import (
+    Capabilities,
     Clipping,
     Optimization,
     StepForward,
     StepResult,
     Strategy,
-    broadcast_tensors,
-    parameters_of,
-    refuse_unreplicable,
     scale_and_clip_value,
+)
+from trainwright.strategies.divided_optimizers import (
+    DIVISIONS,
+    REPLACED,
+    Division,
+    OptimizerProxy,
+    UsedParameters,
+    parameters_of,
     with_gradients,
 )
-from trainwright.strategies.deferred_all_reduce import DeferredAllReduce
-from trainwright.strategies.left_shards import LEFT, Left
-from trainwright.strategies.optimizer_proxy import REPLACED, OptimizerProxy, UsedParameters
+from trainwright.strategies.module_checks import refuse_reentrant, refuse_sparse_weights, refuse_unreplicable
 from trainwright.strategies.oss.vendor import make_wrapper
 from trainwright.strategies.replaced_options import OF_DDP, refuse_options
-from trainwright.strategies.sparse_gradients import refuse_sparse_weights
-from trainwright.strategies.used_parameters import refuse_reentrant
+from trainwright.strategies.replication import DeferredAllReduce, equalize
 
-_WHOLE: WeakKeyDictionary[Optimizer, list[list[Tensor]]] = WeakKeyDictionary()
-"""The parameters of each group before the ranks divided them, by the user's optimizer."""
 _OWNERS: WeakKeyDictionary[Optimizer, dict[nn.Parameter, int]] = WeakKeyDictionary()
 """The rank of each parameter: that of the fit before, if an optimizer is used again, because its state is there."""
 
@@ -51,9 +52,9 @@ class ShardedOptimizer(OptimizerProxy):
     """Shows all parameters; the user's optimizer keeps and steps this rank's, which are then broadcast."""
 
     def __init__(self, own: Optimizer) -> None:
-        everyones = _WHOLE[own] = [list(group["params"]) for group in own.param_groups]
+        everyones = [list(group["params"]) for group in own.param_groups]
         self.oss = _make_oss(own)
-        LEFT[own] = Left(ShardedDDPStrategy.name, {})
+        DIVISIONS[own] = Division(ShardedDDPStrategy.name, {}, everyones)
         super().__init__(own, everyones)
         self.used = UsedParameters()
         self.used.track(parameters_of(self))
@@ -178,11 +179,13 @@ class ShardedDDPStrategy(Strategy):
     """
 
     name = "ddp_sharded"
-    is_parallel = True
-    takes_closure = False
-    divides_optimizers = True
-    trains_prepared_only = True
-    takes_param_groups = False
+    capabilities = Capabilities(
+        is_parallel=True,
+        takes_closure=False,
+        divides_optimizers=True,
+        trains_prepared_only=True,
+        takes_param_groups=False,
+    )
 
     def __init__(
         self,
@@ -216,29 +219,25 @@ class ShardedDDPStrategy(Strategy):
             rank_zero_info("strategy='ddp_sharded' has nothing to shard on one process; it runs as 'single_device'.")
 
     def setup_module(self, module: nn.Module, optimization: Optimization | None) -> None:
-        self.move_to_device(module)
+        self._move(module)
         if self.world_size == 1:
             return
         refuse_unreplicable(module, self.name, optimization)
         refuse_reentrant(module, self.name, optimization)
         refuse_sparse_weights(module, self.name, optimization)
-        broadcast_tensors((*module.parameters(), *module.buffers()))
+        equalize((*module.parameters(), *module.buffers()))
         self._automatic = optimization is None or optimization.automatic
         self.wrapped[module] = None  # until it has optimizers
         self.buffers.track(module)
 
-    def refresh_trainable(self, modules: Sequence[nn.Module]) -> None:
+    def refresh_trainable(self, modules: Sequence[nn.Module], in_step: bool = False) -> None:
+        if in_step:
+            return
         for optimizer in self._optimizers.values():
             optimizer.refuse_replaced()
         for module in modules if self.world_size > 1 else ():
             self.buffers.track(module)
             refuse_sparse_weights(module, self.name, True)  # an embedding may have been unfrozen
-
-    def make_whole(self, optimizers: Sequence[Optimizer]) -> None:
-        super().make_whole(optimizers)
-        for optimizer in optimizers:
-            for group, whole in zip(optimizer.param_groups, _WHOLE.get(optimizer, ()), strict=False):
-                group["params"] = list(whole)
 
     def setup_optimizers(
         self, modules: Sequence[nn.Module], optimizers: Sequence[Optimizer], optimization: Optimization
@@ -316,9 +315,9 @@ class ShardedDDPStrategy(Strategy):
             if wrapped is not None:
                 wrapped._should_accumulate_grads = not enabled  # the switch behind its no_sync()
 
-    def finalize_gradients(self, optimizer: Optimizer) -> None:
+    def _finalize(self, optimizer: Optimizer) -> None:
         if not isinstance(optimizer, ShardedOptimizer):
-            return super().finalize_gradients(optimizer)
+            return super()._finalize(optimizer)
         self._deferred.reduce(optimizer)
         optimizer.put_back()
         # Only this rank's gradients count. FairScale's own scaler does nothing on the CPU.

@@ -16,7 +16,7 @@ from trainwright.errors import a_type_of
 from trainwright.precision.base import Precision
 from trainwright.rank_zero import rank_zero_warn
 from trainwright.strategies.base import Optimization
-from trainwright.strategies.known_optimizers import refuse_unknown_optimizer
+from trainwright.strategies.divided_optimizers import refuse_unknown_optimizer
 from trainwright.strategies.memory_plan import LARGEST_BUCKET
 
 LOW_DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}

@@ -13,8 +13,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from trainwright.strategies.base import state_location
-from trainwright.strategies.left_shards import LEFT, Left, divided
-from trainwright.strategies.optimizer_proxy import GroupView, UsedParameters
+from trainwright.strategies.divided_optimizers import DIVISIONS, Division, GroupView, UsedParameters, divided
 
 
 class Shard(NamedTuple):
@@ -91,7 +90,7 @@ class MasterOptimizer(Optimizer):
                 self._of.setdefault(shard.flat, []).append(self.views[shard.parameter])
             self._ranges[shard.parameter] = (shard.start, shard.numel)
             self._is_divided |= shard.numel != math.prod(shard.shape)
-        left = LEFT.get(self.own)
+        left = DIVISIONS.get(self.own)
         if left is not None and left.ranges != self._ranges:
             raise divided(self.own, left.strategy, "other parameters are trained now, so the parts differ")
         for group, given in zip(self.own.param_groups, self.given, strict=True):
@@ -115,7 +114,7 @@ class MasterOptimizer(Optimizer):
                     for key, value in state.items()
                 }
         if self._is_divided:
-            LEFT[self.own] = Left(strategy, self._ranges)
+            DIVISIONS[self.own] = Division(strategy, self._ranges)
 
     def _cut(self, view: MasterView, state: dict[str, Any], group: dict[str, Any]) -> dict[str, Any]:
         """Return this rank's shard of a whole parameter's state."""

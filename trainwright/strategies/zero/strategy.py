@@ -8,9 +8,9 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import os
-import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -27,19 +27,11 @@ from trainwright.precision import resolve_precision
 from trainwright.precision.base import Closure, Precision, Sender
 from trainwright.precision.mixed import NoFastPath
 from trainwright.rank_zero import rank_zero_warn
-from trainwright.strategies.base import (
-    Clipping,
-    Optimization,
-    StepResult,
-    Strategy,
-    broadcast_tensors,
-    call_step,
-    parameters_of,
-    refuse_unreplicable,
-    trained,
-)
+from trainwright.strategies.base import Capabilities, Clipping, Optimization, StepResult, Strategy, call_step
+from trainwright.strategies.divided_optimizers import parameters_of
+from trainwright.strategies.module_checks import refuse_sparse_weights, refuse_unreplicable, trained
 from trainwright.strategies.replaced_options import EVERY, OF_DEEPSPEED, refuse_options
-from trainwright.strategies.sparse_gradients import refuse_sparse_weights
+from trainwright.strategies.replication import equalize
 from trainwright.strategies.used_parameters import BackwardGuard, are_all_stepped
 from trainwright.strategies.zero import deepspeed_config, zero_cleanup, zero_state
 from trainwright.strategies.zero.master_optimizer import MasterOptimizer, Shard
@@ -86,16 +78,18 @@ class DeepSpeedStrategy(Strategy):
     """
 
     name = "deepspeed"
-    distributed_type = "DEEPSPEED"
-    is_parallel = True
-    holds_modules = False
-    takes_closure = False
-    divides_optimizers = True
-    trains_prepared_only = True
-    takes_param_groups = False
-    needs_group = True
-    keeps_optimizers = False
-    gradients_are_parameters = False
+    capabilities = Capabilities(
+        is_parallel=True,
+        needs_group=True,
+        holds_modules=False,
+        gradients_are_parameters=False,
+        divides_optimizers=True,
+        keeps_optimizers=False,
+        trains_prepared_only=True,
+        takes_param_groups=False,
+        takes_closure=False,
+        distributed_type="DEEPSPEED",
+    )
 
     def __init__(
         self,
@@ -136,8 +130,12 @@ class DeepSpeedStrategy(Strategy):
         deepspeed_config.refuse_settings({**zero, **self.own_config.get("zero_optimization", {})}, self.stage)
         self._configured_precision = deepspeed_config.low_precision(self.own_config)
         self.offload_optimizer, self.offload_parameters, self.zero = offload_optimizer, offload_parameters, zero
-        self.forward_is_collective, self.makes_optimizer = self.stage == 3, "optimizer" in self.own_config
-        self.takes_compile = self.stage < 3  # the compiler sees the parameters before they are gathered
+        self.capabilities = replace(
+            self.capabilities,
+            forward_is_collective=self.stage == 3,
+            makes_optimizer="optimizer" in self.own_config,
+            takes_compile=self.stage < 3,  # the compiler sees the parameters before they are gathered
+        )
         self._engines: dict[ZeroOptimizer, Any] = {}
         self._engine_of: dict[nn.Module, Any] = {}
         self._trained: dict[nn.Module, dict[str, nn.Parameter]] = {}
@@ -187,11 +185,11 @@ class DeepSpeedStrategy(Strategy):
         refuse_sparse_weights(module, self.name, optimization)
         sharded = {name: p for name, p in module.named_parameters() if hasattr(p, "ds_id")}
         if self.stage < 3 or not sharded:
-            self.move_to_device(module)
+            self._move(module)
         else:
             refuse_other_dtype(sharded, self.precision)
         whole = [p for p in module.parameters() if not hasattr(p, "ds_id")]
-        broadcast_tensors((*whole, *module.buffers()))
+        equalize((*whole, *module.buffers()))
         self.wrapped[module] = None
         self.buffers.track(module)
         if self.stage == 3 and zero_state.warn_of_shards not in module._state_dict_hooks.values():
@@ -207,11 +205,11 @@ class DeepSpeedStrategy(Strategy):
         self._guard.watch(may_wait and optimization.automatic and are_all_stepped(modules, optimizers))
         for module in modules:
             self._trained.setdefault(module, trained(module))
-        if not optimizers and not self._engines and self.makes_optimizer:
+        if not optimizers and not self._engines and self.capabilities.makes_optimizer:
             own = [p for module in modules for p in module.parameters() if p.requires_grad]
             engine = self._initialize(Part(modules), None, own)
             return [self._take(engine.optimizer.optimizer, engine, modules)]
-        if optimizers and self.makes_optimizer:
+        if optimizers and self.capabilities.makes_optimizer:
             raise ValueError(
                 "configure_optimizers returned an optimizer, and the DeepSpeed config has an 'optimizer' section; return None "
                 "to use the config's, or leave it out of the config."
@@ -269,9 +267,9 @@ class DeepSpeedStrategy(Strategy):
             scale_losses(engine)
         return engine
 
-    def refresh_trainable(self, modules: Sequence[nn.Module]) -> None:
-        """Raise RuntimeError if what is trained has changed, because DeepSpeed's buffers are fixed."""
-        for module in modules:
+    def refresh_trainable(self, modules: Sequence[nn.Module], in_step: bool = False) -> None:
+        """Raise RuntimeError if other parameters are trained now, because DeepSpeed's buffers are fixed."""
+        for module in () if in_step else modules:
             self.buffers.track(module)
             refuse_other_parameters(module, self._trained.get(module))
 
@@ -287,9 +285,6 @@ class DeepSpeedStrategy(Strategy):
         with self.precision.forward_context() or nullcontext(), NoFastPath() if self.stage == 3 else nullcontext():
             return step()
 
-    def annotate(self, error: BaseException) -> None:
-        note_empty_parameter(error, self.stage)
-
     def backward(self, loss: Tensor, send: Sender | None = None, **options: Any) -> None:
         self._guard.refuse_failed()
         for facade in self._engines:
@@ -299,7 +294,7 @@ class DeepSpeedStrategy(Strategy):
         for facade in self._engines:
             facade.end_backward()
 
-    def finalize_gradients(self, optimizer: Optimizer) -> None:
+    def _finalize(self, optimizer: Optimizer) -> None:
         if not self._offloads:  # offloaded gradients are reduced in DeepSpeed's step alone
             zero_state.finalize_gradients(_prepared(optimizer).engine, self.stage)
 
@@ -357,7 +352,7 @@ class DeepSpeedStrategy(Strategy):
                 pieces.append(zero_state.partition_piece(name, value, self.rank))
             else:
                 writer = None if isinstance(value, nn.Parameter) else 0
-                pieces.append(self.piece(name, value, writer))
+                pieces.append(self._piece(name, value, writer))
         return pieces
 
     def optimizer_pieces(self, optimizer: Optimizer, names: Mapping[Tensor, str]) -> list[Piece]:
@@ -371,23 +366,18 @@ class DeepSpeedStrategy(Strategy):
     def _local_parameters(self, optimizer: Optimizer) -> Iterable[Tensor]:
         return _prepared(optimizer).master.views
 
-    def after_load(
-        self, modules: Sequence[nn.Module], optimizers: Sequence[Optimizer], state: Mapping[str, Any]
-    ) -> None:
-        for facade in self._engines:
+    def refresh_weights(self, modules: Sequence[nn.Module], loaded: Mapping[str, Any] | None = None) -> None:
+        for facade in self._engines if loaded is not None else ():
             zero_state.move_plain(facade.master)
-        self.refresh_weights(modules)
-        for engine, saved in zip(self._engines.values(), state.get("lr_schedulers", []), strict=False):
-            if engine.lr_scheduler is not None and saved is not None:
-                engine.lr_scheduler.load_state_dict(saved)
-        for facade, indices in zip(self._engines, state.get("reduction_orders", []), strict=False):
-            facade.order.replay(indices)
-
-    def refresh_weights(self, modules: Sequence[nn.Module]) -> None:
         stepped = {shard.parameter for engine in self._engines.values() for shard in self._shards(engine)}
         zero_state.refresh(p for module in modules for p in module.parameters() if p not in stepped)
         for engine in self._engines.values():
             zero_state.refresh_from_masters(engine.optimizer, self.stage)
+        for engine, saved in zip(self._engines.values(), (loaded or {}).get("lr_schedulers", []), strict=False):
+            if engine.lr_scheduler is not None and saved is not None:
+                engine.lr_scheduler.load_state_dict(saved)
+        for facade, indices in zip(self._engines, (loaded or {}).get("reduction_orders", []), strict=False):
+            facade.order.replay(indices)
 
     @property
     def state(self) -> dict[str, Any]:
@@ -398,8 +388,10 @@ class DeepSpeedStrategy(Strategy):
         left = self._left.get(engine)
         return zero_state.shards_of(engine.optimizer, self.stage, self.rank) if left is None else left
 
-    def after_run(self) -> None:
-        self._write_back.run(refuses=sys.exc_info()[0] is None)
+    def after_run(self, error: BaseException | None = None) -> None:
+        if error is not None:
+            note_empty_parameter(error, self.stage)
+        self._write_back.run(refuses=error is None)
         if self.stage < 3:  # a module of stage 3 can still be called, and its engine gathers it
             self._left = {engine: list(self._shards(engine)) for engine in self._engines.values()}
             self._detach()

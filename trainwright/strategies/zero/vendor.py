@@ -18,7 +18,8 @@ from torch.optim import Optimizer
 from trainwright.devices import cuda
 from trainwright.distributed.environment import Environment, announce_local_rank, announced
 from trainwright.precision.base import Precision
-from trainwright.strategies.base import changed, parameters_of, trained
+from trainwright.strategies.divided_optimizers import parameters_of
+from trainwright.strategies.module_checks import changed, trained
 from trainwright.strategies.zero.master_optimizer import MasterOptimizer
 from trainwright.tensor_names import clean_name, is_compiled
 

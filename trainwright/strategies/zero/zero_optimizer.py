@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from trainwright.precision.base import Precision, Sender
-from trainwright.strategies.base import parameters_of
-from trainwright.strategies.optimizer_proxy import OptimizerProxy
+from trainwright.strategies.divided_optimizers import OptimizerProxy, parameters_of
 from trainwright.strategies.zero.master_optimizer import MasterOptimizer, StateByParameter
 from trainwright.strategies.zero.zero_order import ReductionOrder
 

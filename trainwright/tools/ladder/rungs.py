@@ -71,7 +71,7 @@ def settings_of(name: str, results: Mapping[str, Result], num_devices: int) -> d
     if name == COMPILE:
         return {"precision": precision, "compile": True}
     # False under a strategy that cannot compile, since the script may compile.
-    compiles = None if resolve_strategy(name, num_devices).takes_compile else False
+    compiles = None if resolve_strategy(name, num_devices).capabilities.takes_compile else False
     return {
         "precision": precision,
         "compile": True if helps and compiles is None else compiles,
