@@ -146,7 +146,7 @@ def test_wrong_accelerator_settings_raise(settings: dict[str, Any], match: str) 
 
 def test_calls_refused() -> None:
     accelerator, model, *_ = prepared()
-    with pytest.raises(TypeError, match="of type str. Expected torch modules"):
+    with pytest.raises(TypeError, match=r"of type str\. Expected torch modules"):
         accelerator.prepare("model")
     with pytest.raises(ValueError, match="was not prepared"):
         accelerator.step(torch.optim.SGD(model.parameters(), 0.1))
