@@ -342,10 +342,26 @@ def test_what_has_a_plain_form_comes_back_as_it_was(name: str) -> None:
     json.dumps(logged_hyper_parameters([Formed(value)], is_storable))
 
 
-def test_partials_come_back() -> None:
+class Config:
+    """Has the methods of a configuration of transformers."""
+
+    def __init__(self, width: int) -> None:
+        self.width = width
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"width": self.width}
+
+    @classmethod
+    def from_dict(cls, content: dict[str, Any]) -> Config:
+        return cls(**content)
+
+
+def test_partials_and_configurations_come_back() -> None:
     _, forms = stored_hyper_parameters(Formed(functools.partial(torch.optim.SGD, lr=0.5)), is_storable)
     again = build(Formed, {}, {}, "kwargs", forms).value
     assert (again.func, again.keywords) == (torch.optim.SGD, {"lr": 0.5})
+    _, forms = stored_hyper_parameters(Formed(Config(4)), is_storable)
+    assert build(Formed, {}, {}, "kwargs", forms).value.width == 4
 
 
 def test_a_value_without_a_form_is_wanted_as_an_argument() -> None:

@@ -36,6 +36,7 @@ CONSTRUCTORS: dict[str, Callable[..., Any]] = {
 CLASSES: dict[str, Callable[[Any], bool]] = {
     "enum": lambda cls: issubclass(cls, enum.Enum),
     "dataclass": dataclasses.is_dataclass,
+    "config": lambda cls: callable(getattr(cls, "from_dict", None)),
 }
 """The forms that name a class, and the test which that class must pass."""
 
@@ -67,6 +68,8 @@ def _describe(value: Any, is_plain: Callable[[Any], bool], depth: int = 0) -> Fo
 
         return {"form": "omegaconf", "content": inner(OmegaConf.to_container(value, resolve=True))}
     form: Form = {}
+    if not dataclasses.is_dataclass(value) and callable(getattr(kind, "from_dict", None)):
+        return {"form": "config", "path": path_of(kind), "content": inner(_config_content(value))}
     if isinstance(value, functools.partial):
         function, args = value.func, value.args
         if function.__module__.startswith("jsonargparse.") and isinstance(args[-1], type):  # it makes this class
@@ -95,6 +98,15 @@ def _named_items(value: Any) -> tuple[str, dict[str, Any]]:
     raise TypeError(f"a {kind.__module__}.{kind.__qualname__} has no plain form")
 
 
+def _config_content(value: Any) -> dict[str, Any]:
+    """Return the dict of a configuration such as transformers.PretrainedConfig, which `from_dict` turns back into it."""
+    content: dict[str, Any] = value.to_dict()
+    again = type(value).from_dict(content)
+    if type(again) is not type(value) or again.to_dict() != content:
+        raise TypeError(f"{type(value).__qualname__}.from_dict does not rebuild the value")
+    return content
+
+
 def _refuse_changed(value: Any, is_plain: Callable[[Any], bool]) -> None:
     """Raise TypeError for a dataclass that its fields would construct with other values, as by a __post_init__."""
     fields = dataclasses.fields(value)
@@ -118,7 +130,7 @@ def readable(form: Form) -> Any:
     kind, items = form["form"], form.get("items", [])
     if kind == "plain":
         return form["value"]
-    if kind == "omegaconf":
+    if kind in ("omegaconf", "config"):
         return readable(form["content"])
     if kind == "enum":
         return f"{form['path'].rpartition('.')[2]}({readable(form['value'])!r})"
@@ -158,6 +170,8 @@ def rebuild(form: Form, cls: type[Any]) -> Any:
         raise ValueError(f"a form {kind!r} that this version does not know")
     if kind == "enum":
         return make(again(form["value"]))
+    if kind == "config":
+        return make.from_dict(again(form["content"]))
     if isinstance(items, dict):
         return make(**{key: again(item) for key, item in items.items()})
     return make(*map(again, items))

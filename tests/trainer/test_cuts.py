@@ -115,7 +115,7 @@ def test_a_save_at_an_epochs_end_has_no_score_of_earlier_weights(tmp_path: Path)
         tmp_path, "{step}-{val_loss}", monitor="val_loss", save_top_k=-1, save_on_train_epoch_end=True
     )
     with pytest.warns(
-        UserWarning, match=r"its latest value is that of earlier weights; .*leave save_on_train_epoch_end"
+        UserWarning, match=r"its latest value is that of earlier weights. .*leave save_on_train_epoch_end"
     ):
         fit(Falling(), callback, data=11, max_epochs=2, val_check_interval=4)
     assert callback.best_model_path == ""
@@ -298,7 +298,7 @@ def test_a_stop_that_min_epochs_delays_stays_requested(tmp_path: Path, capsys: A
         if number == 0:  # a stop that new settings would not request is dropped
             patient = tw.EarlyStopping("val_loss", patience=4)
             assert fit(Bumpy(), patient, path=folder / "18.ckpt", min_epochs=5, max_epochs=8).current_epoch == 8
-    assert "to train on, set trainer.should_stop = False in on_train_start" in capsys.readouterr().out
+    assert "To train on, set trainer.should_stop = False in on_train_start" in capsys.readouterr().out
 
 
 def test_a_save_at_an_epochs_end_includes_the_decision_of_early_stopping(tmp_path: Path) -> None:

@@ -129,7 +129,7 @@ def _as_callbacks(given: Any, origin: str) -> list[Callback]:
 
 
 def _in_order(callbacks: list[Callback]) -> list[Callback]:
-    """Return the callbacks by priority, so that checkpoints come last and save what the others have done.
+    """Return the callbacks with the checkpoints last, as Lightning does. HookTable calls them by priority.
 
     Raises:
         ValueError: two have the same state_key, so that a checkpoint could keep the state of only one; or two are bars.
@@ -146,7 +146,7 @@ def _in_order(callbacks: list[Callback]) -> list[Callback]:
         raise ValueError(
             f"callbacks= holds {len(bars)} progress bars ({', '.join(bars)}). Give the Trainer one of them."
         )
-    return sorted(callbacks, key=lambda callback: -callback.priority)
+    return sorted(callbacks, key=lambda callback: isinstance(callback, Checkpoint))
 
 
 def arranged_loggers(logger: Any, root: str, settings: Settings) -> list[Logger]:
