@@ -61,12 +61,12 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., dict[str, A
     return run
 
 
-def test_averages_of_shards(tmp_path: Path, alone: Any) -> None:
+def test_averages_of_shards_match_one_process(tmp_path: Path, alone: Any) -> None:
     check("fsdp", run_job(averaged_quickly, 2, tmp_path), tmp_path, alone)
 
 
 @pytest.mark.slow
-def test_every_strategy(tmp_path: Path, alone: Any) -> None:
+def test_averages_match_one_process_under_every_strategy(tmp_path: Path, alone: Any) -> None:
     one = train(tmp_path / "swa", 1, average=swa(), kind=Normed, samples=44, thaws=False)
     ranks = run_job(averaged, 2, tmp_path)
     for strategy in PARALLEL:
@@ -84,7 +84,7 @@ def test_every_strategy(tmp_path: Path, alone: Any) -> None:
 
 
 @pytest.mark.slow
-def test_a_validation_that_does_not_end(tmp_path: Path) -> None:
+def test_an_interrupted_validation_restores_training_weights(tmp_path: Path) -> None:
     for found in run_job(cut, 2, tmp_path):
         assert_equal(*found.pop("failed"))  # the weights in training are back
         for each in found.values():

@@ -54,7 +54,7 @@ def the_slow_ones(folder: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("job", [both_ways, pytest.param(the_slow_ones, marks=pytest.mark.slow)])
-def test_the_same_files(tmp_path: Path, job: Any) -> None:
+def test_a_background_save_writes_the_same_files(tmp_path: Path, job: Any) -> None:
     for said in run_job(job, 2, tmp_path):
         for blocking, background in said.values():
             assert background == blocking

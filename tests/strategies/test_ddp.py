@@ -170,7 +170,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", EXACT)
-def test_options_that_change_no_number(results: list[dict[str, Any]], name: str) -> None:
+def test_ddp_options_do_not_change_the_weights(results: list[dict[str, Any]], name: str) -> None:
     assert_equal(results[0][name], results[1][name])
     assert_close(results[0][name], results[0]["plain"], 1e-6)
 
@@ -197,7 +197,7 @@ def test_a_hook_of_ones_own_is_called_with_its_state(results: list[dict[str, Any
 
 
 @pytest.mark.slow
-def test_a_static_graph_with_accumulation_and_validation(results: list[dict[str, Any]]) -> None:
+def test_a_static_graph_does_not_change_accumulated_steps(results: list[dict[str, Any]]) -> None:
     for kind in ("accumulated", "accelerated"):
         plain, static = results[0][kind]["plain"], results[0][kind]["static"]
         assert_equal(results[0][kind]["static"], results[1][kind]["static"])
@@ -206,7 +206,7 @@ def test_a_static_graph_with_accumulation_and_validation(results: list[dict[str,
 
 
 @pytest.mark.slow
-def test_resuming_with_a_comm_hook(results: list[dict[str, Any]]) -> None:
+def test_a_comm_hook_with_separate_state_warns_at_resume(results: list[dict[str, Any]]) -> None:
     whole, rest, said = results[0]["resumed"]["fp16"]
     assert_equal(whole, rest)
     assert said == []
@@ -257,6 +257,6 @@ def test_the_timeout_reaches_the_process_group(results: list[dict[str, Any]]) ->
         ({"timeout": "1 h"}, TypeError, "timeout='1 h' is not accepted. Pass seconds, a timedelta, or None"),
     ],
 )
-def test_options_that_are_refused(options: dict[str, Any], kind: type[Exception], text: str) -> None:
+def test_unknown_ddp_options_are_rejected(options: dict[str, Any], kind: type[Exception], text: str) -> None:
     with pytest.raises(kind, match=text):
         tw.DDPStrategy(**options)

@@ -22,7 +22,7 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> list[dict[Any, Any]]:
 
 
 @pytest.mark.slow
-def test_weights_are_those_of_one_process(job: Any) -> None:
+def test_layers_of_every_kind_are_trained_as_on_one_process(job: Any) -> None:
     expected = alone()
     for strategy in STRATEGIES:
         for (name, precision), (wanted, loss) in expected.items():
@@ -64,7 +64,7 @@ def test_frozen_weights_and_averages_stay_float32(job: Any) -> None:
 
 
 @pytest.mark.slow
-def test_digits_in_each_mixed_precision(job: Any) -> None:
+def test_digits_are_learned_in_every_mixed_precision(job: Any) -> None:
     for rank in job:
         assert rank["digits"].keys() == {(strategy, precision) for strategy in STRATEGIES for precision in PRECISIONS}
         assert rank["digits"] == job[0]["digits"]
@@ -88,7 +88,7 @@ def test_layers_that_autocast_computes_in_the_low_dtype() -> None:
     assert not any(map(is_low, (normed, nn.LayerNorm(2), nn.Embedding(2, 2), nn.GRU(2, 2), nn.Bilinear(2, 2, 2))))
 
 
-def test_what_stays_float32() -> None:
+def test_float32_layers_are_found() -> None:
     large, tied = nn.Embedding(SMALL, 2), nn.Embedding(3, 2)
     head = nn.Linear(2, 3)
     head.weight = tied.weight

@@ -166,7 +166,7 @@ def test_values_that_are_lost_are_refused(make: Callable[[], nn.Module], text: s
         materialize(module)
 
 
-def test_a_module_without_tensors() -> None:
+def test_a_module_without_tensors_is_unchanged() -> None:
     net = nn.Tanh()
     materialize(net)
     x: Tensor = torch.ones(1)

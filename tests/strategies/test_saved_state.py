@@ -186,7 +186,7 @@ def ranks(request: Any, tmp_path_factory: Any) -> list[Any]:
     return run_job(request.param, 2, tmp_path_factory.mktemp("saved"))
 
 
-def test_weights_that_are_not_finite_on_one_rank_take_no_checkpoints_place(ranks: list[Any]) -> None:
+def test_weights_that_are_not_finite_do_not_replace_a_checkpoint(ranks: list[Any]) -> None:
     for strategy, (names, newest, warned, refused) in ranks[0][1].items():
         assert newest == ["epoch=0-step=2.ckpt", "epoch=0-step=2.ckpt"], strategy
         assert names == newest

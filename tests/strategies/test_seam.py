@@ -37,6 +37,6 @@ FIGURES = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["ddp", "ddp_sharded", "fsdp", "zero1", "zero2", "zero3"])
-def test_seam(name: str, tmp_path: Path) -> None:
+def test_every_strategy_does_what_the_engine_asks(name: str, tmp_path: Path) -> None:
     for reported in run_job(seam, 2, tmp_path / name):
         assert {figure.format(name=name) for figure in FIGURES} <= set(reported)

@@ -103,7 +103,7 @@ def runs(folder: Path) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_a_rank_without_a_part_in_the_loss(tmp_path: Path) -> None:
+def test_a_rank_whose_loss_reaches_no_parameter_is_handled(tmp_path: Path) -> None:
     for rank in run_job(runs, WORLD, tmp_path):
         said = [rank.pop(name) for name in REFUSED]
         assert said[0].startswith(

@@ -249,7 +249,7 @@ def histories() -> dict[str, str]:
 
 
 @pytest.mark.slow
-def test_ranks_that_take_different_branches(tmp_path: Path) -> None:
+def test_ranks_may_take_different_branches(tmp_path: Path) -> None:
     ranks = run_job(runs, WORLD, tmp_path)
     for rank in ranks:
         said = rank.pop("histories")

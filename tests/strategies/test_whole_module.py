@@ -16,7 +16,7 @@ def seen(module: nn.Module, args: Any) -> None:
     assert args
 
 
-def test_a_copy_of_a_plain_module() -> None:
+def test_a_whole_copy_does_not_share_tensors() -> None:
     module = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.GRU(3, 3))
     module[0].weight.requires_grad_(False)
     module.register_forward_pre_hook(seen)

@@ -119,7 +119,7 @@ def nested(folder: Path) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_backwards_within_a_backward_count(tmp_path: Path) -> None:
+def test_backwards_within_a_backward_are_counted(tmp_path: Path) -> None:
     check_alike(run_job(nested, 2, tmp_path))
 
 
