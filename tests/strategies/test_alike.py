@@ -1,4 +1,4 @@
-"""What is the same under every strategy in the corners of a step, on two ranks: buffers, late parameters, clipping, state."""
+"""Every strategy treats buffers, late parameters, clipping and optimizer state alike, on two ranks."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_a_step_finds_rank_0s_buffers(ranks: Any, strategy: str) -> None:
     first, second = (rank["buffers"][strategy] for rank in ranks)
     for mode in ("automatic", "manual"):
         assert first[mode] == second[mode]
-        assert len({tuple(seen) for seen in first[mode]}) == 6  # they change with each step
+        assert len({tuple(seen) for seen in first[mode]}) == 6  # they change in every step
     assert first["windows"][::2] == second["windows"][::2]
     assert first["windows"][1::2] != second["windows"][1::2]
     expected = ranks[0]["buffers"]["ddp"]

@@ -1,4 +1,4 @@
-"""Averaged weights under each strategy: the numbers of one process, exact resumes, and checkpoints that all of them load."""
+"""Averaged weights under every strategy match one process, resume exactly, and load under other strategies."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def check(strategy: str, ranks: list[dict[str, Any]], folder: Path, alone: Calla
     whole, resumed = ranks[0]["whole"], ranks[0]["resumed"]
     assert_close(whole["weights"], one["weights"])
     assert_equal(resumed["weights"], whole["weights"])
-    # What has the best score is averaged, and a run on one process resumes from what was trained.
+    # The best checkpoint has the averages, and a run on one process resumes from the trained weights.
     best = weights(Averaged.load_from_checkpoint(folder / strategy / "best.ckpt"))
     assert_close(best, weights(Averaged.load_from_checkpoint(one["folder"] / "best.ckpt")))
     assert_close(train(None, 1, folder / strategy / "step=10.ckpt", thaws=thaws)["weights"], one["weights"])
@@ -38,7 +38,7 @@ def check_swa(ranks: list[dict[str, Any]], one: dict[str, Any]) -> None:
     found, resumed = ranks[0]["swa"], ranks[0]["swa resumed"]
     assert_equal(resumed["weights"], found["weights"])
     assert resumed["again"] == found["again"] == pytest.approx(one["again"], abs=1e-6)
-    # The statistics are those of one process that reads batches of the ranks' size.
+    # The statistics match one process that reads batches of the ranks' size.
     batches = torch.stack([inputs for inputs, _ in make_loader(44, 4)])
     own = {name: value for name, value in found["weights"].items() if name.startswith("norm.")}
     wanted = {

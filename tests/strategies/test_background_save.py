@@ -1,4 +1,4 @@
-"""Under every strategy a save in the background writes what a blocking one writes, though steps change it meanwhile."""
+"""An async save writes the same files as a blocking save, even if steps change the weights meanwhile."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class SavesTwice(tw.Callback):
 
 
 def digests(path: str) -> dict[str, str]:
-    """Return the digest of each file, and what the state says beside the number of the save."""
+    """Return the digests of all files, and the state without the number of saves."""
     checkpoint = open_checkpoint(path)
     found = {name: record.sha256 for name, record in checkpoint._manifest.files.items()}
     state = checkpoint.run_state()

@@ -1,6 +1,6 @@
-"""Every strategy trains and evaluates as one process does on the same global batches, on two real gloo ranks and on more.
+"""Every strategy matches one process on the same global batches, on two gloo ranks and on more.
 
-Each strategy is started once, and contract_job.py makes all its checks in that job.
+A strategy is started once, and contract_job.py makes all checks in that job.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def test_optimizer_state_is_shared_among_ranks(job: Any, expected: tuple[dict[st
 
 
 def test_mixed_precisions_train_under_every_strategy(job: Any, expected: tuple[dict[str, Any], Path]) -> None:
-    """Both mixed precisions train; a gradient that overflows on one rank skips the step on all."""
+    """Both mixed precisions train, and an overflow on one rank skips the step on all ranks."""
     _, ranks, folder = job
     reference = expected[0]["plain"]["losses"]
     for rank in ranks:

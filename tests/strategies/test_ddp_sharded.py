@@ -1,4 +1,4 @@
-"""FairScale's OSS and ShardedDDP on two ranks: any torch optimizer and one of a user's own ends as on one process."""
+"""FairScale's OSS and ShardedDDP on two ranks: torch's optimizers and a user's match one process."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_a_second_fit_does_not_lose_the_sharded_optimizers_state(job: Any, tmp_p
 
 @pytest.mark.slow
 def test_ranks_stay_alike(job: Any) -> None:
-    """In weights, running statistics and evaluations; float16 gradients are nearly the same, and not quite."""
+    """They agree in weights, running statistics and evaluations. Float16 gradients differ slightly."""
     one, other = job[0]
     for key in ("half", "two"):
         for left, right in zip(one[key], other[key], strict=True):
@@ -72,7 +72,7 @@ def test_ranks_stay_alike(job: Any) -> None:
     assert torch.equal(one["norms"]["mean"], other["norms"]["mean"])
     assert one["norms"]["val_loss"] == other["norms"]["val_loss"]
     assert 0 < one["held"] < 6
-    assert one["held"] + other["held"] == 6  # tensors of the model, each with one rank
+    assert one["held"] + other["held"] == 6  # a tensor of the model is on one rank
 
 
 def test_one_process_says_so(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:

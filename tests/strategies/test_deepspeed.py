@@ -1,4 +1,4 @@
-"""DeepSpeed on two ranks and on one: its own configuration beside the Trainer's, and every stage as one process."""
+"""DeepSpeed on two ranks and on one: its configuration beside the Trainer's settings, and every stage."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_one_module_is_trained_in_several_precisions(job: Any) -> None:
 
 @pytest.mark.slow
 def test_deepspeed_on_one_process_matches_no_strategy(tmp_path: Path) -> None:
-    """One process trains as without the strategy."""
+    """One process trains as without a strategy."""
     script = (
         "from pathlib import Path\n"
         "from contract_job import quiet\n"
@@ -246,7 +246,7 @@ class Numbered:
 
 
 def test_the_local_rank_is_no_devices_number() -> None:
-    """DeepSpeed names devices by the text of LOCAL_RANK; by a number it means the device."""
+    """DeepSpeed passes the text of LOCAL_RANK, or the number of a device."""
     numbered = Numbered()
     for _ in range(2):
         _keep_to_current_device(numbered)
@@ -255,7 +255,7 @@ def test_the_local_rank_is_no_devices_number() -> None:
 
 
 def test_a_function_is_compiled_when_it_is_first_called(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch.compile imports inductor, a second of each rank, whether or not what it returns is called."""
+    """torch.compile imports inductor for a second on every rank, even if its result is never called."""
     made: list[str] = []
 
     def double(x: int) -> int:

@@ -1,4 +1,4 @@
-"""FSDP2 on two ranks and on one: what a model may be, what a step may do, and that all of it ends as on one process."""
+"""FSDP2 on two ranks and on one: kinds of models and steps match one process."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_everyday_calls_match_one_process_under_fsdp(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_fsdp_groups_and_options_match_one_process(job: Any, tmp_path: Path) -> None:
-    """Whatever the groups are and whenever they are gathered and reduced."""
+    """This holds for all groups, and for all times of gathering and reducing."""
     ranks, folder = job
     expected = run_equal(False, tmp_path)
     for name, metrics in expected.items():
@@ -77,7 +77,7 @@ def test_offload_on_the_cpu_is_told(job: Any) -> None:
 
 
 def test_fsdp_on_one_process_matches_no_strategy(tmp_path: Path) -> None:
-    """One process trains as without the strategy, and goes on from its own checkpoint."""
+    """One process trains as without a strategy, and resumes exactly."""
     script = (
         "from pathlib import Path\n"
         "from fsdp_job import Blocks, by_blocks, fitted\n"
@@ -105,7 +105,7 @@ def test_calls_outside_of_a_step(job: Any) -> None:
 
 @pytest.mark.slow
 def test_calling_a_shard_in_a_hook_is_explained(job: Any) -> None:
-    """Torch's error has a note: which parameters, and what to call."""
+    """A note on torch's error names the parameters and gather_module."""
     for rank in job[0]:
         assert re.fullmatch(
             r"Under fsdp each rank holds a part of 'out.bias' and 'out.weight', and .* only in a step\. .*tw\.gather_module.*",

@@ -1,4 +1,4 @@
-"""Hooks of gradients under sharding: those of parameters, on both sides of sharding, and a backward through gradients."""
+"""Gradient hooks of parameters under sharding, and a backward through gradients."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A mixed precision means the same under every strategy: kinds of layers on two ranks beside one process."""
+"""Mixed precision under every strategy: kinds of layers on two ranks beside one process."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import nn
 from trainwright.strategies.fsdp2.low_precision_layers import SMALL, allow_float32, find_float32, is_low
 
 TOLERANCE = {"bf16-mixed": 0.1, "16-mixed": 0.03}
-"""Of what the weights have moved by."""
+"""The allowed difference, relative to the change of the weights."""
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +29,7 @@ def test_layers_of_every_kind_are_trained_as_on_one_process(job: Any) -> None:
             saved, (got, *_) = job[0][strategy, name, precision]
             told = f"{strategy} {precision} {name}"
             assert {key: value.dtype for key, value in saved.items()} == {k: v.dtype for k, v in wanted.items()}, told
-            if name == "batch norms":  # whose statistics are each rank's own
+            if name == "batch norms":  # their statistics differ between ranks
                 continue
             first = torch.cat([value.flatten() for value in wanted.values()])
             off = (torch.cat([value.flatten() for value in saved.values()]) - first).norm()

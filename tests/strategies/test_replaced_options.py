@@ -1,4 +1,4 @@
-"""Options of strategies under Lightning's names: what is taken, and what those that are missing are refused with."""
+"""Options of strategies under Lightning's names: accepted options, and the errors of missing ones."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""What the Engine asks of every strategy, step by step, and state out of each and into others, on two ranks over gloo.
+"""Every call of the Engine to a strategy, and state moved between strategies, on two gloo ranks.
 
-One job a strategy makes all the checks of seam_job.py; any that fails ends it with an error.
+One job a strategy makes all the checks of seam_job.py, and a failed check ends it.
 """
 
 from __future__ import annotations

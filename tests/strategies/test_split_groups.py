@@ -1,4 +1,4 @@
-"""Shards and whole parameters of one group are stepped apart, by kernels that take one kind of tensor at a time."""
+"""Shards and whole parameters of a group are stepped separately, because kernels take one kind of tensor."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which submodules become groups: by size, by class, by a function; what is tied never stands in two."""
+"""Submodules become groups by size, class or function, and tied weights are never in two groups."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from trainwright.strategies.fsdp2.wrap_policy import choose_groups
 
 
 class Block(nn.Module):
-    """72 parameters in a leaf each."""
+    """Has 72 parameters in every leaf."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ def model() -> nn.Module:
 
 
 def test_large_callable_blocks_become_groups() -> None:
-    """Blocks that can be called and are large enough without the groups in them; never leaves, lists or the root."""
+    """Groups are callable and large enough without inner groups. Leaves, lists and the root are never groups."""
     assert names(model()) == ["blocks.0", "blocks.1", "pair.0", "pair"]
     assert names(model(), least=144) == ["blocks.0", "blocks.1", "pair.0"]
     assert names(model(), least=145) == ["pair"]

@@ -36,7 +36,7 @@ def test_any_optimizer_resumes_and_matches_one_process_under_zero(job: Any, stag
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", STAGES)
 def test_one_process_can_resume_what_two_ranks_saved(job: Any, stage: int, tmp_path: Path) -> None:
-    """One process goes on with what two ranks have saved."""
+    """One process resumes from the checkpoint of two ranks."""
     for name in MAKERS:
         path = tmp_path / f"{name}.ckpt"
         half = (job[1] / str(stage) / name).with_suffix(".half")
