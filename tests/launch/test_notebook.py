@@ -512,7 +512,7 @@ def test_results_of_searches_reports_and_profilers_come_back(monkeypatch: pytest
     assert finder.optimal_lr is not None
     assert finder.optimal_lr.suggestion() == module.hparams.lr == module.hparams_initial.lr != 0.1
     durations = trainer.profiler.durations  # type: ignore[attr-defined]
-    assert durations["training_step"].calls == len(durations["training_step"].of_each) == 6
+    assert durations["training_step"].calls == len(durations["training_step"].of_calls) == 6
     trainer.test(module, make_loader(21, 4), verbose=False)
     assert int(report.scores["test"].support.sum()) == 21
     assert "macro avg" in report.scores["test"].text()
