@@ -134,8 +134,8 @@ def test_damage_that_only_the_load_sees_changes_nothing(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "match"),
     [
-        ({"mixed_precision": "fp8"}, "choose from no, fp16, bf16"),
-        ({"mixed_precision": "no", "precision": 16}, "pass one"),
+        ({"mixed_precision": "fp8"}, "Choose from no, fp16, bf16"),
+        ({"mixed_precision": "no", "precision": 16}, "Pass one"),
         ({"gradient_accumulation_steps": 0}, "integer of at least 1"),
     ],
 )
@@ -146,7 +146,7 @@ def test_wrong_accelerator_settings_raise(settings: dict[str, Any], match: str) 
 
 def test_calls_refused() -> None:
     accelerator, model, *_ = prepared()
-    with pytest.raises(TypeError, match="of type str; expected torch modules"):
+    with pytest.raises(TypeError, match=r"of type str\. Expected torch modules"):
         accelerator.prepare("model")
     with pytest.raises(ValueError, match="was not prepared"):
         accelerator.step(torch.optim.SGD(model.parameters(), 0.1))

@@ -238,5 +238,5 @@ def test_an_optimizer_of_another_kind_is_no_scheduler() -> None:
         def state_dict(self) -> dict[str, Any]:
             return {}
 
-    with pytest.raises(TypeError, match=r"of type Wrapper; expected torch modules, optimizers \(subclasses of"):
+    with pytest.raises(TypeError, match=r"of type Wrapper. Expected torch modules, optimizers \(subclasses of"):
         tw.Accelerator(cpu=ON_HOST).prepare(Wrapper(torch.optim.SGD([nn.Parameter(torch.ones(1))], 0.1)))

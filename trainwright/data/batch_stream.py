@@ -170,7 +170,7 @@ class BatchStream(StreamShard):
         is_at_start = not (self.start_item or self.start_pass)
         if state is not None and not states.fits(state):
             was, now = state["num_workers"], getattr(self.source, "num_workers", 0)
-            self._why_reread = f"was read by {was} workers, whose states do not fit {now} workers"
+            self._why_reread = f"was read by {was} workers, whose states do not fit {now}"
             if is_at_start and state["readers"] and not state["ended"]:
                 self._print(f"{self._kind} {self._why_reread}, so it starts over.")
             state = None

@@ -48,7 +48,7 @@ class TrialResult(NamedTuple):
 
 
 def trials_command(arguments: Sequence[str], _: Any) -> int:
-    """Run `trainwright test`; return 0, or 1 if an installed strategy fails."""
+    """Run `trainwright test`, and return 0, or 1 if an installed strategy fails."""
     parser = Parser(
         prog="trainwright test",
         description="Trains a small net under every installed strategy, on 1 and 2 processes. Compares its weights with the "
@@ -99,7 +99,7 @@ class Trials:
         """The weights of one process without a strategy."""
 
     def run(self, strategies: Sequence[str]) -> int:
-        """Print a row for every strategy, then failures and missing packages; return the exit code."""
+        """Print the table, failures and missing packages, and return the exit code."""
         print(f"This machine has {describe_devices()}; the test computes on the {'GPU' if self.has_gpu else 'CPU'}.")
         print(f"{'strategy':<20}{'1 process':<26}{'2 processes':<26}")
         alone = self._trial(ALONE, 1)

@@ -236,7 +236,7 @@ def test_a_first_rung_that_nothing_can_be_compared_with(
     ("arguments", "said"),
     [
         ([], "no script was given. Pass one, or -m and a module, after the options."),
-        (["none.py"], "file 'none.py' does not exist; pass the path of a script"),
+        (["none.py"], "file 'none.py' does not exist. Pass the path of a script"),
         (["--rungs", "fdsp", "train.py"], "--rungs fdsp: choose from unchanged, "),
         (["--rungs", "unchanged,fdsp", "train.py"], "Did you mean 'fsdp'?"),
         (
@@ -244,7 +244,7 @@ def test_a_first_rung_that_nothing_can_be_compared_with(
             "--devices none: expected an integer of at least 1, -1 for all, or auto.",
         ),
         (["--steps", "0", "train.py"], "--steps 0: expected an integer of at least 1."),
-        (["--lower", "--higher", "train.py"], "--higher and --lower exclude each other; pass one."),
+        (["--lower", "--higher", "train.py"], "--higher and --lower exclude each other. Pass one."),
         (["--out", "full", "train.py"], "--out full exists already; pass a new folder"),
         (
             ["--out", "train.py/results", "train.py"],

@@ -36,7 +36,7 @@ SHOWN_SECONDS, LINE_SECONDS = 5.0, 60.0
 
 @dataclass(frozen=True)
 class Climb:
-    """Runs the script of a ladder; its attributes are the same in all runs."""
+    """Runs the script of a ladder. Its attributes are the same in all runs."""
 
     command: Sequence[str]
     """The script, or -m and a module, and its arguments."""
@@ -94,7 +94,7 @@ class Climb:
         return self.folder / (name if seed is None else f"{name}-seed{seed}")
 
     def _wait(self, process: subprocess.Popen[bytes], log: Path, start: float) -> bool:
-        """Wait for the end of a run while showing its latest line; return whether it ended in time."""
+        """Show the latest line of a run until its end, and return whether it ended in time."""
         is_terminal, limit = sys.stderr.isatty(), self.timeout_seconds or math.inf
         while (left := limit - (time.monotonic() - start)) > 0:
             try:
@@ -116,7 +116,7 @@ class Climb:
 
 
 def _move_new(folder: Path) -> tuple[str, ...]:
-    """Move the new files of a run into its folder; return the older checkpoints whose names it could not use."""
+    """Move the new files of a run into its folder, and return older checkpoints whose names it could not use."""
     listed, older = folder / NEW_PATHS, []
     for line in dict.fromkeys(listed.read_text(encoding="utf-8").splitlines()) if listed.exists() else ():
         if os.path.lexists(line):

@@ -33,7 +33,7 @@ INTERRUPTED = 130
 
 
 def ladder_command(arguments: Sequence[str], _: Any) -> int:
-    """Run `trainwright ladder`; return 0, or 1 if the unchanged script fails."""
+    """Run `trainwright ladder`, and return 0, or 1 if the unchanged script fails."""
     parser, actions = _parser()
     flags, command = split_command(parser, actions, arguments)
     options = parser.parse_args(flags)
@@ -92,10 +92,10 @@ def _parser() -> tuple[Parser, list[argparse.Action]]:
 
 
 def _ladder(options: argparse.Namespace, command: list[str]) -> Ladder:
-    """Return the ladder of the options; ValueError if they are wrong."""
+    """Return the ladder of the options, or raise ValueError."""
     check_script(command)
     if options.higher and options.lower:
-        raise ValueError("--higher and --lower exclude each other; pass one.")
+        raise ValueError("--higher and --lower exclude each other. Pass one.")
     steps, seeds = _whole(options.steps, "--steps"), _whole(options.seeds, "--seeds")
     timeout = _whole(options.timeout, "--timeout")
     config = find_config(options.config_file)
@@ -277,7 +277,7 @@ def _new_folder(out: str | None, command: Sequence[str]) -> Path:
 
 
 def _make_folder(folder: Path, name: str, exist_ok: bool = True) -> None:
-    """Make a folder; ValueError if it cannot be made, FileExistsError if it exists and may not."""
+    """Make a folder, or raise ValueError, or FileExistsError if it may not exist."""
     try:
         folder.mkdir(parents=True, exist_ok=exist_ok)
     except OSError as error:

@@ -120,7 +120,7 @@ class Recording:
         self._steps += 1
 
     def end(self, *, at_latest_step: bool = False, cut_steps: float = 0.0) -> None:
-        """Wait for the device; stop the clock now, or with `at_latest_step` at the latest step."""
+        """Wait for the device, and stop the clock now, or with `at_latest_step` at the latest step."""
         if self._clock is None:
             return
         self._cut_steps += cut_steps

@@ -20,7 +20,7 @@ OUTLIER = 5
 
 
 class StepClock:
-    """Takes marks; `read` returns the seconds from the first mark to every mark.
+    """Takes marks. `read` returns the seconds from the first mark to every mark.
 
     On an accelerator a mark is an event of the device, because the host runs ahead of the device. If the events of a device
     measure no time, the host's clock is read.
@@ -52,7 +52,7 @@ class StepClock:
             torch.accelerator.synchronize(self._device)
 
     def read(self) -> list[float]:
-        """Wait for the device; return the seconds from the first mark to every mark, including the first."""
+        """Wait for the device, and return the seconds from the first mark to every mark, including the first."""
         self.wait()
         self._read(len(self._unread) - 1)
         return list(self._seconds)
