@@ -23,7 +23,7 @@ ZERO = ("deepspeed_stage_1", "deepspeed_stage_3")
 
 
 def accepting(strategy: str) -> Any:
-    """Return a strategy that accepts an optimizer that is not known to step each element independently."""
+    """Return a strategy that accepts an optimizer that is not known to step every element independently."""
     if strategy == "fsdp":
         return tw.FSDPStrategy(elementwise=True)
     return tw.DeepSpeedStrategy(stage=int(strategy[-1]), elementwise=True) if strategy in ZERO else strategy

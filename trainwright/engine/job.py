@@ -221,8 +221,8 @@ def warn_of_untested_torch(newest: tuple[int, int] = NEWEST_TORCH) -> None:
     """Warn, once, of a torch that is newer than the newest tested one."""
     if tuple(map(int, torch.__version__.split(".")[:2])) > newest:
         rank_zero_warn(
-            f"torch {torch.__version__} is newer than {newest[0]}.{newest[1]}, the newest that this trainwright was tested with: "
-            "if a run fails within torch, install that version or a newer trainwright."
+            f"torch {torch.__version__} is newer than {newest[0]}.{newest[1]}, the newest version that was tested here. "
+            "If a run fails within torch, install that version or a newer trainwright."
         )
 
 
