@@ -204,7 +204,7 @@ def test_building_takes_what_the_constructor_takes() -> None:
         build(SavesFirst, stored, {"depht": 2})
 
 
-def test_module_and_datamodule_log_theirs() -> None:
+def test_hyperparameters_of_module_and_datamodule_are_logged() -> None:
     first, second, silent = Net(3), Configured({"batch_size": 4, "lr": 0.1}), SavesFirst(9)
     silent._log_hyperparams = False
     first.hparams.lr = 0.9
@@ -223,7 +223,7 @@ def test_module_and_datamodule_log_theirs() -> None:
         (({1: 2},), TypeError, "named by str; 1 is an int"),
     ],
 )
-def test_wrong_uses(arguments: tuple[Any, ...], error: type[Exception], message: str) -> None:
+def test_wrong_hyperparameters_are_rejected(arguments: tuple[Any, ...], error: type[Exception], message: str) -> None:
     class Wrong(Net):
         def __init__(self, size: int = 1) -> None:
             nn.Module.__init__(self)

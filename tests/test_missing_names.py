@@ -32,7 +32,7 @@ def test_lightnings_package_is_the_package_itself() -> None:
     assert tw.pytorch.callbacks.EarlyStopping is tw.EarlyStopping  # type: ignore[attr-defined]
 
 
-def test_the_pages_list_every_missing_name() -> None:
+def test_every_missing_name_is_listed_in_the_pages() -> None:
     pages = "".join((ROOT.parent / "docs" / f"{page}.md").read_text() for page in ("missing_names", "from_accelerate"))
     assert [name for name in replaced_names() if f"`{name.rpartition('.')[2]}`" not in pages] == []
     assert [name for name in MISSING if f"`{name}`" not in pages] == []

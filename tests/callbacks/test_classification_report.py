@@ -193,7 +193,7 @@ def test_labels_may_have_narrow_types() -> None:
     ],
     ids=["one column", "probabilities", "float targets", "one-hot", "pictures"],
 )
-def test_other_kinds_are_refused(predictions: Any, targets: Any, given: str) -> None:
+def test_other_kinds_of_scores_are_rejected(predictions: Any, targets: Any, given: str) -> None:
     with pytest.raises(TypeError, match=given + r".*expected class numbers .* Turn one probability"):
         report_of(predictions, targets)
 

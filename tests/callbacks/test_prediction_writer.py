@@ -185,7 +185,7 @@ def test_a_run_that_was_cut_off_leaves_no_predictions_and_may_be_repeated(tmp_pa
     assert len(manifest["loaders"][0]["files"]) == 1
 
 
-def test_wrong_uses(tmp_path: Path) -> None:
+def test_wrong_uses_of_a_prediction_writer_are_rejected(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="write_interval='step' is unknown; choose from batch, epoch, batch_and_epoch"):
         tw.BasePredictionWriter("step")
     with pytest.raises(ValueError, match="file_megabytes=0 is not accepted; pass a number above 0"):

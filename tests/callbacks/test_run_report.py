@@ -164,11 +164,11 @@ def test_a_run_that_ends_with_nan_is_not_shown_as_finished(tmp_path: Path) -> No
 
 
 def test_scores_of_a_test_and_a_validation_are_added_to_the_report(tmp_path: Path) -> None:
-    class Tested(Scored):
+    class Scores(Scored):
         def test_step(self, batch: Any, batch_idx: int) -> None:
             self.log("score", self.score)
 
-    module = Tested()
+    module = Scores()
     trainer = trainer_in(tmp_path)
     trainer.fit(module, make_loader(), make_loader(8))
     trainer.validate(module, make_loader(8), verbose=False)

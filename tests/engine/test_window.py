@@ -275,7 +275,7 @@ def test_a_step_that_is_skipped_leaves_the_gradients_of_the_others_to_scale() ->
     assert [model.module.weight.item() for model in models] == [0.5, 0.0]
 
 
-def test_a_loop_that_counts_its_batches_by_itself_divides_by_the_usual_length() -> None:
+def test_losses_are_divided_by_the_usual_length_in_a_loop_that_counts_batches() -> None:
     accelerator, model, optimizer, loader = accumulating(5)
     whole, plain = tw.Accelerator(cpu=ON_HOST), make_net()
     plain, stepper = whole.prepare(plain, torch.optim.SGD(plain.parameters(), 0.5))

@@ -55,7 +55,7 @@ def test_lists_of_runs_fit(width: int, monkeypatch: pytest.MonkeyPatch, capsys: 
     assert "val_loss 0.53125" in lines[1]
 
 
-def test_the_settings_of_a_launch_fit_the_terminal(
+def test_launch_settings_are_cut_to_the_terminals_width(
     width: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     LONG.mkdir(parents=True)

@@ -188,7 +188,7 @@ def test_too_few_nodes_end_the_job(range_: Range, capfd: pytest.CaptureFixture[s
         main.next_rendezvous()
 
 
-def test_a_waiting_node_learns_how_the_job_ended(range_: Range, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_waiting_node_is_told_how_the_job_ended(range_: Range, capfd: pytest.CaptureFixture[str]) -> None:
     main = range_.arrive(1, 2, wait_seconds=0.2)
     main.next_rendezvous()
     late, errors = range_.arrive(1, 2), []

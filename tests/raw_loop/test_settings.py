@@ -213,7 +213,7 @@ def test_a_window_may_pass_the_end_of_the_loader() -> None:
     assert accelerator.step_count == 2
 
 
-def test_schedulers_step_with_the_optimizer_or_as_chosen() -> None:
+def test_schedulers_are_stepped_with_the_optimizer_or_as_chosen() -> None:
     accelerator, model, optimizer, loader = make_loop(
         gradient_accumulation_steps=2, step_scheduler_with_optimizer=False
     )

@@ -176,7 +176,7 @@ def test_init_kwargs_replace_the_projects_folder_and_name(tmp_path: Path) -> Non
     assert [each.name for each in (tmp_path / "theirs").iterdir()] == ["run"]
 
 
-def test_wrong_uses(tmp_path: Path) -> None:
+def test_wrong_uses_of_trackers_are_rejected(tmp_path: Path) -> None:
     accelerator = make(log_with="csv", project_dir=tmp_path)
     for call in (
         lambda: accelerator.log({}),

@@ -1,4 +1,4 @@
-"""What has to be the same under every strategy, in corners of a step: as functions that run on each rank."""
+"""Corner cases of a step that must agree under every strategy, as functions that run on every rank."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ZERO = ("deepspeed_stage_1", "deepspeed_stage_3")
 
 
 def accepting(strategy: str) -> Any:
-    """Return a strategy that accepts an optimizer that is not known to step every element independently."""
+    """Return a strategy that accepts an optimizer not known to be elementwise."""
     if strategy == "fsdp":
         return tw.FSDPStrategy(elementwise=True)
     return tw.DeepSpeedStrategy(stage=int(strategy[-1]), elementwise=True) if strategy in ZERO else strategy
@@ -35,7 +35,7 @@ def data(samples: int = 24) -> DataLoader[Any]:
 
 
 def whole(module: nn.Module) -> dict[str, Tensor]:
-    """The parameters, gathered where each rank has a part. Collective."""
+    """Return the whole parameters. Collective."""
     named = {name: each.detach() for name, each in module.named_parameters()}
     return {
         name: (each.full_tensor() if hasattr(each, "full_tensor") else each).float().clone()
@@ -85,7 +85,7 @@ def buffers(strategy: str) -> dict[str, Any]:
 
 
 class Late(tw.Module):
-    """Makes parameters after it was set up, other ones on each rank, and clips."""
+    """Makes parameters after the setup, with other values on every rank, and clips."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -124,7 +124,7 @@ def late(strategy: str, folder: Path) -> dict[str, Any]:
 
 
 class Tempered(tw.Module):
-    """Has parameters with and without dimensions, and clips in each of two batches before it steps."""
+    """Has scalar and larger parameters, and clips in both batches before a step."""
 
     def __init__(self, is_automatic: bool) -> None:
         super().__init__()
@@ -163,7 +163,7 @@ def tempered(strategy: str) -> dict[str, Any]:
 
 
 class Keeping(torch.optim.Optimizer):
-    """Keeps what is no tensor of its parameter: a number, a tuple, tensors in a list."""
+    """Keeps state other than tensors: a number, a tuple, a list."""
 
     def __init__(self, parameters: Any, lr: float) -> None:
         super().__init__(parameters, {"lr": lr})
@@ -272,7 +272,7 @@ def outlived(strategy: str) -> list[bool]:
 
 
 def told(work: Any) -> str:
-    """What the work is refused with."""
+    """Return the error that the work raises."""
     try:
         work()
     except Exception as error:
@@ -281,7 +281,7 @@ def told(work: Any) -> str:
 
 
 class Hooked(Late):
-    """Counts what its parameters' hooks are called with."""
+    """Records the calls of its parameters' hooks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -298,7 +298,7 @@ class Hooked(Late):
 
 
 def hooked(folder: Path) -> dict[str, Any]:
-    """The hooks' calls in a run, in one that goes on from its end, and in one that goes on and trains."""
+    """Return the hooks' calls in a run, and in two runs resumed from its end, of which the second trains."""
     found = {}
     for name, epochs, path in (("first", 1, None), ("ended", 1, "hooked.ckpt"), ("more", 2, "hooked.ckpt")):
         module = Hooked()
@@ -311,7 +311,7 @@ def hooked(folder: Path) -> dict[str, Any]:
 
 
 class Apart(Late):
-    """Leaves a parameter and a buffer to each rank."""
+    """Excludes a parameter and a buffer from synchronization."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -354,7 +354,7 @@ class Other(Late):
 
 
 class Scheduled(Other):
-    """Its learning rate falls by half each epoch."""
+    """Its learning rate is halved every epoch."""
 
     def configure_optimizers(self) -> Any:
         optimizer = super().configure_optimizers()
@@ -370,7 +370,7 @@ def rates(strategy: str, folder: Path) -> dict[str, list[float]]:
 
 
 class Telling(torch.optim.SGD):
-    """Notes what its arithmetic is computed in."""
+    """Records autocast and the default dtype of its steps."""
 
     def __init__(self, parameters: Any, lr: float) -> None:
         super().__init__(parameters, lr)

@@ -1,4 +1,4 @@
-"""What every strategy has to do, as functions that run on each rank of a job and, for comparison, on one process."""
+"""The checks of every strategy, as functions that run on every rank of a job and on one process."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from torchmetrics.classification import MulticlassAccuracy
 
 import trainwright as tw
 
-WORDS, WIDTH, LENGTH = 11, 5, 6  # neither 2 nor 4 divides a shape of the model but that of the hidden layer's input
+WORDS, WIDTH, LENGTH = 11, 5, 6  # 2 and 4 divide no shape of the model except the hidden layer's input
 RANK_BATCH = 2
 STEPS = 6
 CASES: dict[str, dict[str, Any]] = {
@@ -86,7 +86,7 @@ class Classifies(tw.Module):
 
 
 class Players(tw.Module):
-    """Two optimizers that the module steps by itself; the second loss leaves gradients on the first player."""
+    """Steps two optimizers manually, and the second loss leaves gradients on the first player."""
 
     automatic_optimization = False
 
@@ -111,12 +111,12 @@ class Players(tw.Module):
             maker.step()
 
     def configure_optimizers(self) -> Any:
-        # Plain SGD with a rate of 1: the first step's gradients are what the weights have changed by.
+        # Plain SGD with a rate of 1: the first step changes the weights by the gradients.
         return [torch.optim.SGD(self.critic.parameters(), 1.0), torch.optim.SGD(self.maker.parameters(), 1.0)]
 
 
 class Player(tw.Module):
-    """One optimizer that the module steps by itself, after two backwards and after one."""
+    """Steps one optimizer manually, after two backwards and after one."""
 
     automatic_optimization = False
 
@@ -166,12 +166,12 @@ def draws(samples: int) -> TensorDataset:
 
 
 def loader(data: TensorDataset, ranks: int) -> DataLoader[Any]:
-    """The loader of a rank; `ranks` is how many ranks' work the process does."""
+    """Return the loader of a process that does the work of this many ranks."""
     return DataLoader(data, batch_size=RANK_BATCH * ranks)
 
 
 class StepNorms(tw.Callback):
-    """Notes the norm of each step as the engine reports it."""
+    """Records the norms that the engine reports."""
 
     def __init__(self) -> None:
         self.norms: list[float] = []
@@ -189,7 +189,7 @@ class StepNorms(tw.Callback):
 
 
 def train(strategy: Any, world: int, ranks: int, path: Path, **settings: Any) -> dict[str, Any]:
-    """Train a fresh classifier for six batches, save it, and return what it logged; `ranks` as for `loader`."""
+    """Train a new classifier for six batches, save it, and return its figures."""
     module, norms = Classifies(), StepNorms()
     trainer = tw.Trainer(max_epochs=1, strategy=strategy, callbacks=[norms], **{**QUIET, **settings})
     trainer.fit(module, loader(sentences(STEPS * RANK_BATCH * world), ranks))
@@ -249,7 +249,7 @@ class Overflows(Classifies):
 
 
 def train_low(strategy: Any, world: int, path: Path) -> dict[str, Any]:
-    """Train in each mixed precision, with a gradient that overflows on one rank alone."""
+    """Train in both mixed precisions, with a gradient that overflows on one rank only."""
     found: dict[str, Any] = {}
     for precision in ("bf16-mixed", "16-mixed"):
         module = Classifies() if precision == "bf16-mixed" else Overflows()
@@ -300,7 +300,7 @@ def compiled(folder: Path) -> dict[str, Any]:
 
 
 def more_ranks(folder: Path) -> dict[str, Any]:
-    """Make the main check alone, for three and four ranks."""
+    """Make only the main check, for three and four ranks."""
     quiet()
     strategy = folder.name.partition("@")[0]
     world = tw.Trainer(strategy=strategy, **QUIET).world_size
@@ -323,7 +323,7 @@ def fail(folder: Path) -> None:
 
 
 def quiet() -> None:
-    """Let other packages' own warnings pass; ours and torch's on this code stay errors."""
+    """Ignore the warnings of other packages, while warnings of this package and torch stay errors."""
     warnings.filterwarnings(
         "ignore", "The .grad attribute of a Tensor that is not a leaf"
     )  # torch's compiler looks at it
@@ -333,7 +333,7 @@ def quiet() -> None:
 
 
 def alone(world: int, folder: Path) -> dict[str, Any]:
-    """Return what one process finds, doing the work of that many."""
+    """Return the results of one process that does the work of all ranks."""
     found: dict[str, Any] = {}
     for case, settings in CASES.items():
         found[case] = train("single_device", world, world, folder / f"{case}.ckpt", **settings)
@@ -345,7 +345,7 @@ def alone(world: int, folder: Path) -> dict[str, Any]:
 
 
 def relative_distance(left: dict[str, Tensor], right: dict[str, Tensor]) -> Iterator[tuple[str, float]]:
-    """Yield each tensor's largest difference, as a part of the larger of 0.01 and its largest element."""
+    """Yield every tensor's largest difference relative to its largest element, or to 0.01 if that is larger."""
     assert left.keys() == right.keys(), left.keys() ^ right.keys()
     for name, value in left.items():
         assert value.shape == right[name].shape, name

@@ -1,4 +1,4 @@
-"""What FSDP2 makes hard, as functions that run on each rank of a job and, for comparison, on one process."""
+"""The checks of FSDP2, as functions that run on every rank of a job and on one process."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ WIDTH = 6
 
 
 class Block(nn.Module):
-    """A block with a method beside its forward; counts its forwards."""
+    """A block that counts its forwards and has other methods."""
 
     def __init__(self, dropout: float = 0.0, norm: bool = False) -> None:
         super().__init__()
@@ -42,16 +42,16 @@ class Block(nn.Module):
         return x + self.down(self.dropout(self.norm(self.up(x)).tanh()))
 
     def encode(self, x: Tensor) -> Tensor:
-        """A method that uses parameters of its own."""
+        """Use parameters outside of the forward."""
         return F.linear(x, self.up.weight).sum(dim=1, keepdim=True)
 
     def twice(self, x: Tensor) -> Tensor:
-        """A method that calls the block."""
+        """Call the block twice."""
         return self(self(x))
 
 
 class Blocks(tw.Module):
-    """A stack of blocks; `mode` says what the step does beside calling them."""
+    """A stack of blocks, with a `mode` that adds work to the step."""
 
     def __init__(self, mode: str = "", dropout: float = 0.0, norm: bool = False) -> None:
         super().__init__()
@@ -145,7 +145,7 @@ class Thaws(Blocks):
 
 
 class Made(Blocks):
-    """Makes its layers when the strategy is there; on the meta device, or for real."""
+    """Makes its layers in configure_model, on the meta device or on the CPU."""
 
     def __init__(self, device: str) -> None:
         tw.Module.__init__(self)
@@ -173,7 +173,7 @@ class Nested(nn.Module):
 
 
 class EndsInBlock(Made):
-    """Whose last layer on the meta device is in a group of its own."""
+    """Has its last meta layer in a separate group."""
 
     def configure_model(self) -> None:
         if hasattr(self, "blocks"):
@@ -210,7 +210,7 @@ def by_blocks(**options: Any) -> FSDPStrategy:
 
 
 def equal_cases(parallel: bool) -> dict[str, Any]:
-    """Runs that have to end as on one process: (what makes the strategy, what makes the module, settings)."""
+    """Return runs that must match one process: (function of the strategy, function of the module, settings)."""
     window = {"accumulate_grad_batches": 3, "gradient_clip_val": 0.5}
     cases: dict[str, Any] = {
         "methods": (by_blocks, partial(Blocks, "methods"), {}),
@@ -246,7 +246,7 @@ def recomputing(folder: Path) -> dict[str, Any]:
 
 
 def on_meta(folder: Path) -> dict[str, Any]:
-    """Modules of the meta device are those that are made for real; values set in other ways are refused by name."""
+    """Modules of the meta device match modules on the CPU, and values set in other ways are rejected by name."""
 
     class Custom(Made):
         def configure_model(self) -> None:
@@ -276,7 +276,7 @@ def low_precision(folder: Path) -> dict[str, Any]:
 
 
 def refusals() -> None:
-    """What cannot be is refused with the name of what is in the way."""
+    """Check that every error names the cause."""
     with pytest.raises(RuntimeError, match=r"used 'blocks.1.up.weight' of Blocks itself.*Call self.blocks\[1\]\(...\)"):
         trainer(by_blocks).fit(Blocks("bare"), rows(4, 1))
     with pytest.raises(RuntimeError, match=r"used 'blocks.0.down.bias'.*use the optimizer's weight_decay"):
@@ -305,7 +305,7 @@ def refusals() -> None:
 
 
 def own_loop(folder: Path) -> float:
-    """A loop of one's own, with an optimizer that was made before its module was sharded."""
+    """Run a raw loop with an optimizer made before its module was sharded."""
     module = Blocks("methods")
     optimizer = torch.optim.AdamW(module.parameters(), 0.02, eps=1e-3)
     used = tw.Accelerator(strategy=by_blocks(), cpu=True, gradient_accumulation_steps=2)

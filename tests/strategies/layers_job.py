@@ -1,4 +1,4 @@
-"""Kinds of layers under each strategy in mixed precision, and the module that a run leaves, for test_layers.py."""
+"""Kinds of layers under every strategy in mixed precision, and the module after a run, for test_layers.py."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SHARDED = ("fsdp", "deepspeed_stage_3")
 PRECISIONS = ("bf16-mixed", "16-mixed")
 WIDTH = 8
 SHIFT = 2.0**-8
-"""What a loss is multiplied by: nets so small overflow at the usual scale of float16, and by other batches on two ranks."""
+"""The factor of every loss. Without it such small nets overflow in float16, in other batches on two ranks."""
 
 
 class Padded(nn.Module):
@@ -62,7 +62,7 @@ class Recurrent(nn.Module):
 
 
 class Follows(nn.Module):
-    """A frozen layer, an average in a buffer, a layer that is called outside of autocast, and a bare matrix."""
+    """A frozen layer, an average in a buffer, a layer called outside of autocast, and a bare matrix."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -145,7 +145,7 @@ def trained(name: str, strategy: Any, precision: str, ranks: int) -> tuple[tw.Tr
 
 
 def alone() -> dict[Any, Any]:
-    """Return what each net has become on one process, and its score."""
+    """Return the weights and the score of every net on one process."""
     found = {}
     for name in NETS:
         for precision in PRECISIONS:
@@ -155,7 +155,7 @@ def alone() -> dict[Any, Any]:
 
 
 def scores(name: str, strategy: Any, precision: str, path: str) -> tuple[Any, tw.Module, list[float]]:
-    """Train, save, and score what was saved: in the run, after it, and in a run of its own; return the weights saved too."""
+    """Train, save, and return the saved weights, the module, and its scores in the run, after it and in a new run."""
     used, module, loss = trained(name, strategy() if callable(strategy) else strategy, precision, 2)
     used.save_checkpoint(path)
     again = used.validate(module, loader(2), verbose=False)[0]["val_loss"]
@@ -165,7 +165,7 @@ def scores(name: str, strategy: Any, precision: str, path: str) -> tuple[Any, tw
 
 
 def look(module: tw.Module, plain: nn.Module, saved: dict[str, Tensor]) -> None:
-    """Look at what is left of a module, or at the whole copy of a sharded one."""
+    """Check a module after a run, or the whole copy of a sharded module."""
     for key, value in plain.state_dict().items():
         assert value.dtype == saved[key].dtype, key
         assert torch.equal(value, saved[key]) or key in dict(plain.named_buffers()), key  # rank 0's are saved
@@ -175,7 +175,7 @@ def look(module: tw.Module, plain: nn.Module, saved: dict[str, Tensor]) -> None:
     assert repr(plain)
     if not any(
         "parametrizations" in key or key.endswith("weight_g") for key in saved
-    ):  # which torch copies and pickles not
+    ):  # torch cannot copy and pickle these
         copy.deepcopy(plain)
         pickle.dumps(plain)
         torch.save(plain, io.BytesIO())
@@ -206,7 +206,7 @@ def layers(folder: Path) -> dict[Any, Any]:
 
 
 class Large(tw.Module):
-    """A float32 layer too large to be kept whole, blocks that compute anew, a method and a hook of the user's."""
+    """A large float32 layer, blocks with activation checkpointing, and a hook of the user."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -228,7 +228,7 @@ class Large(tw.Module):
 
 
 def groups() -> None:
-    """Gather what fsdp has sharded in groups of several kinds, on rank 0 alone."""
+    """Gather fsdp's groups of several kinds on rank 0."""
     make = partial(FSDPStrategy, auto_wrap_policy={nn.Sequential}, activation_checkpointing_policy=True)
     module = Large()
     tw.Trainer(strategy=make(), precision="bf16-mixed", max_epochs=1, **QUIET).fit(module, loader(2))
@@ -246,7 +246,7 @@ def groups() -> None:
 
 
 def digits(folder: Path) -> dict[Any, float]:
-    """The project's own demo, a few batches of it, under each strategy in each mixed precision; return the losses."""
+    """Run a few batches of the digits example under every strategy and mixed precision, and return the accuracies."""
     path = Path(__file__).parents[2] / "examples" / "digits.py"
     spec = importlib.util.spec_from_file_location("digits", path)
     assert spec is not None

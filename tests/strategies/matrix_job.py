@@ -46,7 +46,7 @@ State = dict[str, dict[str, Tensor]]
 
 
 class Body(nn.Module):
-    """Every kind of tensor that a checkpoint has to take; neither 2 nor 4 divides most of their shapes."""
+    """Every kind of tensor that a checkpoint must store, mostly in shapes that 2 and 4 do not divide."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -75,7 +75,7 @@ class Body(nn.Module):
 
 
 class Odd(nn.Module):
-    """Two parts, each with an optimizer."""
+    """Two parts with one optimizer for every part."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -158,7 +158,7 @@ def saves(folder: Path) -> dict[str, Any]:
         state = loop.state()
         with CommDebugMode() as counted:
             loop.accelerator.save_state(str(folder / f"{world_size()}-{name}-{optimizers}.ckpt"))
-        # Each rank writes its own share, and nothing is gathered.
+        # Every rank writes its shards, and nothing is gathered.
         assert counted.get_total_counts() == 0, counted.get_comm_counts()
         next(steps)
         found[f"{name}-{optimizers}"] = (state, loop.state())
@@ -167,7 +167,7 @@ def saves(folder: Path) -> dict[str, Any]:
 
 
 def loads(folder: Path) -> dict[str, Any]:
-    """Load every checkpoint under every strategy; return how far the state is from the saved, and the next step's from it."""
+    """Load every checkpoint under every strategy, and return the distances from the saved state and its next step."""
     warnings.filterwarnings("ignore")
     found: dict[str, Any] = {}
     kept = torch.load(folder / "states.pt")
@@ -189,7 +189,7 @@ def of_optimizers(kept: dict[str, Any], count: int) -> dict[str, Any]:
 
 
 def distance(loop: Loop, wanted: State) -> float:
-    """Return the largest difference between what this rank holds and the whole tensors of those names."""
+    """Return the largest difference between this rank's pieces and the whole tensors."""
     worst = 0.0
     for section, pieces in loop.sections().items():
         assert {each.name for each in pieces} <= wanted[section].keys()

@@ -1,6 +1,6 @@
-"""The job of test_seam.py: one strategy on each rank of a job, driven as the engine drives it.
+"""The job of test_seam.py: one strategy on every rank, called as the engine calls it.
 
-Every check raises on the rank that sees it fail, which ends the job.
+A failed check raises on its rank, which ends the job.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Block(nn.Module):
 
 
 class TinyLM(nn.Module):
-    """A language model of one block whose head is tied to its embedding; none of its shapes divides by two ranks."""
+    """A language model of one block with a tied head, in shapes that are not divisible by two."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -76,7 +76,7 @@ class TinyLM(nn.Module):
 
 
 class Pair(nn.Module):
-    """Two players of one module, each with its optimizer; the second loss leaves gradients on the first player.
+    """Two players with an optimizer each, where the second loss leaves gradients on the first player.
 
     Args:
         together: one optimizer, with a group for each player.
@@ -124,7 +124,7 @@ def decay(step: int) -> float:
 
 
 class Loop:
-    """What an engine does with a strategy, and no more."""
+    """The part of an engine that calls a strategy."""
 
     def __init__(
         self, strategy: Strategy, module: nn.Module, optimization: Optimization, *, alone: bool = False
@@ -168,7 +168,7 @@ class Loop:
         return loss
 
     def evaluate(self, batches: list[Tensor], rounds: int) -> float:
-        """Collective: the mean loss over all ranks' samples; a rank that has run out goes on with a ghost if it must."""
+        """Return the mean loss over the samples of all ranks. Collective: call on every rank."""
         self.strategy.broadcast_buffers([self.module])
         total = torch.zeros(2)
         with torch.no_grad():
@@ -187,7 +187,7 @@ class Loop:
         return found
 
     def state(self, *, alone: bool = False) -> State:
-        """Collective: every tensor whole, from the pieces of all ranks; each element must be there exactly once."""
+        """Return every tensor whole, from pieces that cover every element once. Collective: call on every rank."""
         return gathered(self.sections(), alone=alone)
 
     def load(self, state: State, step: int) -> None:
@@ -307,7 +307,7 @@ def check_automatic(make: Callable[[], Strategy]) -> None:
             report("automatic norm", max(abs(a - b) for a, b in zip(loop.norms, one.norms, strict=True)), 1e-5)
         loop.strategy.close()
 
-    # A window that ended early: what was divided by its planned length is multiplied up before it is clipped.
+    # After a short window the gradients, divided by its planned length, are scaled up before clipping.
     loop = make_lm(make())
     planned = make_lm(Strategy(), alone=True)
     planned.window([words(0, 0, None)])
@@ -337,7 +337,7 @@ def check_manual(make: Callable[[], Strategy]) -> None:
 
 
 def check_evaluation(make: Callable[[], Strategy]) -> None:
-    """Ranks have unequal numbers of batches; rank 0 has three, the others two."""
+    """Rank 0 has three batches, the other ranks two."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     batches = [[words(50 + number, 0, each) for number in range(3 if each == 0 else 2)] for each in range(world_size)]
     loop = make_lm(make())
@@ -518,7 +518,7 @@ def check_trainer(make: Callable[[], Strategy], folder: str) -> None:
 
 
 def check_accelerator(make: Callable[[], Strategy]) -> None:
-    """A loop of one's own: two models, each with an optimizer that was made before it was prepared, in two calls.
+    """Run a raw loop of two models, whose optimizers were made before they were prepared in two calls.
 
     A strategy that trains one optimizer prepares both models and one optimizer in one call.
     """

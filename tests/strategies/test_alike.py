@@ -1,4 +1,4 @@
-"""What is the same under every strategy in the corners of a step, on two ranks: buffers, late parameters, clipping, state."""
+"""Every strategy treats buffers, late parameters, clipping and optimizer state alike, on two ranks."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_a_step_finds_rank_0s_buffers(ranks: Any, strategy: str) -> None:
     first, second = (rank["buffers"][strategy] for rank in ranks)
     for mode in ("automatic", "manual"):
         assert first[mode] == second[mode]
-        assert len({tuple(seen) for seen in first[mode]}) == 6  # they change with each step
+        assert len({tuple(seen) for seen in first[mode]}) == 6  # they change in every step
     assert first["windows"][::2] == second["windows"][::2]
     assert first["windows"][1::2] != second["windows"][1::2]
     expected = ranks[0]["buffers"]["ddp"]
@@ -32,7 +32,7 @@ def test_a_step_finds_rank_0s_buffers(ranks: Any, strategy: str) -> None:
 
 
 @pytest.mark.parametrize("strategy", [*STRATEGIES, *ZERO])
-def test_an_optimizers_arithmetic_is_its_own(ranks: Any, strategy: str) -> None:
+def test_autocast_is_off_in_a_step_under_every_strategy(ranks: Any, strategy: str) -> None:
     for rank in ranks:
         for mode, seen in rank["arithmetic"][strategy].items():
             assert seen == {(False, "torch.float32")}, mode
@@ -52,7 +52,7 @@ def test_fsdp_computes_in_mixed_precision_what_ddp_computes(ranks: Any) -> None:
             assert_equal(rank["norms"]["fsdp"][precision], expected)
 
 
-def test_a_parameter_without_dimensions_and_a_clip_in_each_batch(ranks: Any) -> None:
+def test_clips_in_every_batch_do_not_differ_from_ddp(ranks: Any) -> None:
     for strategy in STRATEGIES:
         first, second = (rank["tempered"][strategy] for rank in ranks)
         for mode, expected in ranks[0]["tempered"]["ddp"].items():
@@ -60,7 +60,7 @@ def test_a_parameter_without_dimensions_and_a_clip_in_each_batch(ranks: Any) -> 
             assert_close(first[mode], expected)
 
 
-def test_a_resume_with_state_that_is_no_tensor(ranks: Any) -> None:
+def test_resume_restores_optimizer_state_without_tensors(ranks: Any) -> None:
     expected = ranks[0]["kept"]["ddp"]["whole"]
     for strategy in ("ddp", "ddp_sharded"):
         for rank in ranks:

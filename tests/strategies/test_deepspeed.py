@@ -1,4 +1,4 @@
-"""DeepSpeed on two ranks and on one: its own configuration beside the Trainer's, and every stage as one process."""
+"""DeepSpeed on two ranks and on one: its configuration beside the Trainer's settings, and every stage."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[dict[str, Any]],
 
 
 @pytest.mark.slow
-def test_everyday(tmp_path: Path) -> None:
+def test_everyday_calls_match_one_process_under_deepspeed(tmp_path: Path) -> None:
     ranks = run_job(deepspeed_everyday, 2, tmp_path)
     expected = everyday_job.alone(tmp_path / "alone")
     for stage in (2, 3):
@@ -44,7 +44,7 @@ def test_everyday(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", STAGES)
-def test_equal_to_one_process(job: Any, stage: int, tmp_path: Path) -> None:
+def test_deepspeed_settings_and_modules_match_one_process(job: Any, stage: int, tmp_path: Path) -> None:
     """Any torch optimizer, settings by the Trainer and by the config, parameters without dimensions, a scheduler."""
     ranks, folder = job
     expected = run_equal(stage, tmp_path, alone=True)
@@ -56,7 +56,7 @@ def test_equal_to_one_process(job: Any, stage: int, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", STAGES)
-def test_its_own_optimizer(job: Any, stage: int) -> None:
+def test_an_optimizer_of_the_config_is_restored(job: Any, stage: int) -> None:
     """The config's scheduler moves once a step, and both go on from a checkpoint."""
     ranks, folder = job
     for rank in ranks:
@@ -68,7 +68,7 @@ def test_its_own_optimizer(job: Any, stage: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", STAGES)
-def test_a_loop_of_ones_own(job: Any, stage: int) -> None:
+def test_a_raw_deepspeed_loop_does_not_differ_from_one_process(job: Any, stage: int) -> None:
     for rank in job[0]:
         assert rank["loop"][stage] == pytest.approx(deepspeed_job.one_loop(), rel=1e-5)
 
@@ -88,7 +88,7 @@ def test_disagreements_are_told_once(job: Any) -> None:
 
 
 @pytest.mark.slow
-def test_precisions(job: Any) -> None:
+def test_one_module_is_trained_in_several_precisions(job: Any) -> None:
     for rank in job[0]:
         found = dict(rank["precisions"])
         assert found.pop("dtype") == "torch.float32"
@@ -98,8 +98,8 @@ def test_precisions(job: Any) -> None:
 
 
 @pytest.mark.slow
-def test_one_process(tmp_path: Path) -> None:
-    """One process trains as without the strategy."""
+def test_deepspeed_on_one_process_matches_no_strategy(tmp_path: Path) -> None:
+    """One process trains as without a strategy."""
     script = (
         "from pathlib import Path\n"
         "from contract_job import quiet\n"
@@ -148,19 +148,19 @@ def test_settings_are_checked(options: dict[str, Any], kind: type[Exception], te
         DeepSpeedStrategy(**options)
 
 
-def test_a_damaged_file(tmp_path: Path) -> None:
+def test_a_config_without_valid_json_is_rejected(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{'stage': 2}")
     with pytest.raises(ValueError, match=r"config.json' is not JSON .*. Correct the file"):
         DeepSpeedStrategy(config=tmp_path / "config.json")
 
 
-def test_batch_sizes_that_leave_the_accumulation_open() -> None:
+def test_batch_sizes_without_accumulation_are_rejected() -> None:
     strategy = DeepSpeedStrategy(config={"train_batch_size": 8, "train_micro_batch_size_per_gpu": 2})
     with pytest.raises(ValueError, match=r"but no accumulation. Set gradient_accumulation_steps"):
         strategy.resolve(Optimization())
 
 
-def test_missing_package(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_deepspeed_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ImportError, match=r"needs DeepSpeed.*pip install 'trainwright\[deepspeed\]'"):
         DeepSpeedStrategy()
@@ -185,7 +185,7 @@ def test_missing_package(monkeypatch: pytest.MonkeyPatch) -> None:
         (2, torch.zeros(3, dtype=torch.complex64), "parameter 'odd' is complex64, and DeepSpeed's masters are real"),
     ],
 )
-def test_parameters_that_are_refused(stage: int, parameter: torch.Tensor, text: str) -> None:
+def test_parameters_that_cannot_be_sharded_are_rejected(stage: int, parameter: torch.Tensor, text: str) -> None:
     from trainwright.strategies.zero.vendor import refuse_what_cannot_be_sharded
 
     module = torch.nn.Module()
@@ -246,7 +246,7 @@ class Numbered:
 
 
 def test_the_local_rank_is_no_devices_number() -> None:
-    """DeepSpeed names devices by the text of LOCAL_RANK; by a number it means the device."""
+    """DeepSpeed passes the text of LOCAL_RANK, or the number of a device."""
     numbered = Numbered()
     for _ in range(2):
         _keep_to_current_device(numbered)
@@ -255,7 +255,7 @@ def test_the_local_rank_is_no_devices_number() -> None:
 
 
 def test_a_function_is_compiled_when_it_is_first_called(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch.compile imports inductor, a second of each rank, whether or not what it returns is called."""
+    """torch.compile imports inductor for a second on every rank, even if its result is never called."""
     made: list[str] = []
 
     def double(x: int) -> int:
@@ -286,7 +286,7 @@ def test_what_deepspeed_reads_of_the_environment_is_not_left_there(monkeypatch: 
     assert "DS_ACCELERATOR" not in os.environ
 
 
-def test_a_stage_without_overlap() -> None:
+def test_overlap_below_stage_2_is_rejected() -> None:
     with pytest.raises(ValueError, match="overlap_comm=True needs stage 2 or 3"):
         DeepSpeedStrategy(stage=1, overlap_comm=True)
     with pytest.raises(ValueError, match="overlap_comm=True needs stage 2 or 3"):

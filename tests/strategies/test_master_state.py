@@ -1,6 +1,6 @@
-"""State that is no part of a parameter (a count of steps) lies where the kernel that reads it wants it, under DeepSpeed too.
+"""State such as a count of steps is on the device where its kernel reads it, under DeepSpeed too.
 
-The masters of this file lie on the meta device, as they would on a GPU.
+In this file the masters are on the meta device, in place of a GPU.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def test_a_resume_makes_the_state_where_the_step_reads_it(options: dict[str, Any
 
 
 def test_a_count_that_a_constructor_has_made_follows_the_master() -> None:
-    """Adagrad makes its state when it is constructed, where the parameter is by then, and not where an offloaded master is."""
+    """Adagrad makes its state in the constructor, on the device of the parameter rather than of the master."""
     parameter = nn.Parameter(torch.zeros(2, 3))
     optimizer = Adagrad([parameter], 0.1)
     optimizer.param_groups[0]["fused"] = True

@@ -1,4 +1,4 @@
-"""Every strategy's checkpoints under every strategy, at 1, 2 and 4 ranks: the exact state, then the saver's own next step."""
+"""Every strategy loads every strategy's checkpoints at 1, 2 and 4 ranks, and makes the same next step."""
 
 from __future__ import annotations
 

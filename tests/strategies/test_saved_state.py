@@ -1,4 +1,4 @@
-"""What a save refuses under every strategy, alike on every rank: parts in an edited state_dict, weights not finite."""
+"""A save rejects shards in an edited state_dict and weights that are not finite, on every rank."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def poisoned(folder: Path, strategies: tuple[str, ...]) -> dict[str, Any]:
 
 
 class Noting(Classifier):
-    """Keeps a number in its state_dict, and has a hook of its own that is called after a load."""
+    """Keeps a number in its state_dict, and has a hook after loading."""
 
     def __init__(self, is_computed: bool = False) -> None:
         super().__init__()
@@ -186,11 +186,11 @@ def ranks(request: Any, tmp_path_factory: Any) -> list[Any]:
     return run_job(request.param, 2, tmp_path_factory.mktemp("saved"))
 
 
-def test_weights_that_are_not_finite_on_one_rank_take_no_checkpoints_place(ranks: list[Any]) -> None:
+def test_weights_that_are_not_finite_do_not_replace_a_checkpoint(ranks: list[Any]) -> None:
     for strategy, (names, newest, warned, refused) in ranks[0][1].items():
         assert newest == ["epoch=0-step=2.ckpt", "epoch=0-step=2.ckpt"], strategy
         assert names == newest
-        assert len(warned) == 3  # one of each ModelCheckpoint, and of the save to a path of its own
+        assert len(warned) == 3  # of both ModelCheckpoints, and of the save to another path
         assert (
             "saves nothing in epoch 1, at step 3: the weights are not finite (NaN or infinity in 'net.3.weight"
             in warned[0]

@@ -1,4 +1,4 @@
-"""Ranks that use different parameters in a step, as a branch of the model that the batch chooses makes them."""
+"""Ranks that use different parameters in a step, because the batch chooses a branch."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ REFUSED: dict[str, Any] = {
 
 
 class Branches(tw.Module):
-    """Takes the branch that the batch names; no batch names the last one."""
+    """Takes the branch that the batch names, which is never the last."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -88,7 +88,7 @@ class Net(nn.Module):
 
 
 class Wholes:
-    """One process in place of the ranks, whose losses it adds: what a raw loop has to give."""
+    """One process that adds the losses of all ranks, as the reference for a raw loop."""
 
     def prepare(self, *objects: Any) -> Any:
         return objects
@@ -97,9 +97,9 @@ class Wholes:
 
 
 def two_models(accelerator: Any, rank: int | None, together: bool) -> dict[str, Tensor]:
-    """Return the weights of two models, with an optimizer each or one `together`, whose branches the ranks choose.
+    """Return the weights of two models whose branches the ranks choose, with two optimizers or one `together`.
 
-    Every second backward is dropped, for one of them by the model's zero_grad, or for both by the optimizer's.
+    Every second backward is dropped by zero_grad: of one model, or of the optimizer for both.
     """
     encoder, decoder = Net(1, 8, 6), Net(2, 6, 1)
     sgd = torch.optim.SGD(encoder.parameters(), lr=0.05, momentum=0.9, weight_decay=0.1)
@@ -206,7 +206,7 @@ class Fails(Branches):
 
 
 def again(name: str, make: Any) -> dict[str, Any]:
-    """Return the errors of two fits, and how far a second fit of each module then is from ddp's, by a name."""
+    """Return the errors of two fits, and the distances of second fits from ddp, by name."""
     found: dict[str, Any] = {}
     for case, module, paths in (("used", Branches(), [(0, 1)]), ("failed", Fails(), [(0, 0)] * 3)):
         with pytest.raises(RuntimeError) as refusal:  # later on, the forward itself has failed already
@@ -225,7 +225,7 @@ def again(name: str, make: Any) -> dict[str, Any]:
 
 
 def histories() -> dict[str, str]:
-    """Return what a comparison says of two ranks' backwards, by a name."""
+    """Return the messages of comparing two ranks' backwards, by name."""
     rank = torch.distributed.get_rank()
 
     def said(per_rank: list[list[tuple[int, ...]]]) -> str:
@@ -249,7 +249,7 @@ def histories() -> dict[str, str]:
 
 
 @pytest.mark.slow
-def test_ranks_that_take_different_branches(tmp_path: Path) -> None:
+def test_ranks_may_take_different_branches(tmp_path: Path) -> None:
     ranks = run_job(runs, WORLD, tmp_path)
     for rank in ranks:
         said = rank.pop("histories")
@@ -282,7 +282,7 @@ def test_ranks_that_take_different_branches(tmp_path: Path) -> None:
 
 
 def alone(folder: Path) -> dict[str, float]:
-    """Return how far DeepSpeed on one process is from plain torch, which leaves unused parameters alone, by a name."""
+    """Return the distances of DeepSpeed on one process from plain torch, which skips unused parameters."""
     quiet()
     kinds: dict[str, Any] = {
         "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=0.01, eps=1e-3, weight_decay=0.5),
@@ -336,7 +336,7 @@ class Catches(Branches):
 
 
 def caught(folder: Path) -> dict[str, list[str]]:
-    """Return the errors of a step, and of a second fit, after a backward whose error the user has caught."""
+    """Return the errors of a step and of a second fit after a caught error of backward."""
     quiet()
     found = {}
     for name in ("deepspeed_stage_1", "deepspeed_stage_2", "deepspeed_stage_3", "fsdp"):
@@ -363,7 +363,7 @@ def test_step_after_a_backward_that_failed_is_rejected(tmp_path: Path) -> None:
 
 
 def caught_under_ddp(folder: Path) -> dict[str, float]:
-    """Return how far ddp on two ranks is from plain torch after backwards whose errors the user has caught, by the loop."""
+    """Return the distances of ddp on two ranks from plain torch after caught errors, by loop."""
     quiet()
     paths = [(0, 0), (1, 1), (0, 0), (1, 1), (0, 0)]
     module, plain = Catches(), Branches()

@@ -1,4 +1,4 @@
-"""What a user's code writes into parameters itself is kept under every strategy, as on one process, or refused by name."""
+"""Writes of a user's code into parameters are kept as on one process, or rejected by name."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_an_error_of_swapped_parameters_says_what_stage_3_cannot_do() -> None:
     found: list[AttributeError] = []
     for stage in (2, 3):
         with pytest.raises(AttributeError) as caught:
-            _ = torch.zeros(2).ds_status  # type: ignore[attr-defined]  # what the hooks that gather parameters read
+            _ = torch.zeros(2).ds_status  # type: ignore[attr-defined]  # the gathering hooks read it
         note_empty_parameter(caught.value, stage)
         found.append(caught.value)
 

@@ -1,4 +1,4 @@
-"""Parameters that a user's code writes itself, under each strategy: as functions that run on each rank, for test_written.py."""
+"""The job of test_written.py: a user's code writes parameters under every strategy."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ FORMS = ("in place", "foreach", "data in place", "data")
 
 
 class Block(nn.Module):
-    """A block, which fsdp gathers by itself."""
+    """A block, which fsdp gathers separately."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class Block(nn.Module):
 
 
 class Counted(nn.Module):
-    """A block that writes a parameter of its own in its forward, in a way that is asked for."""
+    """A block that writes a parameter in its forward, in a chosen form."""
 
     def __init__(self, form: str) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ class Counted(nn.Module):
 
 
 def written(targets: Iterable[Any], sources: Iterable[Any], form: str, rate: float = 0.1) -> None:
-    """Write as DeepSpeed has its users do it, where a rank may have a part of each."""
+    """Write within GatheredParameters, as DeepSpeed's users do."""
     import deepspeed
 
     targets, sources = list(targets), list(sources)
@@ -62,7 +62,7 @@ def written(targets: Iterable[Any], sources: Iterable[Any], form: str, rate: flo
 
 
 def write(targets: Iterable[Any], sources: Iterable[Any], form: str, rate: float = 0.1) -> None:
-    """Move parameters towards others, in one of the ways in which users write it."""
+    """Move parameters towards others, in one of several usual forms."""
     with torch.no_grad():
         if form == "foreach":
             torch._foreach_lerp_(list(targets), [each.detach() for each in sources], rate)
@@ -77,7 +77,7 @@ def write(targets: Iterable[Any], sources: Iterable[Any], form: str, rate: float
 
 
 class Teaches(tw.Module):
-    """A net, and a frozen one that follows it. What is written where, and how, is asked for."""
+    """A net and a frozen copy that follows it, written at a chosen place in a chosen form."""
 
     def __init__(self, place: str, form: str) -> None:
         super().__init__()
@@ -117,7 +117,7 @@ class Teaches(tw.Module):
 
 
 class Clips(tw.Module):
-    """Clips its weights after each step, or in each forward: parameters that are trained."""
+    """Clips its trained weights after every step or in every forward."""
 
     def __init__(self, place: str, form: str) -> None:
         super().__init__()
@@ -209,7 +209,7 @@ REFUSED: dict[str, list[tuple[type[Any], str, str]]] = {
 
 
 def alone(folder: Path) -> dict[Any, dict[str, Tensor]]:
-    """Return what one process ends with, doing the work of two."""
+    """Return the weights of one process that does the work of two ranks."""
     cases = {(kind, place, form.removeprefix("gathered ")) for each in CASES.values() for kind, place, form in each}
     ordered = sorted(cases, key=str)
     return {
@@ -219,7 +219,7 @@ def alone(folder: Path) -> dict[Any, dict[str, Tensor]]:
 
 
 def left_by_runs() -> dict[str, Any]:
-    """Return what a module is after a run under fsdp whose last hook has written, with nothing saved."""
+    """Return a module's state after an unsaved run under fsdp whose last hook has written."""
     module = Teaches("hook", "in place")
     with torch.no_grad():
         module.counted.calls.fill_(float("nan"))  # which nobody writes

@@ -1,4 +1,4 @@
-"""Optimizers under DeepSpeed's stages, as functions that run on each rank of a job and, for comparison, on one process."""
+"""Optimizers under DeepSpeed's stages, as functions that run on every rank of a job and on one process."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ WINDOW = 512
 
 
 class Counts(torch.optim.Optimizer):
-    """Keeps numbers beside tensors: its own for each parameter, a group's, and one for all."""
+    """Keeps numbers beside tensors: one per parameter and one per group."""
 
     def __init__(self, params: Any, lr: float) -> None:
         super().__init__(params, {"lr": lr, "steps": 0})
@@ -58,7 +58,7 @@ MAKERS: dict[str, Callable[..., Any]] = {
 
 
 class Grouped(Regresses):
-    """A group that is frozen, one with a parameter that no step uses, a scheduler of each group's own rate."""
+    """Has a frozen group, a group with an unused parameter, and a schedule per group."""
 
     def __init__(self, make: Callable[..., Any]) -> None:
         super().__init__()
@@ -110,7 +110,7 @@ class Kept(Regresses):
 
 
 class Sums(tw.Module):
-    """Each batch's gradient is 1/512, of which sixteen bits cannot sum 512."""
+    """A batch's gradient is 1/512, and 512 of them cannot be summed in sixteen bits."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -136,7 +136,7 @@ def fit(strategy: Any, module: tw.Module, ranks: int, path: Path, resume: Path |
 
 
 def resumed(strategy: Any, name: str, folder: Path, ranks: int, settings: dict[str, Any], said: str = "") -> None:
-    """Save a whole run, half of it, and the other half, taken up from that and from another's half."""
+    """Save a whole run, its first half, and a run resumed from the half."""
     make, path = partial(Grouped, MAKERS[name]), folder / f"{said}{name}"
     fit(strategy, make(), ranks, path.with_suffix(".whole"), **settings)
     fit(strategy, make(), ranks, path.with_suffix(".half"), **settings, max_epochs=1)
@@ -144,7 +144,7 @@ def resumed(strategy: Any, name: str, folder: Path, ranks: int, settings: dict[s
 
 
 def again(strategy: str, folder: Path) -> None:
-    """Fit twice with one optimizer; another strategy refuses it, because its state is in parts."""
+    """Fit twice with one optimizer, which another strategy rejects because its state is sharded."""
     module = Kept()
     for number in range(2):
         fit(strategy, module, 1, folder / f"again-{number}.ckpt", max_epochs=1)
@@ -156,7 +156,7 @@ def again(strategy: str, folder: Path) -> None:
 
 
 def windows(strategy: Any, precision: str) -> float:
-    """Return where a bias that begins at 0 comes to lie after one window."""
+    """Return a bias that was 0 before one window."""
     module = Sums()
     used = trainer(strategy, precision=precision, accumulate_grad_batches=WINDOW, max_steps=1, max_epochs=-1)
     used.fit(module, DataLoader(torch.zeros(2 * WINDOW, 1), batch_size=1))  # type: ignore[arg-type]
@@ -164,14 +164,14 @@ def windows(strategy: Any, precision: str) -> float:
 
 
 def streams(strategy: Any, path: Path, **settings: Any) -> None:
-    """A stream whose last window is short, which is known at its end."""
+    """Train on a stream whose last window is short."""
     used = trainer(strategy, accumulate_grad_batches=4, **settings)
     used.fit(Thawed(), DataLoader(Stream(), batch_size=RANK_BATCH))
     used.save_checkpoint(str(path))
 
 
 def sharded_rows(folder: Path) -> None:
-    """Under fsdp an unknown optimizer is taken if the user says so, and one that cannot compute on shards is refused."""
+    """Under fsdp an unknown optimizer needs elementwise=True, and Adafactor is rejected."""
 
     class Other(Regresses):
         def __init__(self, make: Callable[..., Any]) -> None:
@@ -194,7 +194,7 @@ def sharded_rows(folder: Path) -> None:
 
 
 def refusals() -> None:
-    """What would train to other weights is refused by name, on every rank alike."""
+    """Settings that would train other weights are rejected by name on every rank."""
 
     class Other(Regresses):
         def __init__(self, make: Callable[..., Any], parameter: Tensor | None = None) -> None:

@@ -131,7 +131,7 @@ def test_vectors_and_dicts_are_logged_by_part() -> None:
 
 
 def test_what_is_no_row_of_numbers_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"'acc' computes a tensor of shape \(3, 3\); expected one number, a vector"):
+    with pytest.raises(ValueError, match=r"'acc' computes a tensor of shape \(3, 3\). Expected one number, a vector"):
         metrics_of(MulticlassConfusionMatrix(3))
 
     class Whole(Judged):
@@ -139,7 +139,7 @@ def test_what_is_no_row_of_numbers_is_refused() -> None:
             self.log_dict(self.metric)
 
     with pytest.raises(
-        TypeError, match=r"log_dict was given a ClasswiseWrapper, which is one Metric; log it with self\.log"
+        TypeError, match=r"log_dict was given a ClasswiseWrapper, which is one Metric. Log it with self\.log"
     ):
         tw.Trainer(**QUIET).validate(Whole(ClasswiseWrapper(MulticlassAccuracy(3, average=None))), make_loader())
     assert torch.is_grad_enabled()
