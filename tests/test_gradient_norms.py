@@ -21,7 +21,7 @@ def test_norms_of_gradients_are_exact() -> None:
     assert grad_norm(net, "inf")["grad_inf_norm_total"] == 4.0
     assert grad_norm(net, 1, ".")["grad_1.0_norm.bias"] == 4.0
     for wrong in (0, -1, math.nan):
-        with pytest.raises(ValueError, match="pass a number above 0"):
+        with pytest.raises(ValueError, match="Pass a number above 0"):
             grad_norm(net, wrong)
 
 

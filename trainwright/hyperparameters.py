@@ -289,7 +289,10 @@ def read_hyper_parameters(path: str) -> dict[str, Any]:
         text = file.read()
     try:
         if kind == "csv":
-            return {row["key"]: _literal(row["value"]) for row in csv.DictReader(text.splitlines())}
+            rows = csv.DictReader(text.splitlines())
+            if not {"key", "value"} <= set(rows.fieldnames or ()):
+                raise ValueError(f"the columns are {rows.fieldnames}, and must be key and value")
+            return {row["key"]: _literal(row["value"]) for row in rows}
         values = loads(text)
     except Exception as error:  # the parsers have no common error
         raise ValueError(f"hparams_file={str(path)!r} cannot be read as {kind}: {error!r}") from error

@@ -59,7 +59,7 @@ def found(folder: Path) -> dict[str, int]:
 
 def test_the_newest_is_kept_while_the_metric_is_not_finite(tmp_path: Path) -> None:
     scores = [NAN, math.inf, NAN]
-    with pytest.warns(UserWarning, match=r"monitors 'score', which is nan, not finite; .* the newest") as caught:
+    with pytest.warns(UserWarning, match=r"monitors 'score', which is nan, not finite\. .* the newest") as caught:
         callback = run(tmp_path, scores)
     assert len(caught) == 1
     assert found(tmp_path) == {"epoch=2-step=33.ckpt": 3}
@@ -238,7 +238,7 @@ def test_a_place_that_is_not_whole_replaces_nothing(tmp_path: Path) -> None:
     for damaged in (whole[:-20], b""):
         manifest.write_bytes(damaged)
         with pytest.raises(
-            tw.CheckpointError, match=r"best-v1\.ckpt is not a complete checkpoint, so .*best\.ckpt is kept"
+            tw.CheckpointError, match=r"best-v1\.ckpt is not a complete checkpoint, so .*best\.ckpt is not replaced"
         ):
             replace_checkpoint(place, path)
         assert is_checkpoint(path)

@@ -284,13 +284,13 @@ def refusals() -> None:
     module = Blocks()
     trainer(by_blocks).fit(module, rows(4, 1))
     assert isinstance(module.blocks[0].up.weight, DTensor)
-    with pytest.raises(ValueError, match=r"parameter 'blocks.0.up.weight' of Blocks is sharded, as fsdp"):
+    with pytest.raises(ValueError, match=r"parameter 'blocks.0.up.weight' of Blocks was sharded by fsdp"):
         trainer("ddp").fit(module, rows(4, 1))
     mixed = Blocks()
     mixed.blocks[2].down.double()
     with pytest.raises(ValueError, match=r"in one dtype, but here are 'up.bias' in float32, 'down.bias' in float64"):
         trainer(by_blocks).fit(mixed, rows(4, 1))
-    with pytest.raises(ValueError, match=r"chooses no submodule of Blocks; the classes in it are Block, Dropout"):
+    with pytest.raises(ValueError, match=r"chooses no submodule of Blocks, whose classes are Block, Dropout"):
         trainer(partial(FSDPStrategy, auto_wrap_policy={nn.Conv2d})).fit(Blocks(), rows(4, 1))
     with pytest.raises(ValueError, match=r"makes 'second' a group, but its parameter '0.weight' is also used outside"):
         trainer(partial(FSDPStrategy, auto_wrap_policy={nn.Sequential})).fit(Zoo(), rows(4, 1))

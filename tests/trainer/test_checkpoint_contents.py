@@ -240,7 +240,7 @@ def test_a_module_is_made_from_a_checkpoint(tmp_path: Path) -> None:
     assert Tuned.load_from_checkpoint(str(path), lr=0.5, map_location="cpu").hparams.lr == 0.5
     with pytest.raises((RuntimeError, tw.CheckpointError), match=r"head\.weight"):
         Tuned.load_from_checkpoint(path, extra=True)
-    with pytest.raises(tw.CheckpointError, match="or pass strict=False to load what matches"):
+    with pytest.raises(tw.CheckpointError, match="or pass strict=False to load the matching part"):
         Tuned.load_from_checkpoint(path, extra=True)
     wider = Tuned.load_from_checkpoint(path, extra=True, strict=False)
     assert_equal({name: value for name, value in weights(wider).items() if "head" not in name}, weights(module))

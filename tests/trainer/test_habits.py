@@ -175,7 +175,7 @@ def test_a_variable_sets_what_the_script_leaves_open(monkeypatch: pytest.MonkeyP
     said = "trainwright: TRAINWRIGHT_TRAINER_LIMIT_TRAIN_BATCHES=3 sets Trainer(limit_train_batches=3).\n"
     assert capsys.readouterr().err == said
     monkeypatch.setenv("TRAINWRIGHT_TRAINER_PRECISON", "bf16")
-    with pytest.raises(ValueError, match=r"no argument precison; .* Did you mean TRAINWRIGHT_TRAINER_PRECISION\?"):
+    with pytest.raises(ValueError, match=r"no argument precison\. .* Did you mean TRAINWRIGHT_TRAINER_PRECISION\?"):
         trainer_of()
 
 
@@ -289,7 +289,9 @@ def test_weights_are_exported(tmp_path: Path) -> None:
     assert sorted(stored) == sorted(module.net.state_dict())
     with pytest.raises(tw.CheckpointError, match="exists already"):
         module.export(path)
-    with pytest.raises(tw.CheckpointError, match=r"no tensor's name begins with 'nte\.'; the names are such as net"):
+    with pytest.raises(
+        tw.CheckpointError, match=r"no tensor's name begins with 'nte\.'; the names are for example net"
+    ):
         module.export(tmp_path / "b.safetensors", strip_prefix="nte.")
     module.export(tmp_path / "all.safetensors")
     assert len(safetensors.torch.load_file(tmp_path / "all.safetensors")) == 4  # the twin is the same tensors
@@ -567,7 +569,7 @@ def test_variables_are_read_as_their_argument(monkeypatch: pytest.MonkeyPatch, t
 def test_a_csv_file_of_other_columns_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "hparams.csv"
     path.write_text("name,value\nlr,0.1\n")
-    with pytest.raises(ValueError, match=r"has the columns .*; it must have key and value"):
+    with pytest.raises(ValueError, match=r"the columns are .*, and must be key and value"):
         read_hyper_parameters(str(path))
 
 

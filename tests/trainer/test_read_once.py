@@ -76,7 +76,7 @@ def test_more_than_one_pass_is_refused() -> None:
     once = batches(8)
     trainer, module = fit(make_loader(8))
     trainer.validate(module, once)
-    with pytest.raises(RuntimeError, match="none left: an iterator can be read once"):
+    with pytest.raises(RuntimeError, match="yields no batches: an iterator can be read only once"):
         trainer.validate(module, once)
 
 

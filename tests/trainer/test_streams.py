@@ -270,8 +270,8 @@ def test_a_stream_goes_on_in_workers_from_an_epochs_end_and_within(tmp_path: Pat
 
 def test_what_a_buffer_lost_is_read_anew_and_told_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     told = {
-        Buffered: "a Buffered yields a different batch after load_state_dict() than before (is a shuffle buffer in its "
-        "state?), so",
+        Buffered: "a Buffered yields a different batch after load_state_dict() than before (does its state include "
+        "a shuffle buffer?), so",
         Fails: "a Fails failed to load its state (IndexError: list index out of range), so",
     }
     for kind, words in told.items():

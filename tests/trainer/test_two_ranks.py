@@ -360,7 +360,7 @@ def test_refusals_are_alike_on_both_ranks_and_name_the_remedy(results: list[dict
     assert "nowhere.ckpt" in checkpoint
     assert "'net.0.weight' of Classifier is lazy" in lazy
     assert lazy == evaluated
-    assert "pass the models and their optimizers to prepare in one call" in strangers
+    assert "Pass the models and their optimizers to prepare in one call" in strangers
 
 
 def test_parameters_that_no_rank_shares_are_named(results: list[dict[str, Any]]) -> None:

@@ -42,7 +42,7 @@ def are_similar(state_key: str, other: str) -> bool:
 
 
 COUNTERS = ("epoch", "step")
-"""Values that a ModelCheckpoint may monitor although nobody logs them."""
+"""Values that a ModelCheckpoint may monitor without a log call."""
 
 
 def chosen_mode(mode: str | None, monitor: str | None, callback: str) -> str:

@@ -157,11 +157,11 @@ class Script:
             advice = advice_on(alias.name, "Fabric" if "fabric" in package[1] else folder)
             self.remarks.append(Remark(alias.lineno, alias.name, advice))
         elif alias.asname and folder:
-            self._replace(alias, f"trainwright.{folder} as {alias.asname}")
+            self._rename(alias, f"trainwright.{folder} as {alias.asname}")
         else:
             name = alias.asname or alias.name.partition(".")[0]
             self.packages[name] = package[1]
-            self._replace(alias, f"trainwright as {name}")
+            self._rename(alias, f"trainwright as {name}")
 
     def rewrite_from(self, node: ast.ImportFrom) -> None:
         """Rewrite a `from` statement: its module and names, or as several statements if the modules differ."""
@@ -182,7 +182,7 @@ class Script:
             assert match is not None
             self._edits.append((*match.span(1), home))
             for alias, name in zip(node.names, names, strict=True):
-                self._replace(alias, name)
+                self._rename(alias, name)
         else:
             line = self._lines[node.lineno - 1].decode()
             before = self.data[self._starts[node.lineno - 1] : start].decode()
@@ -190,7 +190,7 @@ class Script:
             lines = [f"from {home} import {', '.join(names)}" for home, names in statements.items()]
             self._edits.append((start, end, separator.join(lines)))
 
-    def _replace(self, node: ast.alias, text: str) -> None:
+    def _rename(self, node: ast.alias, text: str) -> None:
         self._edits.append((*self._span(node), text))
 
     def _span(self, node: Any) -> tuple[int, int]:
