@@ -197,10 +197,10 @@ class ForTests(tw.DataModule):
 
 CONSTRUCTION = [
     ("strategy, a typing error", {"strategy": "dpp"}, ValueError, r"strategy='dpp' is unknown; choose from .*'ddp'\?"),
-    ("strategy, a fork", {"strategy": "ddp_fork"}, ValueError, r"strategy='ddp_fork' is not supported.* choose 'ddp_notebook'"),
+    ("strategy, a fork", {"strategy": "ddp_fork"}, ValueError, r"strategy='ddp_fork' is not supported.* Choose 'ddp_notebook'"),
     ("strategy, a class", {"strategy": tw.DDPStrategy}, TypeError, r"strategy=.*Pass an instance, not its class"),
     ("strategy for one, several devices", {"strategy": "single_device", "devices": 2}, ValueError,
-     r"strategy='single_device' runs on one process, but 2 .* pass devices=1, or"),
+     r"strategy='single_device' runs on one process, but 2 .* Pass devices=1, or"),
     ("precision, a typing error", {"precision": "b16-mixed"}, ValueError,
      (r"precision='b16-mixed' is unknown; choose from .*"
      r"Did you mean 'bf16-mixed'\?")),

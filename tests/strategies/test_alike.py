@@ -92,15 +92,16 @@ def test_ddp_leaves_apart_what_the_module_says(ranks: Any) -> None:
 
 REFUSED = {
     "unstorable": "CheckpointError: the state of Keeping.head.bias.odd is a builtins.object",
-    "apart ddp_sharded": "ValueError: Apart._ddp_params_and_buffers_to_ignore leaves 'own' to each rank, but "
-    "strategy='ddp_sharded' trains one model; use strategy='ddp', or delete that attribute.",
-    "apart fsdp": "ValueError: Apart._ddp_params_and_buffers_to_ignore leaves 'own' to each rank, but strategy='fsdp'",
+    "apart ddp_sharded": "ValueError: Apart._ddp_params_and_buffers_to_ignore keeps 'own' separate on every rank, but "
+    "strategy='ddp_sharded' trains one model. Use strategy='ddp', or delete that attribute.",
+    "apart fsdp": "ValueError: Apart._ddp_params_and_buffers_to_ignore keeps 'own' separate on every rank, but strategy='fsdp'",
     "fit 32-true": "ValueError: fsdp gathers the weights of Other in bfloat16, as an earlier run has sharded it, and this one "
-    "is in 32-true; continue in that run's precision, take the whole copy that tw.gather_module(module, all_ranks=True) gives, "
-    "or create the module again and load a checkpoint.",
-    "copy": "RuntimeError: a module that fsdp has sharded cannot be copied: each rank holds a part of it. tw.gather_module(",
-    "copy of stage 3": "RuntimeError: a module that ZeRO stage 3 has sharded cannot be copied: each rank holds a part of it. "
-    "tw.gather_module(module)",
+    "is in 32-true. Continue in that run's precision, take the whole copy that tw.gather_module(module, all_ranks=True) "
+    "returns, or create the module again and load a checkpoint.",
+    "copy": "RuntimeError: a module that fsdp has sharded cannot be copied, because a rank holds only a part of it. "
+    "tw.gather_module(",
+    "copy of stage 3": "RuntimeError: a module that ZeRO stage 3 has sharded cannot be copied, because a rank holds only "
+    "a part of it. tw.gather_module(module)",
     "fit 16-mixed": "ValueError: fsdp gathers the weights of Other in bfloat16",
     "validate 32-true": "ValueError: fsdp gathers the weights of Other in bfloat16",
     "validate 16-mixed": "ValueError: fsdp gathers the weights of Other in bfloat16",
@@ -109,11 +110,11 @@ REFUSED = {
     "Whole": "RuntimeError: Whole does not compute on the sharded parameters",
     **dict.fromkeys(
         (f"row norms {strategy}" for strategy in (*STRATEGIES, *ZERO)),
-        "ValueError: 'words' of RowNorms is an Embedding with max_norm=1.0, which scales the rows that a batch looks up; under",
+        "ValueError: 'words' of RowNorms is an Embedding with max_norm=1.0, which scales the rows that a batch looks up. Under",
     ),
     **{
         f"sparse {strategy}": f"ValueError: 'words' of Words is an Embedding with sparse=True, and strategy='{strategy}' "
-        "only reduces dense gradients. Leave sparse out, or choose strategy='ddp'."
+        "only reduces dense gradients. Omit sparse, or choose strategy='ddp'."
         for strategy in ("ddp_sharded", "fsdp", *ZERO)
     },
     "sparse ddp": "nothing",

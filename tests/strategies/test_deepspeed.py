@@ -127,7 +127,7 @@ def test_deepspeed_on_one_process_matches_no_strategy(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "kind", "text"),
     [
-        ({"stage": 4}, ValueError, r"stage=4 is not accepted; choose from 1, 2 and 3"),
+        ({"stage": 4}, ValueError, r"stage=4 is not accepted. Choose from 1, 2 and 3"),
         ({"config": {"zero_optimization": {"stage": 0}}}, ValueError, r"stage=0 is not accepted"),
         (
             {"stage": 2, "offload_parameters": True},
@@ -135,10 +135,10 @@ def test_deepspeed_on_one_process_matches_no_strategy(tmp_path: Path) -> None:
             r"needs stage 3, which shards them, not stage 2",
         ),
         ({"config": "/nowhere.json"}, ValueError, r"config='/nowhere.json': there is no such file"),
-        ({"config": [1]}, TypeError, r"config= is a list; expected a dict"),
+        ({"config": [1]}, TypeError, r"config= is a list. Expected a dict"),
         ({"config": {"fp16": {"enabled": True}, "bf16": {"enabled": True}}}, ValueError, r"enables both fp16 and bf16"),
-        ({"config": {"zero_optimization": 2}}, ValueError, r"zero_optimization=2 is not a section; give a dict"),
-        ({"config": {"fp16": True}}, ValueError, r"fp16=True is not a section; give a dict"),
+        ({"config": {"zero_optimization": 2}}, ValueError, r"zero_optimization=2 is not a section. Pass a dict"),
+        ({"config": {"fp16": True}}, ValueError, r"fp16=True is not a section. Pass a dict"),
         ({"config": {"gradient_clipping": "much"}}, ValueError, r"gradient_clipping='much' is not a norm"),
         ({"config": {"gradient_accumulation_steps": 0}}, ValueError, r"gradient_accumulation_steps=0 is not accepted"),
     ],
@@ -150,13 +150,13 @@ def test_settings_are_checked(options: dict[str, Any], kind: type[Exception], te
 
 def test_a_config_without_valid_json_is_rejected(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{'stage': 2}")
-    with pytest.raises(ValueError, match=r"config.json' is not JSON .*; correct the file"):
+    with pytest.raises(ValueError, match=r"config.json' is not JSON .*. Correct the file"):
         DeepSpeedStrategy(config=tmp_path / "config.json")
 
 
 def test_batch_sizes_without_accumulation_are_rejected() -> None:
     strategy = DeepSpeedStrategy(config={"train_batch_size": 8, "train_micro_batch_size_per_gpu": 2})
-    with pytest.raises(ValueError, match=r"leave the accumulation to be worked out; give gradient_accumulation_steps"):
+    with pytest.raises(ValueError, match=r"but no accumulation. Set gradient_accumulation_steps"):
         strategy.resolve(Optimization())
 
 
@@ -212,10 +212,10 @@ def test_parameters_that_are_not_trained_may_be_of_any_dtype() -> None:
     ],
 )
 def test_state_that_no_checkpoint_would_find(setting: dict[str, Any], name: str) -> None:
-    with pytest.raises(ValueError, match=f"zero_optimization.{name} has DeepSpeed keep optimizer state where no"):
+    with pytest.raises(ValueError, match=f"zero_optimization.{name} makes DeepSpeed keep optimizer state where no"):
         DeepSpeedStrategy(config={"zero_optimization": setting})
     if "zenflow" in setting:
-        with pytest.raises(ValueError, match="zenflow has DeepSpeed keep"):
+        with pytest.raises(ValueError, match="zenflow makes DeepSpeed keep"):
             DeepSpeedStrategy(**setting)
 
 
@@ -274,7 +274,7 @@ def test_a_function_is_compiled_when_it_is_first_called(monkeypatch: pytest.Monk
 
 def test_a_device_that_deepspeed_does_not_know() -> None:
     with pytest.raises(
-        ValueError, match=r"strategy='deepspeed' on 'odd': DeepSpeed does not support it.* choose 'fsdp'"
+        ValueError, match=r"strategy='deepspeed' on 'odd': DeepSpeed does not support it.* Choose 'fsdp'"
     ):
         _accelerator(import_deepspeed(torch.device("cpu")), "odd")
 

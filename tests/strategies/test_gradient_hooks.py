@@ -101,4 +101,4 @@ def test_gradient_hooks_are_called_as_on_one_process(tmp_path: Path) -> None:
         assert rank["refusal, fsdp, groups"].startswith(
             "a backward with create_graph=True went through 'net.3', which fsdp"
         )
-        assert "Under ZeRO stage 3 each rank holds a part of a parameter" in rank["refusal, deepspeed_stage_3"]
+        assert "Under ZeRO stage 3 a rank holds only a part of a parameter" in rank["refusal, deepspeed_stage_3"]

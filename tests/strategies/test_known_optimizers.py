@@ -32,7 +32,7 @@ def test_torch_optimizers_and_inherited_steps_are_known() -> None:
 def test_unknown_optimizer_is_rejected_with_the_argument_that_accepts_it() -> None:
     with pytest.raises(
         ValueError,
-        match=r"Layers is not known to step each element .*strategy='fsdp'.*elementwise=True.*'ddp' or 'ddp_sharded'",
+        match=r"Layers is not known to step every element .*strategy='fsdp'.*elementwise=True.*'ddp' or 'ddp_sharded'",
     ):
         refuse_unknown_optimizer(Layers(make_net().parameters(), lr=0.1), "fsdp")
 

@@ -65,9 +65,9 @@ def test_options_of_the_same_meaning_are_translated() -> None:
     assert tw.FSDPStrategy(sharding_strategy=ShardingStrategy.FULL_SHARD).reshard_after_forward
     assert not tw.FSDPStrategy(cpu_offload=CPUOffload()).cpu_offload
     assert tw.FSDPStrategy(cpu_offload=CPUOffload(offload_params=True)).cpu_offload
-    with pytest.raises(ValueError, match="choose 'FULL_SHARD' or 'SHARD_GRAD_OP'"):
+    with pytest.raises(ValueError, match="Choose 'FULL_SHARD' or 'SHARD_GRAD_OP'"):
         tw.FSDPStrategy(sharding_strategy="HYBRID_SHARD")
-    with pytest.raises(ValueError, match="leave out one of the two"):
+    with pytest.raises(ValueError, match="Omit one of the two"):
         tw.FSDPStrategy(sharding_strategy="FULL_SHARD", reshard_after_forward=False)
     for kind in (tw.DDPStrategy, tw.FSDPStrategy, Zero):
         assert kind(timeout=timedelta(minutes=2)).timeout_seconds == 120

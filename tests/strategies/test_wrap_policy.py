@@ -97,11 +97,11 @@ def test_classes_and_functions_are_wrap_policies() -> None:
 @pytest.mark.parametrize(
     ("policy", "kind", "text"),
     [
-        ("Block", TypeError, r"auto_wrap_policy='Block' is not a policy; pass Module classes"),
+        ("Block", TypeError, r"auto_wrap_policy='Block' is not a policy. Pass Module classes"),
         ({nn.Linear, int}, TypeError, r"is not a policy"),
         (3, TypeError, r"auto_wrap_policy=3 is not a policy"),
         ([], TypeError, r"is not a policy"),
-        ({nn.Conv2d}, ValueError, r"chooses no submodule of Module; the classes in it are Called, Embedding, Linear"),
+        ({nn.Conv2d}, ValueError, r"chooses no submodule of Module, whose classes are Called, Embedding, Linear"),
         (lambda module: False, ValueError, r"chooses no submodule"),
         ({nn.ModuleList}, ValueError, r"makes 'blocks' a group, but a ModuleList cannot be called"),
     ],

@@ -183,7 +183,9 @@ def sharded_rows(folder: Path) -> None:
 
     taken = partial(FSDPStrategy, elementwise=True)
     fit(taken, Other(Layers), 1, folder / "layers.fsdp")
-    with pytest.raises(ValueError, match="Layers is not known to step each element independently, and strategy='fsdp'"):
+    with pytest.raises(
+        ValueError, match="Layers is not known to step every element independently, and strategy='fsdp'"
+    ):
         trainer("fsdp").fit(Other(Layers), loader(8, 1))
     with pytest.raises(ValueError, match=r"Adafactor does not compute on the sharded parameters .DTensors. that"):
         trainer(taken).fit(Other(torch.optim.Adafactor), loader(8, 1))
@@ -207,7 +209,7 @@ def refusals() -> None:
     sgd = partial(torch.optim.SGD, lr=0.1)
     refused = [
         *(
-            (Other(kind), f"{kind.__name__} is not known to step each element .* strategy='deepspeed_stage_")
+            (Other(kind), f"{kind.__name__} is not known to step every element .* strategy='deepspeed_stage_")
             for kind in (torch.optim.Adafactor, torch.optim.Muon, Layers, torch.optim.LBFGS)
         ),
         (

@@ -374,7 +374,9 @@ def test_an_optimizer_key_with_a_slash_is_rejected(tmp_path: Path) -> None:
     module.configure_optimizers = lambda: Slashed(module.parameters(), lr=0.1)  # type: ignore[method-assign]
     trainer = tw.Trainer(max_epochs=1, **QUIET)
     trainer.fit(module, make_loader())
-    with pytest.raises(tw.CheckpointError, match=r"the state of Slashed has the key 'a/b', but .* names without a slash"):
+    with pytest.raises(
+        tw.CheckpointError, match=r"the state of Slashed has the key 'a/b', but .* names without a slash"
+    ):
         trainer.save_checkpoint(tmp_path / "a.ckpt")
     assert not list(tmp_path.iterdir())
 

@@ -1,6 +1,6 @@
 """Strategies by name: how the processes of a job share one training run.
 
-To give a strategy a name, add one line to `STRATEGIES`; the class is imported only when it is chosen.
+To give a strategy a name, add one line to `STRATEGIES`. The class is imported only when it is chosen.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 """Other names: a strategy with options, or another way to start its processes."""
 
 CHOICES = ("auto", *STRATEGIES)
-"""The names that `trainwright config` offers; each of `VARIANTS` is accepted too."""
+"""The names that `trainwright config` offers. The names in `VARIANTS` are accepted too."""
 SPAWNING = frozenset(name for name in VARIANTS if name.startswith(("ddp_spawn", "ddp_notebook")))
-"""Names under which each call hands its work over to processes that it starts, in a plain script too."""
+"""Names under which a call hands its work over to processes that it starts, in a plain script too."""
 
 
 def __getattr__(name: str) -> Any:
@@ -62,17 +62,17 @@ def make_strategy(name: str, options: dict[str, Any]) -> Strategy:
 
 
 def named_strategy(strategy: str, num_processes: int, or_else: str = "") -> tuple[str, dict[str, Any]]:
-    """Return the name in `STRATEGIES` and the options of a name; "auto" is single_device, or ddp for several processes.
+    """Return the name in `STRATEGIES` and the options of a name. "auto" is single_device, or ddp for several processes.
 
     Raises:
-        ValueError: the name is unknown; the message has the names, and `or_else` after them.
+        ValueError: the name is unknown. The message lists the names, with `or_else` after them.
     """
     auto = "single_device" if num_processes == 1 else "ddp"
     name = auto if strategy == "auto" else strategy
     if name.startswith("ddp_fork"):
         raise ValueError(
-            f"strategy={name!r} is not supported, because neither a GPU nor running threads survive a fork; choose "
-            "'ddp_notebook', which starts fresh processes."
+            f"strategy={name!r} is not supported, because neither a GPU nor running threads survive a fork. "
+            "Choose 'ddp_notebook', which starts fresh processes."
         )
     name, options = VARIANTS.get(name, (name, {}))
     if name not in STRATEGIES:
@@ -94,7 +94,7 @@ def is_variant_of(strategy: Any, name: str) -> bool:
 
 
 def resolve_strategy(strategy: str | Strategy, num_processes: int) -> Strategy:
-    """Return the strategy of a name or an instance; "auto" is single_device, or ddp for several processes."""
+    """Return the strategy of a name or an instance. "auto" is single_device, or ddp for several processes."""
     if isinstance(strategy, str):
         strategy = make_strategy(*named_strategy(strategy, num_processes, ", or pass a Strategy instance"))
     if not isinstance(strategy, Strategy):

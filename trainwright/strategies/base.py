@@ -1,8 +1,8 @@
-"""The strategy contract; the base class is one process.
+"""The strategy contract, whose base class is one process.
 
-A strategy owns what the ranks of a job do together around one model. It wraps the model, runs a step through the wrapper, runs
-backward, clips, steps, and returns this rank's shard of the state as checkpoint pieces. A new strategy overrides what its
-engine does differently. Nothing outside this folder asks for its name.
+A strategy owns the work that the ranks of a job share around one model. It wraps the model, runs a step through the wrapper,
+runs backward, clips and steps. It returns this rank's shard of the state as checkpoint pieces. A new strategy overrides the
+methods in which its engine differs. Nothing outside this folder asks for its name.
 """
 
 from __future__ import annotations
@@ -34,23 +34,23 @@ UNSAVED_KEYS = frozenset({"params", "param_names", "fused", "foreach", "capturab
 
 @dataclass(frozen=True)
 class Capabilities:
-    """What a strategy can do and needs; the defaults are those of one process on one device.
+    """Abilities and needs of a strategy. The defaults describe one process on one device.
 
     Args:
         is_parallel: it runs on several processes.
         needs_group: the engine needs a process group even on one process.
         communicates_on_host: collectives run on host tensors too, although the engine computes on GPUs.
         forward_is_collective: a forward is collective, so that a rank without evaluation batches runs dummy batches.
-        holds_modules: the module's own tensors are trained, whole on every rank.
+        holds_modules: the module's tensors are trained in place, whole on every rank.
         gradients_are_parameters: gradients are the parameters' `.grad`, where a checkpoint finds them.
-        divides_optimizers: a rank holds optimizer state only for its own shard.
-        keeps_optimizers: optimizers keep their state after `close`; otherwise an evaluation leaves the strategy open.
+        divides_optimizers: a rank holds optimizer state only for its shard.
+        keeps_optimizers: optimizers keep their state after `close`. Otherwise an evaluation leaves the strategy open.
         makes_optimizer: the engine's configuration defines the optimizer, so that the module returns none.
         trains_prepared_only: only an optimizer that `setup_optimizers` returned can train on several ranks.
         takes_param_groups: a parameter group may be added to an optimizer during training.
-        takes_closure: an optimizer's step may rerun forward and backward through a closure; otherwise `step` gets none.
+        takes_closure: an optimizer's step may rerun forward and backward through a closure. Otherwise `step` gets none.
         takes_compile: torch.compile can trace the engine's hooks.
-        distributed_type: the member of `DistributedType`; None if it follows from the device and the number of processes.
+        distributed_type: the member of `DistributedType`, or None if it follows from the device and the number of processes.
     """
 
     is_parallel: bool = False
@@ -96,7 +96,7 @@ class Clipping(NamedTuple):
 
 
 class StepResult(NamedTuple):
-    """`norm` is the total gradient norm before clipping by norm (0-dim); `skipped` is True after an inf or a NaN."""
+    """`norm` is the total gradient norm before clipping by norm (0-dim). `skipped` is True after an inf or a NaN."""
 
     norm: Tensor | None
     skipped: bool
@@ -117,7 +117,7 @@ class StepForward(nn.Module):
 
 
 def call_step(module: nn.Module, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call a module's method by name; "forward" runs as `module(...)`, with its hooks."""
+    """Call a module's method by name. "forward" runs as `module(...)`, with its hooks."""
     if name == "forward":
         return module(*args, **kwargs)
     return getattr(module, name)(*args, **kwargs)
@@ -126,8 +126,8 @@ def call_step(module: nn.Module, name: str, args: tuple[Any, ...], kwargs: dict[
 class Strategy(JobView):
     """The base of strategies, which is one process on one device.
 
-    All methods are called on every rank, in the same order. Override what your engine does differently, set `capabilities`
-    accordingly, and pass the instance as `strategy=`. The methods are, by groups:
+    All methods are called on every rank, in the same order. Override the methods in which your engine differs, set
+    `capabilities` accordingly, and pass the instance as `strategy=`. The methods are, by groups:
 
     - setup: `check`, `connect`, `resolve`, `setup_module`, `setup_optimizers`, `refresh_trainable`
     - step: `run`, `backward`, `sync_gradients`, `finalize`, `clip_gradients`, `step`, `check_gradients`
@@ -145,7 +145,7 @@ class Strategy(JobView):
     name = "single_device"
     capabilities = Capabilities()
     timeout_seconds: float | None = None
-    """How long a rank waits for the others; None is the Engine's default."""
+    """How long a rank waits for the others, or None for the Engine's default."""
 
     def __init__(self) -> None:
         self.rank = 0
@@ -159,24 +159,24 @@ class Strategy(JobView):
         self.ends_window = True
         """Whether the next backward ends an accumulation window."""
         self.finalized: dict[Optimizer, bool] = {}
-        """Optimizers with finalized gradients that wait for a step; False once another backward has added to them."""
+        """Optimizers whose finalized gradients wait for a step; False once another backward has added to them."""
 
     # -- setup
 
     def check(self, device_type: str, num_processes: int, precision: Precision) -> None:
-        """Raise ValueError, before any process starts, for what this strategy cannot run."""
+        """Raise ValueError, before any process starts, for a run that this strategy does not support."""
         if num_processes > 1 and not self.capabilities.is_parallel:
             raise ValueError(
-                f"strategy={self.name!r} runs on one process, but {num_processes} were asked for; pass devices=1, or a "
-                "strategy for several such as 'ddp'."
+                f"strategy={self.name!r} runs on one process, but {num_processes} were asked for. Pass devices=1, or a "
+                "strategy for several processes, such as 'ddp'."
             )
 
     def connect(self, rank: int, world_size: int, device: torch.device, precision: Precision) -> None:
-        """Set this process's rank and device; an engine that scales losses itself replaces the given precision."""
+        """Set this process's rank and device. An engine that scales losses itself replaces the precision."""
         self.rank, self.world_size, self.device, self.precision = rank, world_size, device, precision
 
     def resolve(self, optimization: Optimization) -> Optimization:
-        """Return the optimization after the engine's own configuration, which wins over the arguments."""
+        """Return the optimization with the settings of the engine's configuration, which win over the arguments."""
         return optimization
 
     def setup_module(self, module: nn.Module, optimization: Optimization | None) -> None:
@@ -198,16 +198,16 @@ class Strategy(JobView):
     def setup_optimizers(
         self, modules: Sequence[nn.Module], optimizers: Sequence[Optimizer], optimization: Optimization
     ) -> list[Optimizer]:
-        """Return the optimizers to step, in the given order; a later call passes the returned ones first.
+        """Return the optimizers to step, in the same order. A later call passes the returned ones first.
 
-        Schedulers stay bound to the given optimizers, so what they set in a group must reach the step. Whatever the engine
-        steps, the returned groups hold the module's own parameters in the same order (checkpoints name state by them),
+        Schedulers stay bound to the given optimizers, so values that they set in a group must reach the step. Whatever the
+        engine steps, the returned groups hold the module's parameters in the same order (checkpoints name state by them),
         `zero_grad` discards every gradient, and the class keeps its name.
         """
         return list(optimizers)
 
     def refresh_trainable(self, modules: Sequence[nn.Module], in_step: bool = False) -> None:
-        """Adapt to which parameters require gradients now, at the start of each training epoch.
+        """Adapt to which parameters require gradients now, at the start of a training epoch.
 
         With `in_step`, `toggle_optimizer` has frozen or unfrozen some within a manual step. Collective if they changed:
         freeze and unfreeze the same parameters on every rank.
@@ -242,11 +242,11 @@ class Strategy(JobView):
             self._finalize(optimizer)
 
     def _finalize(self, optimizer: Optimizer) -> None:
-        """Do the work of `finalize`; override this if the engine leaves gradients unreduced. Collective."""
+        """Do the work of `finalize`. Override this if the engine leaves gradients unreduced. Collective."""
         self.precision.unscale(optimizer)
 
     def clip_gradients(self, optimizer: Optimizer, clipping: Clipping) -> Tensor | None:
-        """Finalize and clip the gradients in place; return their total norm before clipping by norm. Collective."""
+        """Finalize and clip the gradients in place, and return their total norm before clipping by norm. Collective."""
         self.finalize(optimizer)
         parameters = with_gradients(optimizer)
         scale_and_clip_value(parameters, clipping)
@@ -255,7 +255,7 @@ class Strategy(JobView):
     def step(
         self, optimizer: Optimizer, clipping: Clipping | None = None, closure: Closure | None = None
     ) -> StepResult:
-        """Clip and step; a closure reruns forward and backward inside the step, and clips its gradients itself."""
+        """Clip and step. A closure reruns forward and backward inside the step, and clips its gradients itself."""
         norm = None
         if clipping is not None:
             with self.precision.step_context():
@@ -272,7 +272,7 @@ class Strategy(JobView):
 
     def model_pieces(self, module: nn.Module) -> list[Piece]:
         """Return this rank's shard of the module's state_dict, as views that a load writes into."""
-        # Buffers such as running statistics may differ from rank to rank; rank 0's are stored.
+        # Buffers such as running statistics may differ from rank to rank. Rank 0's are stored.
         return [
             self._piece(name, value, None if isinstance(value, nn.Parameter) else 0)
             for name, value, _ in state_entries(module)
@@ -294,7 +294,7 @@ class Strategy(JobView):
         """Return the optimizer's groups and the non-tensor state that this rank holds."""
         described = describe_optimizer(optimizer, names, UNSAVED_KEYS)
         if self.capabilities.divides_optimizers:
-            # A load gives each rank the other ranks' state too, which goes stale.
+            # A load gives a rank the other ranks' state too, which goes stale.
             local = {names[parameter] for parameter in self._local_parameters(optimizer)}
             described["plain"] = {name: state for name, state in described["plain"].items() if name in local}
         return described
@@ -302,7 +302,7 @@ class Strategy(JobView):
     def allocate_optimizer_state(
         self, optimizer: Optimizer, names: Mapping[Tensor, str], entries: Mapping[str, TensorEntry]
     ) -> None:
-        """Replace the optimizer's state by empty tensors for a load to fill; earlier views of it are stale afterwards.
+        """Replace the optimizer's state by empty tensors for a load to fill. Earlier views of it are stale afterwards.
 
         `entries` are the stored tensors by name ("parameter/key"), with whole shapes.
         """
@@ -320,7 +320,7 @@ class Strategy(JobView):
                     state[key] = new_state(parameter, key, entry, group, is_part)
 
     def _piece(self, name: str, value: Tensor, writer: int | None) -> Piece:
-        """Return one state tensor as a piece; of a sharded one, the range that this rank holds."""
+        """Return the part of a state tensor that this rank holds, as a piece."""
         return Piece(name, tuple(value.shape), 0, value.detach(), writer)
 
     def _local_parameters(self, optimizer: Optimizer) -> Iterable[Tensor]:
@@ -329,11 +329,11 @@ class Strategy(JobView):
 
     @property
     def state(self) -> dict[str, Any]:
-        """Return what a resumed run needs besides the pieces, as plain data that is equal on every rank."""
+        """Return the state that a resumed run needs besides the pieces, as plain data that is equal on every rank."""
         return {}
 
     def refresh_weights(self, modules: Sequence[nn.Module], loaded: Mapping[str, Any] | None = None) -> None:
-        """Update what the engine derives from weights, after values were written into the model's pieces. Collective.
+        """Update tensors that the engine derives from weights, after a write into the model's pieces. Collective.
 
         After a load, `loaded` is the saved `state` if the checkpoint is from this strategy and the same number of ranks,
         otherwise empty.
@@ -342,13 +342,13 @@ class Strategy(JobView):
     # -- lifecycle
 
     def after_run(self, error: BaseException | None = None) -> None:
-        """Take the engine off the modules, and add to an error that ended the run what it means under this strategy.
+        """Take the engine off the modules, and explain an error that ended the run and comes from this strategy.
 
         The modules' state can be read until `close`. Not collective, because a rank may be gone. Sharded modules stay sharded.
         """
 
     def close(self) -> None:
-        """Release everything but the process group; a sharded module stays sharded, because whole it might not fit."""
+        """Release everything but the process group. A sharded module stays sharded, because a whole one might not fit."""
         self.ends_window = True
         self.note_module(None)
         for table in (self.wrapped, self.finalized, self.buffers):
@@ -390,7 +390,7 @@ def by_parameter(entries: Mapping[str, TensorEntry]) -> dict[str, dict[str, Tens
 
 
 def new_state(parameter: Tensor, key: str, entry: TensorEntry, group: Mapping[str, Any], is_part: bool) -> Tensor:
-    """Return a state tensor for a load to fill; `is_part` if it has one element for each of the parameter's."""
+    """Return a state tensor for a load to fill. `is_part` means that it has one element per element of the parameter."""
     if is_part:
         return torch.zeros_like(parameter, dtype=entry.dtype, requires_grad=False)
     device, dtype = state_location(parameter, key, entry.dtype, group)
@@ -404,6 +404,6 @@ def state_location(
     if key != "step":
         return parameter.device, dtype
     if group.get("fused") or group.get("capturable"):
-        # The kernel reads the step count on the parameter's device, as float32; a float64 run may have stored a wider one.
+        # The kernel reads the step count on the parameter's device, as float32. A float64 run may have stored a wider one.
         return parameter.device, torch.float32
     return torch.device("cpu"), dtype

@@ -1,4 +1,4 @@
-"""Divided optimizers: which optimizers may step a shard, how a strategy shows them, and what a run leaves of them."""
+"""Divided optimizers: which optimizers may step a shard, how a strategy shows them, and their shards after a run."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import ASGD, SGD, Adadelta, Adafactor, Adagrad, Adam, Adamax, NAdam, Optimizer, RAdam, RMSprop, Rprop
 
 ELEMENTWISE = (SGD, Adam, Adagrad, NAdam, RAdam, Adamax, ASGD, Rprop, RMSprop, Adadelta)  # AdamW is an Adam
-"""torch's optimizers that step each element independently."""
+"""torch's optimizers that step every element independently."""
 UNSHARDED = (Adafactor, Rprop)
 """torch's optimizers that cannot step DTensors."""
 ELEMENTWISE_OF_DEEPSPEED = ("FusedAdam", "DeepSpeedCPUAdam", "FusedLion", "DeepSpeedCPULion", "DeepSpeedCPUAdagrad")
@@ -37,14 +37,14 @@ def refuse_unknown_optimizer(optimizer: Optimizer, strategy: str) -> None:
     """Raise ValueError for an optimizer that may step an element by other elements."""
     if not is_elementwise(optimizer):
         raise ValueError(
-            f"{type(optimizer).__name__} is not known to step each element independently, and strategy={strategy!r} gives "
-            "each rank only a shard of the elements. If it does, pass elementwise=True to the strategy. Otherwise choose "
+            f"{type(optimizer).__name__} is not known to step every element independently, and strategy={strategy!r} gives "
+            "a rank only a shard of the elements. If it does, pass elementwise=True to the strategy. Otherwise choose "
             "strategy='ddp' or 'ddp_sharded', which step whole tensors, or another optimizer, such as AdamW."
         )
 
 
 def is_elementwise(optimizer: Optimizer) -> bool:
-    """Return whether an optimizer is known to step each element independently, or inherits such a step."""
+    """Return whether an optimizer is known to step every element independently, or inherits such a step."""
     kind = type(optimizer)
     if kind.__module__.startswith("deepspeed.ops.") and kind.__name__ in ELEMENTWISE_OF_DEEPSPEED:
         return True
@@ -60,7 +60,7 @@ def is_elementwise(optimizer: Optimizer) -> bool:
 
 
 def refuse_unsharded(optimizer: Optimizer) -> None:
-    """Raise ValueError for an optimizer of torch that cannot step DTensors; others fail in their first step."""
+    """Raise ValueError for an optimizer of torch that cannot step DTensors. Others fail in their first step."""
     if isinstance(optimizer, UNSHARDED):
         raise ValueError(no_shards(optimizer))
 
@@ -76,7 +76,7 @@ def no_shards(optimizer: Optimizer) -> str:
 class GroupView(UserDict[str, Any]):
     """A group with all options of the group that an engine steps, but with other tensors.
 
-    Options set by schedulers and loads so reach the step.
+    So options set by schedulers and loads reach the step.
     """
 
     def __init__(self, stepped: dict[str, Any], parameters: Iterable[Tensor]) -> None:
@@ -95,7 +95,7 @@ class GroupView(UserDict[str, Any]):
 class OptimizerProxy(Optimizer):
     """An optimizer that shows the module's parameters in its groups while an engine steps other tensors.
 
-    Other attributes, such as `train` and `eval`, are those of the user's optimizer, `own`.
+    Other attributes, such as `train` and `eval`, come from the user's optimizer, `own`.
     """
 
     def __init__(self, own: Optimizer, parameters: Sequence[Sequence[Tensor]]) -> None:
@@ -133,7 +133,7 @@ class UsedParameters:
                 self._hooks.append(parameter.register_post_accumulate_grad_hook(self._used.add))
 
     def is_unused(self, parameter: Tensor, gradient: Tensor) -> bool:
-        """Return whether no rank used a parameter; if another rank did, its averaged gradient is not zero."""
+        """Return whether no rank used a parameter. If another rank did, its averaged gradient is not zero."""
         return parameter not in self._used and not bool(gradient.any())
 
     def clear(self) -> None:
@@ -163,7 +163,7 @@ DIVISIONS: WeakKeyDictionary[Optimizer, Division] = WeakKeyDictionary()
 
 
 def make_whole(optimizers: Sequence[Optimizer], strategy: str) -> None:
-    """Restore all parameters of optimizers of which an earlier run has left each rank a shard.
+    """Restore all parameters of optimizers of which a rank holds only a shard since an earlier run.
 
     Raises:
         ValueError: another strategy has divided the state of one among the ranks.
@@ -182,6 +182,6 @@ def divided(optimizer: Optimizer, strategy: str, why: str) -> ValueError:
     """Return the error about an optimizer whose state was divided in another way."""
     return ValueError(
         f"this {type(optimizer).__name__} was prepared before, under strategy={strategy!r}, which has left a part of its "
-        f"state on each rank, and {why}. Make a new optimizer for each fit, in configure_optimizers; to continue with the "
+        f"state on every rank, and {why}. Make a new optimizer for every fit, in configure_optimizers. To continue with the "
         "state, save a checkpoint and resume from it."
     )

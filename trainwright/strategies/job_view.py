@@ -25,7 +25,7 @@ class JobCalls(Protocol):
 
 
 class JobView:
-    """The part of a Strategy that modules and callbacks use; one process before the Engine has connected it."""
+    """The part of a Strategy that modules and callbacks use. It is one process until the Engine connects it."""
 
     rank: int
     world_size: int
@@ -40,7 +40,7 @@ class JobView:
         self._job = job
 
     def note_module(self, module: nn.Module | None) -> None:
-        """Record the prepared module; None once it is released."""
+        """Record the prepared module, or None once it is released."""
         self._module = module
 
     @property
@@ -65,7 +65,7 @@ class JobView:
 
     @property
     def model(self) -> Any:
-        """Return the prepared module, or the wrapper that its steps run through; None before."""
+        """Return the prepared module, or the wrapper that its steps run through, or None before the preparation."""
         return None if self._module is None else self.wrapped.get(self._module, self._module)
 
     def barrier(self, name: str | None = None) -> None:
@@ -95,9 +95,9 @@ class JobView:
         return self._job.reduce(tensor, {"avg": "mean"}.get(name, name))
 
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
-        """Return the tensors of all ranks, stacked along a new first dimension; one process returns its own. Collective.
+        """Return the tensors of all ranks, stacked along a new first dimension (of length 1 on one process). Collective.
 
-        With `sync_grads`, gradients flow back to the rank of each tensor.
+        With `sync_grads`, gradients flow back to the tensors' ranks.
 
         Raises:
             ValueError: a group, or shapes that differ across the ranks.
@@ -116,8 +116,8 @@ class JobView:
         return made
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # A copy or a pickle is a new strategy of the same arguments: without the job, and without what is set up, such as
-        # wrappers of modules and shards, which are this process's.
+        # A copy or a pickle is a new strategy of the same arguments: without the job, wrappers of
+        # modules and shards, which are this process's.
         return _construct, (type(self), *self._arguments)
 
 

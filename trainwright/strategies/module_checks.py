@@ -1,4 +1,4 @@
-"""What strategies ask of a module: the tensors that are alike on all ranks, and layers that a strategy cannot train."""
+"""Module checks: a module's tensors that are alike on all ranks, and layers that a strategy cannot train."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ def trained(module: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def changed(before: Mapping[str, nn.Parameter], now: Mapping[str, nn.Parameter]) -> list[str]:
-    """Return the names of parameters that only one side has, or that are another parameter there."""
+    """Return the names of parameters that only one side has, or whose parameters differ."""
     return sorted(name for name in {**before, **now} if before.get(name) is not now.get(name))
 
 
 def graph_leaves(loss: Tensor) -> set[Tensor]:
-    """Return the tensors to which the loss's backward adds gradients; empty if a part of the graph cannot be seen."""
+    """Return the tensors to which the loss's backward adds gradients, or an empty set if a part of the graph cannot be seen."""
     leaves: set[Tensor] = set()
     seen: set[Any] = set()
     waiting: list[Any] = [loss.grad_fn]
@@ -96,7 +96,7 @@ def refuse_sharded(module: nn.Module, name: str) -> None:
 
 
 def refuse_lazy(module: nn.Module, name: str) -> None:
-    """Raise ValueError for lazy parameters, which cannot be sharded before a forward gives them a shape."""
+    """Raise ValueError for lazy parameters, which have no shape before a forward."""
     for parameter_name, parameter in module.named_parameters():
         if is_lazy(parameter):
             raise ValueError(
@@ -107,14 +107,14 @@ def refuse_lazy(module: nn.Module, name: str) -> None:
 
 
 def refuse_row_norms(module: nn.Module, name: str) -> None:
-    """Raise ValueError for trained embeddings whose forward rescales rows, which differ from rank to rank."""
+    """Raise ValueError for trained embeddings whose forward rescales rows: the ranks would rescale different ones."""
     for layer_name, layer in module.named_modules():
         is_written = isinstance(layer, (nn.Embedding, nn.EmbeddingBag)) and layer.max_norm is not None
         if is_written and layer.weight.requires_grad:
             raise ValueError(
                 f"{layer_name!r} of {type(module).__name__} is an {type(layer).__name__} with max_norm={layer.max_norm}, which "
                 f"scales the rows that a batch looks up. Under strategy={name!r} the ranks would scale different rows. Omit "
-                "max_norm and bound the rows after each step (torch.renorm under no_grad), or train on one process."
+                "max_norm and bound the rows after every step (torch.renorm under no_grad), or train on one process."
             )
 
 
@@ -126,14 +126,14 @@ def refuse_unreplicable(module: nn.Module, name: str, is_trained: object) -> Non
     if names := sorted(rank_local_names(module)):
         raise ValueError(
             f"{type(module).__name__}._ddp_params_and_buffers_to_ignore keeps {names[0]!r} separate on every rank, but "
-            f"strategy={name!r} trains one model; use strategy='ddp', or delete that attribute."
+            f"strategy={name!r} trains one model. Use strategy='ddp', or delete that attribute."
         )
 
 
 def refuse_unaveraged(strategy: str, modules: Iterable[nn.Module], unknown: Collection[Tensor]) -> None:
     """Raise RuntimeError if a module trains a parameter that the strategy does not know.
 
-    Other unknown parameters belong to the user, who may train them on each rank.
+    Other unknown parameters belong to the user, who may train them separately on every rank.
     """
     for module in modules if unknown else ():
         for name, parameter in trained(module).items():

@@ -1,4 +1,4 @@
-"""Replication: what a strategy itself keeps equal on all ranks, beside its engine: buffers, and some gradients."""
+"""Replication: buffers and gradients that a strategy keeps equal on all ranks, because its engine does not."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class SyncedBuffers:
         self._due: set[nn.Module] = set()
 
     def track(self, module: nn.Module, skipped: Collection[str] = ()) -> None:
-        """Broadcast a module's buffers from its next step on, except the skipped names; call again after changes."""
+        """Broadcast a module's buffers from its next step on, except the skipped names. Call again after changes."""
         # Owners and names, not tensors: a step may replace a buffer.
         slots = [
             (owner, name)
@@ -50,7 +50,7 @@ class SyncedBuffers:
             self._due.add(module)
 
     def begin_step(self, module: nn.Module) -> None:
-        """Broadcast if due. Collective: call before every forward; it does nothing without gradients."""
+        """Broadcast if due; without gradients, do nothing. Collective: call before every forward."""
         if module not in self._due or not torch.is_grad_enabled():
             return
         self._due.discard(module)
@@ -76,7 +76,7 @@ class DeferredAllReduce:
         self._parameters: dict[Tensor, int | None] = {}
 
     def track(self, parameters: Iterable[nn.Parameter], owners: Mapping[Tensor, int] | None = None) -> None:
-        """Register parameters; with `owners` a gradient is reduced to its rank, and discarded on the others."""
+        """Register parameters. With `owners` a gradient is reduced to its rank, and discarded on the others."""
         for parameter in parameters:
             self._parameters[parameter] = None if owners is None else owners[parameter]
 

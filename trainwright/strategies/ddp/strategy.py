@@ -1,4 +1,4 @@
-"""DDP: each rank holds the whole model, and backward averages gradients (torch DistributedDataParallel)."""
+"""DDP: every rank holds the whole model, and backward averages gradients (torch DistributedDataParallel)."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ from trainwright.strategies.replaced_options import OF_DDP, refuse_options
 from trainwright.strategies.replication import equalize
 
 UNUSED = (
-    "the step left out parameters that require gradients ({names}), and ddp waits for those of all of them. Use each parameter "
-    "in the loss, freeze what is not used (requires_grad_(False) before the epoch), or let ddp look for them each step: "
+    "these parameters got no gradient in the step: {names}. ddp waits for a gradient of every parameter. Use them in the loss, "
+    "freeze them (requires_grad_(False) before the epoch), or let ddp look for unused ones in every step: "
     "strategy='ddp_find_unused_parameters_true', or DDPStrategy(find_unused_parameters=True)."
 )
 MOST_NAMES = 10
@@ -50,18 +50,18 @@ class DDPStrategy(Strategy):
     """Data parallelism over the ranks of a job, on one process too.
 
     Args:
-        find_unused_parameters: find parameters that a step did not use, by walking the graph each step. Always on under
+        find_unused_parameters: find parameters that a step did not use, by walking the graph in every step. Always on under
             manual optimization, where one loss seldom uses every parameter.
-        static_graph: promise that each step uses the same parameters in the same way; automatic optimization only. A run
+        static_graph: promise that all steps use the same parameters in the same way (automatic optimization only). A run
             resumed on three or more ranks may then differ in the last bits, with a warning.
         gradient_as_bucket_view: make gradients views into the communication buckets, which saves a copy.
-        bucket_cap_mb: size of a bucket in MiB; None is torch's default.
+        bucket_cap_mb: size of a bucket in MiB, by default torch's.
         comm_hook: how gradients are sent: "fp16" or "bf16" (half the bytes), "power_sgd" (low-rank factors), or a function of
-            (state, bucket) for torch's register_comm_hook; None sends them unchanged.
-        comm_state: the function's state; for "power_sgd" a dict of arguments for torch's PowerSGDState, such as
+            (state, bucket) for torch's register_comm_hook. None sends them unchanged.
+        comm_state: the function's state, or for "power_sgd" a dict of arguments for torch's PowerSGDState, such as
             {"matrix_approximation_rank": 2, "start_powerSGD_iter": 100}. Checkpoints do not store it: a resumed run starts
             with a new one, with a warning.
-        timeout: seconds (or a timedelta) that a rank waits for the others; None is half an hour.
+        timeout: seconds (or a timedelta) that a rank waits for the others, by default half an hour.
 
     Raises:
         ValueError, TypeError: an option that is not accepted.
@@ -92,11 +92,11 @@ class DDPStrategy(Strategy):
         self.comm_hook, self.comm_state = comm_hook, comm_state
         if comm_state is not None and comm_hook in (None, "fp16", "bf16"):
             raise ValueError(
-                f"comm_state={comm_state!r} was given with comm_hook={comm_hook!r}, which keeps no state; pass it with a "
-                "function, or with 'power_sgd', or leave it out."
+                f"comm_state={comm_state!r} was given with comm_hook={comm_hook!r}, which keeps no state. Pass it with a "
+                "function or with 'power_sgd', or omit it."
             )
         if comm_hook is not None:
-            resolve_comm_hook(comm_hook, comm_state)  # only to refuse what it does not know
+            resolve_comm_hook(comm_hook, comm_state)  # only to reject an unknown one
         self.find_unused_parameters = find_unused_parameters
         self.static_graph = static_graph
         self.gradient_as_bucket_view = gradient_as_bucket_view
@@ -111,7 +111,7 @@ class DDPStrategy(Strategy):
         self._averaged: set[nn.Module] = set()
         """Modules whose last forward has had a backward that kept its graph, so another one may follow."""
         self._watched: dict[nn.Module, tuple[Any, Any]] = {}
-        """The autograd node of each module's first parameter, which lives while it is held, and the hook's handle."""
+        """The autograd node of a module's first parameter, which lives while this table holds it, and the hook's handle."""
         self._due: set[nn.Module] = set()
         """Modules whose training step has run, and whose first parameter no backward has reached since then."""
 
@@ -128,8 +128,8 @@ class DDPStrategy(Strategy):
         self._automatic = optimization.automatic
         if self.static_graph and not self._automatic:
             raise ValueError(
-                "static_graph=True is automatic optimization's, but this module steps its optimizers itself, each after a "
-                "separate backward; leave static_graph at False."
+                "static_graph=True needs automatic optimization, but this module steps its optimizers itself, after separate "
+                "backwards. Leave static_graph at False."
             )
         self._wrap(module)
 
@@ -146,7 +146,7 @@ class DDPStrategy(Strategy):
         forward = StepForward(module)
         if is_searching and not self.static_graph:
             forward = AnchoredForward(module, next(iter(self._trained[module].values())))
-        # Buffers too: DDP would broadcast those that it found when it was made (see SyncedBuffers).
+        # Buffers too: DDP would broadcast the buffers that it found when it was made (see SyncedBuffers).
         vendor.exclude(forward, (f"module.{name}" for name in (*local, *dict(module.named_buffers()))))
         self.wrapped[module] = DistributedDataParallel(
             forward,
@@ -157,7 +157,7 @@ class DDPStrategy(Strategy):
         )
         if self.comm_hook is not None:
             state, hook = resolve_comm_hook(self.comm_hook, self.comm_state)
-            # Wrapped, because torch refuses hooks with string annotations, and its own bf16 hook under gloo, where it works.
+            # Wrapped, because torch refuses hooks with string annotations, and its bf16 hook under gloo, where it works.
             self.wrapped[module].register_comm_hook(state, lambda state, bucket: hook(state, bucket))
         self._orders[module] = ReadyOrder(self.wrapped[module])
         if not is_searching and not self.static_graph:
@@ -165,7 +165,7 @@ class DDPStrategy(Strategy):
         self._to_check = not self.wrapped[module].find_unused_parameters and not self.static_graph
 
     def _watch(self, module: nn.Module) -> None:
-        """Note each backward that reaches the module's first parameter: the backward of a step reaches all of them."""
+        """Record backwards that reach the module's first parameter, as the backward of a step does."""
         first = next(iter(self._trained[module].values()))
         node: Any = first.expand_as(first).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
         # Not a hook of the tensor, which is not called where its gradient is undefined.
@@ -195,7 +195,7 @@ class DDPStrategy(Strategy):
         """Run the step as the wrapper's forward while training.
 
         Evaluation bypasses the wrapper. So does manual optimization, whose backward inside the wrapper's forward would come
-        before the wrapper prepares its reducer, and not be averaged; `backward` prepares it instead.
+        before the wrapper prepares its reducer, and not be averaged. `backward` prepares it instead.
         """
         self.buffers.begin_step(module)
         wrapped = self.wrapped.get(module)
@@ -222,7 +222,7 @@ class DDPStrategy(Strategy):
         elif self.wrapped and (self._averaged or options.get("retain_graph")):
             reached = [each for each in self._reached_by(loss) if self.wrapped[each].require_backward_grad_sync]
             for module in self._averaged.intersection(reached):
-                # A forward prepares the reducer for one backward. Averaging what was averaged before changes nothing.
+                # A forward prepares the reducer for one backward. Averaging an average again changes nothing.
                 vendor.prepare_backward(self.wrapped[module], loss)
             self._averaged.update(reached)
         try:
@@ -234,7 +234,7 @@ class DDPStrategy(Strategy):
             raise
         if self._due:
             module = self._due.pop()
-            # The other ranks' gradients would be averaged with those of this rank's next step.
+            # The other ranks' gradients would be averaged with this rank's gradients of the next step.
             left_out = [at for at, each in enumerate(self._trained[module].values()) if each.grad is None]
             raise self._unused(module, left_out or [0])
 
@@ -242,7 +242,7 @@ class DDPStrategy(Strategy):
         """Return the wrapped modules whose parameters get gradients from a loss's backward."""
         leaves = graph_leaves(loss)
         if not leaves and len(self.wrapped) > 1:
-            return []  # some of the graph cannot be seen: each of them may be reached, or not
+            return []  # some of the graph cannot be seen, so any module may be reached, or not
         return [each for each in self.wrapped if not leaves or not leaves.isdisjoint(each.parameters())]
 
     def sync_gradients(self, enabled: bool) -> None:
@@ -264,7 +264,7 @@ class DDPStrategy(Strategy):
         return super().step(optimizer, clipping, closure)
 
     def _refuse_unused(self) -> None:
-        """Raise RuntimeError before the first step, whose gradients would not be averaged; torch only raises after it."""
+        """Raise RuntimeError before the first step, whose gradients would not be averaged. Torch only raises after it."""
         for module, order in self._orders.items():
             if order.indices and order.missing:
                 raise self._unused(module, order.missing)
@@ -282,13 +282,13 @@ class DDPStrategy(Strategy):
         return {"ready_orders": [order.indices for order in self._orders.values()]}
 
     def refresh_weights(self, modules: Sequence[nn.Module], loaded: Mapping[str, Any] | None = None) -> None:
-        """Restore the layout of the buckets after a load, so that three or more ranks sum in the order of the saved run."""
+        """Restore the buckets' layout after a load, so that three or more ranks sum in the saved run's order."""
         if loaded is None:
             return
         if self.wrapped and (self.comm_hook == "power_sgd" or self.comm_state is not None):
             rank_zero_warn(
-                f"comm_hook={self.comm_hook!r} keeps a separate state (for power_sgd, what compression has left out so far), "
-                "which no checkpoint stores: the run resumes with a new one, close to an uninterrupted run but not bit for "
+                f"comm_hook={self.comm_hook!r} keeps a separate state (for power_sgd, the errors of the compression), which "
+                "no checkpoint stores: the run resumes with a new one, close to an uninterrupted run but not bit for "
                 "bit. For that, choose 'fp16', 'bf16' or no comm_hook.",
                 stacklevel=2,
             )
@@ -316,8 +316,8 @@ class DDPStrategy(Strategy):
 class AnchoredForward(StepForward):
     """A step whose loss reaches at least one parameter of the wrapper, its anchor.
 
-    A reducer marks the parameters that a loss does not use when a backward reaches one that it does use. A rank whose loss
-    used none would take no part: the other ranks would wait for it, or be averaged with its next step.
+    A reducer marks the parameters that a loss does not use when a backward reaches a used one. A rank whose loss uses
+    none would take no part: the other ranks would wait for it, or be averaged with its next step.
     """
 
     def __init__(self, module: nn.Module, like: nn.Parameter) -> None:
@@ -328,7 +328,7 @@ class AnchoredForward(StepForward):
 
     def forward(self, name: str, /, *args: Any, **kwargs: Any) -> Any:
         result = super().forward(name, *args, **kwargs)
-        if name == "forward":  # of a loop that computes its own loss
+        if name == "forward":  # of a loop that computes the loss outside
             return result
         if isinstance(result, Tensor):
             return self.reach(result)
@@ -351,18 +351,18 @@ def resolve_comm_hook(hook: str | CommHook, state: Any) -> tuple[Any, CommHook]:
 
         return None, fp16_compress_hook if hook == "fp16" else bf16_compress_hook
     if hook != "power_sgd":
-        raise ValueError(f"comm_hook={hook!r} is unknown; choose from fp16, bf16, power_sgd, or pass a function.")
+        raise ValueError(f"comm_hook={hook!r} is unknown. Choose from fp16, bf16, power_sgd, or pass a function.")
     from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 
     if not isinstance(state, dict | None):
         raise TypeError(
-            f"comm_state={state!r} was given with comm_hook='power_sgd'; pass a dict of PowerSGDState's arguments."
+            f"comm_state={state!r} was given with comm_hook='power_sgd'. Pass a dict of PowerSGDState's arguments."
         )
     try:
         return PowerSGDState(None, **(state or {})), powerSGD_hook
     except (TypeError, ValueError) as error:
         raise ValueError(
-            f"comm_state={state!r} is not accepted by torch's PowerSGDState ({error}); pass arguments that it takes."
+            f"comm_state={state!r} is not accepted by torch's PowerSGDState ({error}). Pass arguments that it takes."
         ) from error
 
 
@@ -402,13 +402,13 @@ class ReadyOrder:
         self._handles.clear()
 
     def restart(self) -> None:
-        """Drop what an incomplete backward has recorded."""
+        """Drop the records of an incomplete backward."""
         if self.missing:
             self.indices.clear()
             self._seen.clear()
 
     def replay(self, indices: Sequence[int]) -> None:
-        """Run a backward of zeros in a recorded order, after which the next forward rebuilds the buckets."""
+        """Run a backward of zeros in a recorded order. The next forward then rebuilds the buckets."""
         wrapped = self._wrapped
         is_whole = sorted(indices) == list(range(len(self._parameters)))
         if not is_whole or wrapped.find_unused_parameters or wrapped.static_graph:

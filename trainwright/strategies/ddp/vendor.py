@@ -20,7 +20,7 @@ BROADCAST_BYTES = 32 * 1024 * 1024
 
 
 def rank_local_names(module: nn.Module) -> frozenset[str]:
-    """Return the names of tensors that a module excludes from DDP, so that each rank keeps its own."""
+    """Return the names of tensors that a module excludes from DDP, so that they may differ across ranks."""
     return frozenset(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
 
 
@@ -52,7 +52,7 @@ def prepare_backward(wrapped: DistributedDataParallel, loss: Tensor) -> None:
 
 
 def reset_reducer(wrapped: DistributedDataParallel) -> None:
-    """Make a reducer usable after a backward that failed and whose error the user may catch."""
+    """Make a reducer usable after a failed backward, whose error the user may catch."""
     wrapped.reducer._reset_state()
 
 
@@ -62,7 +62,7 @@ def is_learning_graph(wrapped: DistributedDataParallel) -> bool:
 
 
 def accumulate_in_order(wrapped: DistributedDataParallel, parameters: list[nn.Parameter]) -> None:
-    """Run a backward of zeros through parameters in this order; the next forward rebuilds the buckets by it."""
+    """Run a backward of zeros through parameters in this order, by which the next forward rebuilds the buckets."""
     with _without_hooks(parameters):
         wrapped.reducer.prepare_for_backward([])
         for parameter in parameters:

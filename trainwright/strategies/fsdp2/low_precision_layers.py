@@ -1,7 +1,7 @@
 """Low-precision layers: their weights may be gathered in the low dtype, because autocast computes in it anyway.
 
-All other parameters stay float32, as on one process: norms, embeddings, recurrent nets, parametrizations, and a module's bare
-parameters, whose use is unknown.
+All other parameters stay float32, as on one process: norms, embeddings, recurrent nets and parametrizations. So do a module's
+bare parameters, whose use is unknown.
 """
 
 from __future__ import annotations
@@ -17,28 +17,28 @@ from torch.nn.utils.parametrize import is_parametrized
 from trainwright.strategies.fsdp2.wrap_policy import has_forward
 
 SMALL = 100_000
-"""Up to this many elements a layer's float32 parameters stay whole on each rank, because sharding costs more."""
+"""Up to this many elements a layer's float32 parameters stay whole on every rank, because sharding costs more."""
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 FORWARDS = frozenset(kind.forward for kind in (nn.Linear, nn.MultiheadAttention, *CONVOLUTIONS))
 PROJECTIONS = ("in_proj_weight", "in_proj_bias", "q_proj_weight", "k_proj_weight", "v_proj_weight")
 NAMES = frozenset(["weight", "bias", "bias_k", "bias_v", *PROJECTIONS])
-"""The parameters of such layers; a layer with others computes its weights from them."""
+"""The parameters of such layers. A layer with others computes its weights from them."""
 
 
 def is_low(module: nn.Module) -> bool:
-    """Return whether autocast uses this layer's own parameters in the low dtype."""
+    """Return whether autocast uses this layer's parameters in the low dtype."""
     return type(module).forward in FORWARDS and module._parameters.keys() <= NAMES and not is_parametrized(module)
 
 
 @dataclass
 class Float32:
     whole: set[tuple[nn.Module, str]] = field(default_factory=set)
-    """Parameters that stay whole on each rank, by their module and name."""
+    """Parameters that stay whole on every rank, by their module and name."""
     groups: set[nn.Module] = field(default_factory=set)
     """Modules that are sharded as a separate group."""
 
     def parameters(self, module: nn.Module) -> Iterator[Any]:
-        """Yield the parameters within a module that stay whole on each rank."""
+        """Yield the parameters within a module that stay whole on every rank."""
         for each in module.modules():
             for name, parameter in each.named_parameters(recurse=False):
                 if (each, name) in self.whole:
@@ -48,8 +48,8 @@ class Float32:
 def find_float32(module: nn.Module) -> Float32:
     """Return the parts of a module that stay float32.
 
-    A parameter of more than SMALL elements that is tied to a low-precision layer, or is bare in a module with children, can
-    neither stay whole nor be gathered alone, so it stays in its group.
+    A parameter of more than SMALL elements may be tied to a low-precision layer, or be bare in a module with children. It can
+    neither stay whole nor be a separate group, so it stays in its group.
     """
     owners: dict[Tensor, list[nn.Module]] = {}
     for each in module.modules():

@@ -1,6 +1,6 @@
 """Sharded access: FSDP's root around a sharded module, which calls gather its parameters, and errors for other uses.
 
-FSDP2 gathers a group's parameters for its module's forward; this file does the same for its other public methods, and for
+FSDP2 gathers a group's parameters for its module's forward. This file does the same for its other public methods, and for
 calls of the whole module outside a step. Anywhere else a step cannot use a group's parameters.
 """
 
@@ -29,14 +29,14 @@ from trainwright.strategies.used_parameters import failed_before
 CHAIN = re.compile(r"\b([A-Za-z_]\w*)((?:\.\w+|\[\d+\])+)")
 PART = re.compile(r"\.(\w+)|\[(\d+)\]")
 MIXED = "mixed torch.Tensor and DTensor"
-"""What torch's error says if an operation is given a sharded parameter."""
+"""The text of torch's error for an operation on a sharded parameter."""
 SHARDED = (
     MIXED,
     "not supported for tensor subclasses",
     "sharding strategy registered",
     "storage that is not resizable",
 )
-"""The same of other operations; the last one if an array of a step's numpy() has kept the memory of a parameter."""
+"""Texts of errors about sharded parameters. The last one means that an array of numpy() keeps a parameter's memory."""
 NO_STEPS = ("reset_parameters", "configure_optimizers")
 """Public methods that no step calls."""
 
@@ -57,9 +57,9 @@ def guard(group: nn.Module, module: nn.Module, is_chosen: bool) -> None:
 
 
 def refuse_second_order(name: str, group: nn.Module, args: Any, output: Any) -> None:
-    """Let a backward with `create_graph=True` through this group be refused, as a forward hook of the group.
+    """Make backwards with `create_graph=True` through this group fail, as a forward hook of the group.
 
-    FSDP reduces a group's gradients once its inputs have theirs. What a second backward adds to them later would be lost.
+    FSDP reduces a group's gradients once its inputs have theirs. A second backward's gradients would be lost.
     """
     if torch.compiler.is_compiling() or not torch.is_grad_enabled():
         return
@@ -71,7 +71,7 @@ def refuse_second_order(name: str, group: nn.Module, args: Any, output: Any) -> 
 def _refuse_graph(name: str, gradient: Tensor) -> None:
     if torch.is_grad_enabled():
         raise RuntimeError(
-            f"a backward with create_graph=True went through {name!r}, which fsdp has sharded as a separate group, and whose "
+            f"a backward with create_graph=True went through {name!r}, which fsdp has sharded as a separate group. Its "
             "gradients of a second backward would be lost. For a penalty on gradients keep that module out of the groups, by "
             "FSDPStrategy(auto_wrap_policy=...) or a larger min_parameters=, or choose 'ddp', 'ddp_sharded' or "
             "'deepspeed_stage_2'."
@@ -81,7 +81,7 @@ def _refuse_graph(name: str, gradient: Tensor) -> None:
 class Root(StepForward):
     """FSDP's root: its forward runs a step of the module.
 
-    `dtype` is what parameters are gathered in, None for their own; `groups` are the submodules that are gathered apart.
+    Parameters are gathered in `dtype`, or in theirs for None. `groups` are the submodules that are gathered separately.
     """
 
     depth = 0
@@ -89,7 +89,7 @@ class Root(StepForward):
     is_called_alone = False
     """Whether the module is called outside a step."""
     has_failed = False
-    """Whether a forward or backward has failed, in the middle of which FSDP still is."""
+    """Whether a forward or backward has failed, so that FSDP is still in the middle of it."""
 
     def __init__(self, module: nn.Module, dtype: torch.dtype | None, groups: Sequence[nn.Module]) -> None:
         super().__init__(module)
@@ -108,20 +108,20 @@ class Root(StepForward):
             self.depth -= 1
 
     def begin_call(self) -> None:
-        """Gather the root's own parameters for a call of the module outside a step. Collective."""
+        """Gather the root's group for a call of the module outside a step. Collective."""
         self.refuse_failed()
         self.depth, self.is_called_alone = 1, True
         self.unshard()  # type: ignore[operator] # which fully_shard adds
         record_versions(self)
 
     def end_call(self) -> None:
-        """Write back what the call wrote, and reshard."""
+        """Write back the call's writes, and reshard."""
         self.depth, self.is_called_alone = 0, False
         write_back(self)
         self.reshard()  # type: ignore[operator]
 
     def fail(self) -> None:
-        """Note that a forward or backward has failed, and keep only shards, which a checkpoint stores. Sends nothing."""
+        """Record that a forward or backward has failed, and keep only shards, which a checkpoint stores. Sends nothing."""
         self.has_failed = True
         self.set_reshard_after_forward(True)  # type: ignore[operator] # otherwise the root stays gathered
         for group in self.modules():
@@ -136,7 +136,7 @@ class Root(StepForward):
 
 @contextmanager
 def failing(roots: Iterable[Any], module: nn.Module | None = None) -> Iterator[None]:
-    """Note a failure of a forward, of this module, or of a backward within the context, and explain it."""
+    """Record a failed forward (of this module) or backward within the context, and explain its error."""
     try:
         yield
     except BaseException as error:
@@ -149,15 +149,15 @@ def failing(roots: Iterable[Any], module: nn.Module | None = None) -> Iterator[N
 
 
 def unshard_for_call(module: nn.Module, args: Any) -> None:
-    """Gather parameters for a call outside a step, such as after a fit; a forward pre-hook. Collective."""
+    """Gather parameters for a call outside a step, such as after a fit, as a forward pre-hook. Collective."""
     root: Root | None = module.__dict__.get(ROOT)
     if root is None or root.depth > 0:
         return
     if torch.is_grad_enabled():
         raise RuntimeError(
             f"{type(module).__name__} is sharded by fsdp, and was called outside of a step with gradients, which would not be "
-            "reduced; call it under torch.no_grad(), on every rank, train it by a Trainer or an Accelerator, or take the whole "
-            "copy that tw.gather_module(module) gives."
+            "reduced. Call it under torch.no_grad() on every rank, train it by a Trainer or an Accelerator, or take the "
+            "whole copy that tw.gather_module(module) returns."
         )
     root.begin_call()
 
@@ -169,15 +169,15 @@ def reshard_after_call(module: nn.Module, args: Any, output: Any) -> None:
 
 
 def refuse_copy(module: nn.Module, memo: Any) -> None:
-    """Raise RuntimeError for a deep copy of a sharded module, or of one that holds a sharded one."""
+    """Raise RuntimeError for a deep copy of a module that is sharded or contains a sharded one."""
     raise RuntimeError(
-        "a module that fsdp has sharded cannot be copied: each rank holds a part of it. tw.gather_module(module), called on "
-        "all ranks, gives a whole, plain copy in host memory."
+        "a module that fsdp has sharded cannot be copied, because a rank holds only a part of it. tw.gather_module(module), "
+        "called on all ranks, returns a whole, plain copy in host memory."
     )
 
 
 def public_methods(kind: type[nn.Module]) -> Iterator[str]:
-    """Yield the names of the public methods that a module's own classes define, without forward."""
+    """Yield the names of the public methods that a module's classes add to nn.Module, without forward."""
     seen = {"forward", *NO_STEPS}
     for each in kind.__mro__:
         if each is nn.Module:
@@ -221,21 +221,21 @@ def _opening(
 
 
 def explain(error: BaseException, module: nn.Module) -> RuntimeError | None:
-    """Return an error that names the sharded parameter that a step used outside its module; None for other errors."""
+    """Return an error that names the sharded parameter that a step used outside its module, or None for other errors."""
     if MIXED not in str(error):
         return None
     return _refusal(module, list(_touched(error.__traceback__, _names_of_shards(module))))
 
 
 def note_use_in_hook(error: BaseException, modules: Iterable[nn.Module]) -> None:
-    """Add a note to the error of a hook that used sharded parameters, by a submodule that it called, say."""
+    """Add a note to the error of a hook that used sharded parameters, for example in a submodule that it called."""
     for module in modules if any(each in str(error) for each in SHARDED) else ():
         which = " and ".join(map(repr, sorted(set(_touched(error.__traceback__, _names_of_shards(module))))[:3]))
         error.add_note(
-            f"Under fsdp each rank holds a part of {which or 'a parameter'}, and the whole is there only in a step. In a hook "
-            "or a callback use its full_tensor(), or tw.gather_module(module, all_ranks=True), called on every rank; or "
-            "call the module itself, self(...), under torch.no_grad(); or do this in a step, such as validation_step, with a "
-            "copy before numpy(): parameter.detach().clone()."
+            f"Under fsdp a rank holds only a part of {which or 'a parameter'}, except in a step. In a hook or a callback use "
+            "its full_tensor(), or tw.gather_module(module, all_ranks=True), called on every rank. Or call the module itself, "
+            "self(...), under torch.no_grad(). Or do this in a step, such as validation_step, with a copy before numpy(): "
+            "parameter.detach().clone()."
         )
 
 
@@ -265,9 +265,9 @@ def _refusal(module: nn.Module | None, names: list[str]) -> RuntimeError:
     inside = f" of {type(module).__name__}" if module is not None else ""
     called = _group_of(module, names[0]) if module is not None and names else "its module"
     return RuntimeError(
-        f"the step used {which}{inside} itself, but under fsdp each rank holds a part of it, and the whole is there only while "
-        f"{called} is called. Call {called}, or a method of it that uses the parameter; for a penalty on weights use the "
-        "optimizer's weight_decay; or keep that module whole: FSDPStrategy(auto_wrap_policy=...) without it."
+        f"the step used {which}{inside} itself, but under fsdp a rank holds only a part of it, except while {called} is "
+        f"called. Call {called}, or a method of it that uses the parameter. For a penalty on weights use the optimizer's "
+        "weight_decay. Or keep that module whole: FSDPStrategy(auto_wrap_policy=...) without it."
     )
 
 
@@ -301,7 +301,7 @@ def flat(values: Iterable[Any]) -> Iterator[Any]:
 def _resolve(value: Any, chain: str) -> Any:
     for name, index in PART.findall(chain):
         if not isinstance(value, nn.Module):
-            return value  # a method of what was reached, say
+            return value  # for example a method of the module
         if index:
             value = list(value.children())[int(index)] if int(index) < len(list(value.children())) else None
         else:

@@ -10,12 +10,12 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 OWN = ("params", "param_names")
-"""Keys that a group keeps, whatever a step writes into it."""
+"""Keys of a group that no write of a step changes."""
 
 
 @contextmanager
 def split_groups(optimizer: Optimizer) -> Iterator[None]:
-    """Split each group that holds both kinds in two while the optimizer steps; what the step writes into them is kept."""
+    """Split every group that holds both kinds in two while the optimizer steps, and keep the step's writes into them."""
     if not any(map(_is_mixed, optimizer.param_groups)):
         yield
         return
@@ -36,7 +36,7 @@ def split_groups(optimizer: Optimizer) -> Iterator[None]:
 class _Split:
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
-        self._depth = 0  # a subclass's step calls that of its base, with the hooks around both
+        self._depth = 0  # a subclass's step calls its base's step, with the hooks around both
         self._whole: list[dict[str, Any]] | None = None
         self._parts: list[list[dict[str, Any]]] = []
 
@@ -67,6 +67,6 @@ def _is_mixed(group: dict[str, Any]) -> bool:
 
 
 def by_kind(parameters: list[Any]) -> list[list[Any]]:
-    """Return shards and whole parameters, each kind that there is."""
+    """Return the lists of shards and of whole parameters that are not empty."""
     kinds = ([p for p in parameters if isinstance(p, DTensor) == is_sharded] for is_sharded in (True, False))
     return [kind for kind in kinds if kind]

@@ -80,31 +80,32 @@ from trainwright.strategies.used_parameters import BackwardGuard, RanksUse
 
 
 class FSDPStrategy(Strategy):
-    """Fully sharded data parallelism; on one process too.
+    """Fully sharded data parallelism, on one process too.
 
-    Each group of parameters is gathered for its module's call and resharded after it; the root's own parameters stay gathered
-    until the end of backward. A step may call the module, its submodules and their public methods, but cannot use the bare
-    parameters of a submodule that is a group. Optimizers cannot call closures, and ranks that use different parameters in a
-    step are an error, at the latest before the next save (of shards offloaded from a GPU only in the first batch of a window).
-    After a forward or backward that failed no step is possible.
+    A group of parameters is gathered for its module's call and resharded after it. The root's group stays gathered until the
+    end of backward. A step may call the module, its submodules and their public methods, but cannot use the bare parameters of
+    a submodule that is a group. Optimizers cannot call closures. Ranks that use different parameters in a step are an error, at
+    the latest before the next save (of shards offloaded from a GPU only in the first batch of a window). After a forward or
+    backward that failed no step is possible.
+
     Under mixed precision the weights of linear layers, convolutions and attention are gathered in the low precision, all
     others in float32, and gradients are reduced in float32.
 
     Args:
-        auto_wrap_policy: which submodules are groups: classes, or a function from a module to a bool; by default the blocks
-            with at least `min_parameters` parameters.
+        auto_wrap_policy: which submodules are groups: classes, or a function from a module to a bool. By default these are the
+            blocks with at least `min_parameters` parameters.
         min_parameters: see auto_wrap_policy.
-        reshard_after_forward: free a group after its forward and gather it again for backward; False saves the second
+        reshard_after_forward: free a group after its forward and gather it again for backward. False saves the second
             gathering and costs memory.
-        cpu_offload: keep shards in host memory, and step there; a bool, or torch's CPUOffload.
+        cpu_offload: keep shards in host memory, and step there (a bool, or torch's CPUOffload).
         activation_checkpointing_policy: modules whose activations are recomputed in backward: True for all groups, or as
             auto_wrap_policy.
         mixed_precision: torch's MixedPrecisionPolicy in place of the precision's, for all layers except batch norms.
-        sync_every_batch: reduce gradients after each batch of an accumulation window and keep only shards; False reduces
+        sync_every_batch: reduce gradients after every batch of an accumulation window and keep only shards. False reduces
             once a window and keeps whole gradients until then.
         sharding_strategy: "FULL_SHARD", or "SHARD_GRAD_OP" for reshard_after_forward=False.
-        timeout: seconds (or a timedelta) that a rank waits for the others; None is half an hour.
-        elementwise: accept optimizers that are not known to step each element independently.
+        timeout: seconds (or a timedelta) that a rank waits for the others, by default half an hour.
+        elementwise: accept optimizers that are not known to step every element independently.
 
     Raises:
         ValueError, TypeError: an option that is not accepted.
@@ -180,7 +181,7 @@ class FSDPStrategy(Strategy):
     def _shard(self, module: nn.Module) -> None:
         if any(isinstance(parameter, DTensor) for parameter in module.parameters()):
             raise ValueError(
-                f"{type(module).__name__} holds sharded parameters already, of torch's fully_shard; leave the sharding to the "
+                f"{type(module).__name__} holds parameters that torch's fully_shard has sharded. Leave the sharding to the "
                 "strategy, or create the module again."
             )
         groups = choose_groups(module, self.auto_wrap_policy, self.min_parameters)
@@ -226,8 +227,8 @@ class FSDPStrategy(Strategy):
         if gathered not in (None, (self.mixed_precision or self._policy()).param_dtype):
             raise ValueError(
                 f"fsdp gathers the weights of {type(module).__name__} in {str(gathered).removeprefix('torch.')}, as an earlier "
-                f"run has sharded it, and this one is in {self.precision.name}; continue in that run's precision, take the "
-                "whole copy that tw.gather_module(module, all_ranks=True) gives, or create the module again and load a "
+                f"run has sharded it, and this one is in {self.precision.name}. Continue in that run's precision, take the "
+                "whole copy that tw.gather_module(module, all_ranks=True) returns, or create the module again and load a "
                 "checkpoint."
             )
 
@@ -240,7 +241,7 @@ class FSDPStrategy(Strategy):
 
     def _materialize(self, module: nn.Module, parts: list[nn.Module], group: nn.Module) -> None:
         materialize(module, parts)
-        self.precision.convert_module(group)  # meta tensors were left out the first time
+        self.precision.convert_module(group)  # meta tensors were skipped the first time
 
     def _shard_group(
         self, group: nn.Module, mesh: DeviceMesh, precision: MixedPrecisionPolicy, is_root: bool = False
@@ -278,7 +279,7 @@ class FSDPStrategy(Strategy):
             found = ", ".join(f"{name!r} in {str(dtype).removeprefix('torch.')}" for dtype, name in names.items())
             raise ValueError(
                 f"fsdp gathers the parameters of a group in one dtype, but here are {found}. Convert the module to one dtype, "
-                "or put those of another into a submodule that is a separate group (auto_wrap_policy)."
+                "or put parameters of another dtype into a submodule that is a separate group (auto_wrap_policy)."
             )
 
     def refresh_trainable(self, modules: Sequence[nn.Module], in_step: bool = False) -> None:
@@ -379,7 +380,7 @@ class FSDPStrategy(Strategy):
             scale_and_clip_value(kind, clipping)
         if clipping.norm is None:
             return None
-        # Those of offloaded shards are in host memory.
+        # Gradients of offloaded shards are in host memory.
         norms = [torch.nn.utils.get_total_norm([p.grad for p in kind]) for kind in kinds]
         norms = [(each.full_tensor() if isinstance(each, DTensor) else each).to(self.device) for each in norms]
         total = torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros((), device=self.device)

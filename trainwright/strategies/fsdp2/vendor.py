@@ -1,7 +1,7 @@
-"""Write-back under fsdp: keeps what user code writes into gathered parameters, and the hooks of their gradients.
+"""The private names of torch that fsdp needs, as read in torch 2.11 to 2.15, for writes into gathered parameters and for hooks.
 
-FSDP2 frees gathered parameters unseen, so that weight clipping or the update of a momentum encoder in a step would be lost. At
-the end of each forward every rank copies its own rows back into its shard. Nothing is sent.
+FSDP2 frees gathered parameters without a look at them. Weight clipping in a step, or the update of a momentum encoder, would
+be lost. So every rank copies its rows back into its shard at the end of a forward. Nothing is sent.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def gather_for_backward(root: Any, loss: Tensor) -> None:
 
 
 def record_versions(group: Any) -> None:
-    """Record the versions of a group's own parameters, just after they were gathered, and give them their shards' hooks."""
+    """Record the versions of a group's parameters just after their gathering, and share their shards' hooks with them."""
     for part in _gathered(group):
         share_hooks(part.sharded_param, part._unsharded_param)
         part.shard_version = part._sharded_param_data._version
@@ -59,7 +59,7 @@ def record_versions(group: Any) -> None:
 
 
 def share_hooks(shard: Any, whole: Any) -> None:
-    """Let hooks of a parameter's gradient (`register_hook`) see that of the gathered whole: autograd never reaches the shard.
+    """Let hooks of a shard (`register_hook`) see the gathered parameter's gradient, because autograd never reaches the shard.
 
     Both keep one dict from then on, so a hook that is added or removed later counts too.
     """
@@ -82,7 +82,7 @@ def carried_hooks(group: nn.Module) -> Iterator[None]:
 
 
 def write_back(group: Any) -> None:
-    """Copy what was written into a group's own gathered parameters into this rank's shards."""
+    """Copy writes into a group's gathered parameters to this rank's shards."""
     shards: list[Tensor] = []
     rows: list[Tensor] = []
     for part in _gathered(group):
@@ -162,14 +162,14 @@ def _refuse_low(part: Any, is_elsewhere: bool, mine: Tensor, shard: Tensor) -> N
         name = str(part._param_fqn or part._module_info.param_name).removeprefix("module.")
         low = str(mine.dtype).removeprefix("torch.")
         raise RuntimeError(
-            f"the step wrote the parameter {name!r} while fsdp had gathered it in {low}, to which the write was rounded. Write "
+            f"the step wrote the parameter {name!r} while fsdp had gathered it in {low}, so the write was rounded. Write "
             "it in a hook such as on_train_batch_end, where it is float32, make it a buffer, or keep it float32 with "
             "FSDPStrategy(mixed_precision=torch.distributed.fsdp.MixedPrecisionPolicy())."
         )
 
 
 def _gathered(group: Any) -> Iterator[Any]:
-    """Yield FSDP's record of each gathered parameter of a group's own."""
+    """Yield FSDP's records of a group's gathered parameters, without inner groups."""
     return (part for parts in _groups(group) if parts.is_unsharded for part in parts.fsdp_params)
 
 

@@ -23,7 +23,7 @@ WrapPolicy = Iterable[type[nn.Module]] | Callable[[nn.Module], bool]
 
 
 def made_groups(module: nn.Module) -> Sequence[nn.Module] | None:
-    """Return the groups that fsdp has made of a module; None if it has not sharded the module.
+    """Return the groups that fsdp has made of a module, or None if it has not sharded the module.
 
     A policy may ask for classes, which sharding has replaced.
     """
@@ -32,7 +32,7 @@ def made_groups(module: nn.Module) -> Sequence[nn.Module] | None:
 
 
 def check_policy(name: str, policy: object) -> None:
-    """Raise TypeError for a policy that cannot be called with a module, such as those of torch's first FSDP."""
+    """Raise TypeError for a policy that cannot be called with a module, such as a policy of torch's first FSDP."""
     if callable(policy) and not isinstance(policy, type):
         check_takes(name, policy, ["module"])
 
@@ -40,10 +40,10 @@ def check_policy(name: str, policy: object) -> None:
 def choose_groups(
     module: nn.Module, policy: WrapPolicy | None, min_parameters: int = MIN_PARAMETERS
 ) -> list[nn.Module]:
-    """Return the submodules that become groups, innermost first; everything else is the root's group.
+    """Return the submodules that become groups, innermost first. Everything else is the root's group.
 
-    By default these are blocks (modules with a forward and children) with at least `min_parameters` parameters outside inner
-    groups, unless one of their parameters is tied to a module outside, or a module outside calls one of theirs.
+    By default these are blocks: modules with a forward and children, and at least `min_parameters` parameters outside inner
+    groups. A block is no group if a module outside shares its parameters, or calls a submodule of it.
 
     Raises:
         ValueError: the policy selects nothing, a module that cannot be called, or one with tied parameters.
@@ -63,22 +63,22 @@ def choose_groups(
     if not groups:
         found = sorted({type(each).__name__ for each in module.modules() if each is not module})
         raise ValueError(
-            f"auto_wrap_policy chooses no submodule of {type(module).__name__}; the classes in it are {', '.join(found)}. "
-            "Name some of them, or leave the policy out to choose by size."
+            f"auto_wrap_policy chooses no submodule of {type(module).__name__}, whose classes are {', '.join(found)}. "
+            "Name some of them, or omit the policy to choose by size."
         )
     names = {each: name for name, each in module.named_modules()}
     chosen = set(groups)
     for group in groups:
         if not has_forward(group):
             raise ValueError(
-                f"auto_wrap_policy makes {names[group]!r} a group, but {a_type_of(group)} cannot be called, and a call "
-                "is what gathers a group. Name the classes of the modules in it."
+                f"auto_wrap_policy makes {names[group]!r} a group, but {a_type_of(group)} cannot be called, and only a "
+                "call gathers a group. Name the classes of the modules in it."
             )
         inner = (each for each in group.modules() if each is not group and each in chosen)
         if tied := _tied(group, owners, {parameter for each in inner for parameter in each.parameters()}):
             raise ValueError(
                 f"auto_wrap_policy makes {names[group]!r} a group, but its parameter {tied!r} is also used outside of it (tied "
-                "weights or a shared submodule), and each group gathers its own. Leave it out of the policy."
+                "weights or a shared submodule), and every group gathers its parameters itself. Remove it from the policy."
             )
     return groups
 
@@ -94,7 +94,7 @@ def _is_one_of(policy: object) -> Callable[[nn.Module], bool]:
     kinds = tuple(policy) if isinstance(policy, Iterable) else (policy,)
     if not kinds or not all(isinstance(kind, type) and issubclass(kind, nn.Module) for kind in kinds):
         raise TypeError(
-            f"auto_wrap_policy={policy!r} is not a policy; pass Module classes such as {{Block}}, a function from a module to "
+            f"auto_wrap_policy={policy!r} is not a policy. Pass Module classes such as {{Block}}, a function from a module to "
             "a bool, or None to choose by size."
         )
     return lambda module: isinstance(module, kinds)
@@ -114,14 +114,14 @@ def _by_size(
 
 
 def has_forward(module: nn.Module) -> bool:
-    """Return whether a module can be called; a ModuleList cannot."""
+    """Return whether a module can be called, unlike a ModuleList."""
     return type(module).forward is not nn.Module.forward
 
 
 def _tied(module: nn.Module, owners: dict[Tensor | nn.Module, set[nn.Module]], taken: set[Tensor]) -> str | None:
-    """Return the name of a parameter that is used outside of a module: one that is tied, or of a submodule that is shared.
+    """Return the name of a parameter used outside of a module, because it is tied or its submodule is shared.
 
-    A shared submodule that is a group itself, whose parameters are taken, is gathered wherever it is called.
+    A shared submodule that is a group itself (its parameters are taken) is gathered wherever it is called.
     """
     inside = set(module.modules())
     tied = (name for name, parameter in module.named_parameters() if owners[parameter] - inside)

@@ -1,7 +1,7 @@
-"""ddp_sharded: each rank holds the whole model, and the optimizer state of its tensors (FairScale's OSS and ShardedDDP).
+"""ddp_sharded: every rank holds the whole model, and the optimizer state of its tensors (FairScale's OSS and ShardedDDP).
 
-Rajbhandari et al., 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", but each tensor belongs whole
-to one rank. FairScale is no longer developed; its last version, 0.4.13, was tested with torch 2.13.
+Rajbhandari et al., 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", but tensors belong whole
+to one rank. FairScale is no longer developed. Its last version, 0.4.13, was tested with torch 2.13.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ from trainwright.strategies.replaced_options import OF_DDP, refuse_options
 from trainwright.strategies.replication import DeferredAllReduce, equalize
 
 _OWNERS: WeakKeyDictionary[Optimizer, dict[nn.Parameter, int]] = WeakKeyDictionary()
-"""The rank of each parameter: that of the fit before, if an optimizer is used again, because its state is there."""
+"""The ranks of an optimizer's parameters. A second fit with the optimizer uses the same ranks, which have its state."""
 
 
 class ShardedOptimizer(OptimizerProxy):
-    """Shows all parameters; the user's optimizer keeps and steps this rank's, which are then broadcast."""
+    """Shows all parameters, while the user's optimizer keeps and steps this rank's, which are then broadcast."""
 
     def __init__(self, own: Optimizer) -> None:
         everyones = [list(group["params"]) for group in own.param_groups]
@@ -62,7 +62,7 @@ class ShardedOptimizer(OptimizerProxy):
         self._wrappers: list[Any] = []
 
     def set_wrappers(self, wrappers: Sequence[Any]) -> None:
-        """Take FairScale's ShardedDDP around each module that it steps, under automatic optimization."""
+        """Set the ShardedDDP wrappers of the modules that it steps, under automatic optimization."""
         self._wrappers = list(wrappers)
 
     @property
@@ -75,7 +75,7 @@ class ShardedOptimizer(OptimizerProxy):
         return result
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Discard the gradients; those in ShardedDDP's buckets become zeros."""
+        """Discard the gradients. In ShardedDDP's buckets they become zeros."""
         self.used.clear()
         bucketed: set[Tensor] = set()
         for wrapper in self._wrappers:
@@ -84,7 +84,7 @@ class ShardedOptimizer(OptimizerProxy):
             parameter.grad = None
 
     def put_back(self) -> None:
-        """Add what earlier backwards have averaged, if the latest one was not averaged."""
+        """Add the averages of earlier backwards to gradients that the latest one has not averaged."""
         for wrapper in self._wrappers:
             wrapper.put_back(self._everyone)
 
@@ -115,9 +115,9 @@ class ShardedOptimizer(OptimizerProxy):
             raise RuntimeError(REPLACED)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Raise RuntimeError, because each parameter has its rank by now."""
+        """Raise RuntimeError, because all parameters have their ranks by now."""
         raise RuntimeError(
-            "ddp_sharded assigns parameters to ranks when the optimizer is prepared, so groups cannot be added later; give "
+            "ddp_sharded assigns parameters to ranks when the optimizer is prepared, so groups cannot be added later. Pass "
             "them to the optimizer in configure_optimizers, frozen if necessary."
         )
 
@@ -161,13 +161,13 @@ def _make_oss(own: Optimizer) -> Any:
 class ShardedDDPStrategy(Strategy):
     """Data parallelism with optimizer state sharded over the ranks, tensor by tensor.
 
-    Parameters must have one dtype, and the optimizer must step each of them independently, without a closure. Gradients of
+    Parameters must have one dtype, and the optimizer must step them independently, without a closure. Gradients of
     other ranks' parameters are undefined after a backward.
 
     Args:
         reduce_buffer_size: elements of a bucket of small gradients.
         reduce_fp16: send gradients in float16, without buckets.
-        timeout: seconds (or a timedelta) that a rank waits for the others; None is half an hour.
+        timeout: seconds (or a timedelta) that a rank waits for the others, by default half an hour.
 
     Raises:
         ImportError: FairScale is not installed.
@@ -289,7 +289,7 @@ class ShardedDDPStrategy(Strategy):
             each.set_wrappers([wrapped for wrapped in wrappers if each.oss in wrapped.optimizers])
 
     def run(self, module: nn.Module, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run the step as ShardedDDP's forward; evaluation and manual optimization bypass it."""
+        """Run the step as ShardedDDP's forward, which evaluation and manual optimization bypass."""
         self.buffers.begin_step(module)
         wrapped = self.wrapped.get(module)
         if wrapped is None or not torch.is_grad_enabled():
@@ -320,7 +320,7 @@ class ShardedDDPStrategy(Strategy):
             return super()._finalize(optimizer)
         self._deferred.reduce(optimizer)
         optimizer.put_back()
-        # Only this rank's gradients count. FairScale's own scaler does nothing on the CPU.
+        # Only this rank's gradients count. FairScale's scaler does nothing on the CPU.
         self.precision.unscale(optimizer.own, lambda found: dist.all_reduce(found, op=dist.ReduceOp.MAX))
 
     def step(

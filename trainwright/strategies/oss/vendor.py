@@ -1,4 +1,7 @@
-"""Sharded wrapper: FairScale's ShardedDDP, whose backwards may follow each other in any order before a step."""
+"""The private names of FairScale that ddp_sharded needs, as read in FairScale 0.4.13, its last version.
+
+ShardedDDP is extended so that several backwards may come before a step, in any order.
+"""
 
 from __future__ import annotations
 
@@ -15,14 +18,14 @@ _SHARDED_DDP: Any = object
 
 
 class _Following(_SHARDED_DDP):  # type: ignore[misc]
-    """ShardedDDP that handles a change of what is trained once, and averages what each backward adds once.
+    """ShardedDDP that averages the gradients of a backward once, and adapts once to a change of the trained parameters.
 
-    FairScale divides and sums the whole gradient after each backward, also what an earlier one had averaged: so that is
-    taken out before a backward adds to it, and added again afterwards.
+    FairScale divides and sums the whole gradient after a backward, with the averages of earlier backwards in it. So these
+    averages are taken out before a backward adds to the gradient, and added again afterwards.
 
-    It sends a bucket when its last gradient has come, and ranks pair what they send by its order. So one that comes early
-    waits for those before it, and what a rank has not used is sent as zeros: another rank may have used it. A module's
-    gradients wait so for those of the modules before it in `_turns`, if one backward reaches several.
+    It sends a bucket when its last gradient has come, and ranks pair the messages by their order. So an early bucket waits
+    for the buckets before it, and unused gradients are sent as zeros, because another rank may have used them. If one backward
+    reaches several modules, a module's gradients wait for the modules before it in `_turns`.
     """
 
     _all_params: list[nn.Parameter]
@@ -33,22 +36,22 @@ class _Following(_SHARDED_DDP):  # type: ignore[misc]
         super().__init__(module, optimizers, **options)
         self.optimizers = optimizers
         self._averaged: set[Any] = set()
-        """The buckets, and parameters without one, whose gradients are averages; those of other ranks are undefined."""
+        """The buckets, and parameters without one, whose gradients are averages on this rank."""
         self._taken_out: dict[Tensor, Tensor] = {}
         self._filled: set[Tensor] = set()
-        """What had no gradient at the end of the latest backward, so that zeros were sent."""
+        """Parameters without a gradient at the end of the latest backward, for which zeros were sent."""
         self._slots: dict[Tensor, Any] = {}
-        """The bucket of each parameter that has one, and the part of it that is the gradient."""
+        """The buckets of parameters, and the parts of them that are the gradients."""
         self._order: list[Any] = []
-        """The buckets, and parameters without one, in the order in which they are sent: the last of the module first."""
+        """The buckets, and parameters without one, in the order of sending: the last of the module first."""
         self._next = 0
         self._has_flushed = False
         """Whether the latest backward has sent its gradients."""
         self._turns: list[_Following] = [self]
         self._sends: dict[Tensor, tuple[int, Callable[[], None]]] = {}
-        """FairScale's own function that sends each parameter, and the parameter's index there."""
+        """FairScale's functions that send the parameters, and the parameters' indices there."""
         self._waiting: dict[Any, Callable[[], None]] = {}
-        # An optimizer may step several modules' parameters, and each module has a wrapper.
+        # An optimizer may step several modules' parameters, and every module has a wrapper.
         self._all_params = [each for each in self._all_params if each in own]
         self._reference_trainable_mask = [each.requires_grad for each in self._all_params]
 
@@ -56,7 +59,7 @@ class _Following(_SHARDED_DDP):  # type: ignore[misc]
         has_changed: bool = super()._detect_train_change()
         if has_changed:
             self._reference_trainable_mask = [p.requires_grad for p in self._all_params]
-            self._grad_to_be_reduced = []  # otherwise it warns about parameters that the last step did not use
+            self._grad_to_be_reduced = []  # otherwise it warns of parameters that the last step did not use
             for frozen in (p for p in self._all_params if not p.requires_grad):
                 self._taken_out.pop(frozen, None)
                 frozen.grad = None  # otherwise momentum and decay would keep changing it
@@ -73,15 +76,17 @@ class _Following(_SHARDED_DDP):  # type: ignore[misc]
         self._turns = list(wrappers)
 
     def begin_backward(self) -> None:
-        """Drop what a backward that failed has left."""
+        """Drop the remains of a failed backward."""
         self._has_flushed = False
         if self._bucket_flush_callback_set:
             self._clear_counters()
 
     def end_backward(self) -> None:
-        """Send zeros if this rank's backward has reached none of the parameters: those of other ranks may have."""
+        """Send zeros if this rank's backward has reached none of the parameters, because another rank's may have."""
         if not self._should_accumulate_grads and not self._has_flushed:
-            self._bucket_flush_callback_set = True  # or sending would ask for a flush at the backward's end, now over
+            self._bucket_flush_callback_set = (
+                True  # otherwise sending asks for a flush at the backward's end, which is over
+            )
             self._flush()
 
     def _clear_counters(self) -> None:
@@ -95,7 +100,7 @@ class _Following(_SHARDED_DDP):  # type: ignore[misc]
         return partial(self._send_in_turn, index, send)
 
     def _send_in_turn(self, index: int, send: Callable[[], None], *_: Any) -> None:
-        """Note that a gradient has come; send what is complete and has its turn."""
+        """Record that a gradient has come, and send complete buckets that have their turn."""
         if self._should_accumulate_grads or not self._grad_to_be_reduced[index]:
             return
         slot, part = self._slots.get(parameter := self._trainable_params[index], (parameter, None))
@@ -111,7 +116,7 @@ class _Following(_SHARDED_DDP):  # type: ignore[misc]
                 break
 
     def _send_waiting(self) -> bool:
-        """Send what has its turn; return whether that was the last."""
+        """Send buckets that have their turn, and return whether the last one was sent."""
         while self._next < len(self._order) and (first := self._order[self._next]) in self._waiting:
             self._waiting.pop(first)()
             self._next += 1
@@ -130,7 +135,7 @@ class _Following(_SHARDED_DDP):  # type: ignore[misc]
 
     @torch.no_grad()
     def _take_out(self, parameter: Tensor, *_: Any) -> None:
-        """Leave only what is not averaged yet where a gradient is that a backward is about to add to."""
+        """Take an average out of a gradient before a backward adds to it."""
         slot = self._attach(parameter)
         if slot not in self._averaged:
             return
@@ -146,7 +151,7 @@ class _Following(_SHARDED_DDP):  # type: ignore[misc]
         slot.zero()
 
     def _attach(self, parameter: Tensor) -> Any:
-        """Return what a gradient is sent in; put it there if the user's loop has dropped it, such as model.zero_grad()."""
+        """Return a gradient's bucket. If the user's loop has dropped the gradient (model.zero_grad()), put it there again."""
         slot, part = self._slots.get(parameter, (parameter, None))
         if part is not None and parameter.grad is not part:
             part.zero_() if parameter.grad is None else part.copy_(parameter.grad)
@@ -155,14 +160,14 @@ class _Following(_SHARDED_DDP):  # type: ignore[misc]
 
     @torch.no_grad()
     def put_back(self, parameters: Iterable[Tensor]) -> None:
-        """Add what was taken out of these gradients."""
+        """Add the averages that were taken out of these gradients."""
         for parameter in [each for each in parameters if each in self._taken_out]:
             before = self._taken_out.pop(parameter)
             parameter.grad = before if parameter.grad is None else parameter.grad.add_(before)
 
     @torch.no_grad()
     def discard(self, parameters: Collection[Tensor]) -> set[Tensor]:
-        """Drop gradients; those in buckets become zeros. Return the parameters in buckets."""
+        """Drop gradients, in buckets by zeros. Return the parameters in buckets."""
         for parameter in [each for each in self._taken_out if each in parameters]:
             del self._taken_out[parameter]
         for bucket in self._bucket_list:
@@ -176,7 +181,7 @@ class _Following(_SHARDED_DDP):  # type: ignore[misc]
 
     @torch.no_grad()
     def _send_rest(self) -> None:
-        """Send what waits, and what this backward has not used, or not whole."""
+        """Send waiting buckets, and buckets that this backward has used partly or not at all."""
         for slot in self._order[self._next :]:
             if slot not in self._waiting:
                 first = _parameters(slot)[0]
@@ -194,7 +199,7 @@ class _Following(_SHARDED_DDP):  # type: ignore[misc]
             self._waiting.pop(slot)()
 
     def _flush_reduce_calls(self) -> None:
-        """End a backward, which calls this for each wrapper that it has reached: the first call is for all of them."""
+        """End a backward, which calls this once per wrapper that it has reached. The first call ends all of them."""
         for wrapper in self._turns:
             if wrapper._bucket_flush_callback_set:
                 wrapper._flush()
@@ -225,7 +230,7 @@ class _Following(_SHARDED_DDP):  # type: ignore[misc]
 
 
 def make_wrapper(module: nn.Module, own: Collection[Tensor], optimizers: list[Any], **options: Any) -> Any:
-    """Return a ShardedDDP for those parameters of the OSS optimizers that are the module's own."""
+    """Return a ShardedDDP for the parameters `own` of a module, which the OSS optimizers step."""
     from fairscale.nn.data_parallel import ShardedDataParallel
 
     class FollowingDDP(_Following, ShardedDataParallel):  # type: ignore[misc]

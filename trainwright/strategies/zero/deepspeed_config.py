@@ -34,15 +34,15 @@ def read_config(config: str | os.PathLike[str] | Mapping[str, Any] | None) -> di
                 loaded = json.load(file)
         except FileNotFoundError:
             raise ValueError(
-                f"config={os.fspath(config)!r}: there is no such file; pass the path of a DeepSpeed JSON, or its "
+                f"config={os.fspath(config)!r}: there is no such file. Pass the path of a DeepSpeed JSON, or its "
                 "contents as a dict."
             ) from None
         except ValueError as error:
-            raise ValueError(f"config={os.fspath(config)!r} is not JSON ({error}); correct the file.") from error
+            raise ValueError(f"config={os.fspath(config)!r} is not JSON ({error}). Correct the file.") from error
         config = loaded
     if not isinstance(config, Mapping):
         raise TypeError(
-            f"config= is {a_type_of(config)}; expected a dict of DeepSpeed's settings, or the path of a JSON file."
+            f"config= is {a_type_of(config)}. Expected a dict of DeepSpeed's settings, or the path of a JSON file."
         )
     settings = _without_auto(config)
     _check(settings)
@@ -54,21 +54,21 @@ def _check(config: dict[str, Any]) -> None:
     for key in ("zero_optimization", "fp16", "bf16", "optimizer"):
         if not isinstance(config.get(key, {}), Mapping):
             raise ValueError(
-                f"the DeepSpeed config's {key}={config[key]!r} is not a section; give a dict of settings, or leave it out."
+                f"the DeepSpeed config's {key}={config[key]!r} is not a section. Pass a dict of settings, or omit it."
             )
     clip, accumulate = config.get("gradient_clipping", 0.0), config.get("gradient_accumulation_steps", 1)
     if isinstance(clip, bool) or not isinstance(clip, (int, float)) or not clip >= 0:
         raise ValueError(
-            f"the DeepSpeed config's gradient_clipping={clip!r} is not a norm; give the largest one, or 0 for none."
+            f"the DeepSpeed config's gradient_clipping={clip!r} is not a norm. Pass the largest one, or 0 for none."
         )
     if isinstance(accumulate, bool) or not isinstance(accumulate, int) or accumulate < 1:
         raise ValueError(
-            f"the DeepSpeed config's gradient_accumulation_steps={accumulate!r} is not accepted; give an integer of at least 1."
+            f"the DeepSpeed config's gradient_accumulation_steps={accumulate!r} is not accepted. Pass an integer of at least 1."
         )
 
 
 def _without_auto(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy without the settings that are left to the framework ("auto")."""
+    """Return a copy without the settings that the framework chooses ("auto")."""
     return {
         key: _without_auto(value) if isinstance(value, Mapping) else copy.deepcopy(value)
         for key, value in settings.items()
@@ -77,14 +77,14 @@ def _without_auto(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def refuse_settings(zero: Mapping[str, Any], stage: int) -> None:
-    """Raise ValueError for "zero_optimization" settings that DeepSpeed does not have in this stage.
+    """Raise ValueError for "zero_optimization" settings that this stage lacks.
 
-    Also for those that keep optimizer state where no checkpoint finds it.
+    Settings that keep optimizer state where no checkpoint finds it are rejected too.
     """
     if stage == 1 and zero.get("overlap_comm"):
         raise ValueError(
             "overlap_comm=True needs stage 2 or 3: stage 1 reduces gradients at the end of an accumulation window, and has "
-            "nothing to overlap with. Leave it out, or choose stage=2."
+            "nothing to overlap with. Omit it, or choose stage=2."
         )
     offload = zero.get("offload_optimizer")
     offload = offload if isinstance(offload, Mapping) else {}
@@ -96,7 +96,7 @@ def refuse_settings(zero: Mapping[str, Any], stage: int) -> None:
     }
     if name := next((name for name, is_set in odd.items() if is_set), None):
         raise ValueError(
-            f"zero_optimization.{name} has DeepSpeed keep optimizer state where no checkpoint finds it; leave it out, or "
+            f"zero_optimization.{name} makes DeepSpeed keep optimizer state where no checkpoint finds it. Omit it, or "
             "offload by {'offload_optimizer': {'device': 'cpu'}}."
         )
 
@@ -105,7 +105,7 @@ def low_precision(config: Mapping[str, Any]) -> str | None:
     """Return "16-mixed" or "bf16-mixed" if the configuration enables one, "32-true" if it disables both, otherwise None."""
     fp16, bf16 = (config.get(key, {}).get("enabled") for key in LOW_DTYPES)
     if fp16 and bf16:
-        raise ValueError("the DeepSpeed config enables both fp16 and bf16; enable one of them.")
+        raise ValueError("the DeepSpeed config enables both fp16 and bf16. Enable one of them.")
     if fp16 or bf16:
         return "16-mixed" if fp16 else "bf16-mixed"
     return "32-true" if fp16 is False and bf16 is False else None
@@ -116,14 +116,14 @@ def resolve(config: Mapping[str, Any], optimization: Optimization) -> Optimizati
     clip, accumulate = config.get("gradient_clipping"), config.get("gradient_accumulation_steps")
     if accumulate is None and {"train_batch_size", "train_micro_batch_size_per_gpu"} <= config.keys():
         raise ValueError(
-            "the DeepSpeed config gives train_batch_size and train_micro_batch_size_per_gpu, which leave the accumulation to "
-            "be worked out; give gradient_accumulation_steps, or leave the three out: batches are the DataLoader's."
+            "the DeepSpeed config has train_batch_size and train_micro_batch_size_per_gpu, but no accumulation. Set "
+            "gradient_accumulation_steps, or omit all three, because batches are the DataLoader's."
         )
     if not optimization.automatic:
         if clip or (accumulate or 1) > 1:
             raise ValueError(
-                "the DeepSpeed config gives gradient_clipping or gradient_accumulation_steps, but this module has "
-                "automatic_optimization = False; clip and accumulate in training_step, and leave them out of the config."
+                "the DeepSpeed config has gradient_clipping or gradient_accumulation_steps, but this module has "
+                "automatic_optimization = False. Clip and accumulate in training_step, and omit them in the config."
             )
         return optimization
     norm, length = optimization.clip_norm, optimization.accumulate
@@ -148,13 +148,13 @@ def build_config(
     parameters: Iterable[Any],
     **zero: Any,
 ) -> dict[str, Any]:
-    """Return an engine's configuration; the user's `own` keys win, except those of steps and windows.
+    """Return an engine's configuration. The keys of the user's `own` win, except keys of steps and windows.
 
     `parameters` are all of the engine's, frozen ones too.
     """
     trained = sum(getattr(each, "ds_numel", each.numel()) for each in set(parameters) if each.requires_grad)
     config: dict[str, Any] = {
-        "gradient_clipping": 0.0,  # the default would clip at 1.0; each step sets its own
+        "gradient_clipping": 0.0,  # the default would clip at 1.0, while every step sets a norm
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
         "steps_per_print": 10**12,
@@ -166,7 +166,7 @@ def build_config(
     config["zero_optimization"] = {
         "stage": stage,
         "overlap_comm": False,
-        # Each backward allocates this many elements; more than the model trains would stay empty.
+        # A backward allocates this many elements. More than the model trains would stay empty.
         "reduce_bucket_size": min(max(trained, 1), LARGEST_BUCKET),
         "memory_efficient_linear": False,  # True replaces torch.nn.functional.linear in the whole process
         **zero,
@@ -178,11 +178,11 @@ def build_config(
     merged = _merged(config, own)
     for key in BATCH_KEYS:
         merged.pop(key, None)
-    # Mixed precisions use autocast on float32 weights, because DeepSpeed's own modes convert every layer's weights, which
-    # some operations do not accept. Of the "fp16" section only the loss scale's settings are used then.
+    # Mixed precisions use autocast on float32 weights, because DeepSpeed's modes convert every layer's weights, which some
+    # operations do not accept. Of the "fp16" section only the loss scale's settings are used then.
     for section, dtype in LOW_DTYPES.items():
         merged[section] = {**merged.get(section, {}), "enabled": precision.param_dtype == dtype}
-    # The caller's step() ends a window, whatever its length; the sizes only appear in DeepSpeed's reports.
+    # The caller's step() ends a window, whatever its length. The sizes only appear in DeepSpeed's reports.
     merged |= {
         "train_micro_batch_size_per_gpu": own.get("train_micro_batch_size_per_gpu", 1),
         "gradient_accumulation_steps": 1,

@@ -1,4 +1,4 @@
-"""Master optimizer: DeepSpeed steps it, and the user's optimizer steps each parameter's shard of the flat masters."""
+"""Master optimizer: DeepSpeed steps it, and the user's optimizer steps the parameters' shards of the flat masters."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ class MasterView:
     tensor: Tensor
 
     def is_part(self, key: str, value: Tensor) -> bool:
-        """Return whether a state tensor has one element for each of the view's."""
+        """Return whether a state tensor has one element per element of the view."""
         return key != "step" and value.shape == self.tensor.shape
 
 
 class MasterGroup(GroupView):
-    """The user's group as DeepSpeed sees it, with flat masters for parameters; the user's group keeps its own."""
+    """The user's group as DeepSpeed sees it, with flat masters in place of its parameters."""
 
     def __setitem__(self, key: str, value: Any) -> None:
         if key == "params":
@@ -56,7 +56,7 @@ class MasterGroup(GroupView):
 class MasterOptimizer(Optimizer):
     """DeepSpeed's optimizer: its step lets the user's optimizer step views of the flat masters.
 
-    Each parameter so has its own state and step count, as on one process, and unused parameters are left alone. Groups without
+    So every parameter has its state and step count, as on one process, and unused parameters do not change. Groups without
     trained parameters are hidden from DeepSpeed. After `attach` the groups of the user's optimizer hold this rank's views.
     """
 
@@ -102,7 +102,7 @@ class MasterOptimizer(Optimizer):
                     self.own.state[view.tensor] = self._cut(view, before[view.shard.parameter], group)
 
     def release(self, strategy: str) -> None:
-        """Give the user's optimizer its parameters back, with the state that this rank has of them."""
+        """Restore the parameters of the user's optimizer, with the state that this rank has of them."""
         for group, given in zip(self.own.param_groups, self.given, strict=True):
             group["params"] = list(given)
         for parameter, view in self.views.items():
@@ -186,7 +186,7 @@ class MasterOptimizer(Optimizer):
 
 
 class StateByParameter(MutableMapping[Any, Any]):
-    """The user's optimizer state by the module's own parameters; empty for those without a shard on this rank."""
+    """The user's optimizer state by the module's parameters. It is empty for parameters without a shard on this rank."""
 
     def __init__(self, master: MasterOptimizer) -> None:
         self._state = master.own.state
@@ -206,7 +206,7 @@ class StateByParameter(MutableMapping[Any, Any]):
             self._state[key] = value
 
     def __delitem__(self, key: Any) -> None:
-        if key in self._views or key not in self._given:  # a parameter without a shard here shows an empty state
+        if key in self._views or key not in self._given:  # a parameter without a shard here has an empty state
             del self._state[self._views[key].tensor if key in self._views else key]
 
     def __iter__(self) -> Iterator[Any]:

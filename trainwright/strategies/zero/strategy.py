@@ -51,21 +51,21 @@ from trainwright.tensor_names import state_entries
 
 
 class DeepSpeedStrategy(Strategy):
-    """ZeRO, by one DeepSpeed engine for one optimizer; on one process too.
+    """ZeRO, by one DeepSpeed engine for one optimizer, on one process too.
 
-    Mixed precisions keep float32 weights and compute under autocast, as on one process; 16-true and bf16-true keep the
+    Mixed precisions keep float32 weights and compute under autocast, as on one process. 16-true and bf16-true keep the
     weights in the low dtype and train float32 masters. On the CPU, where DeepSpeed has no float16, bfloat16 replaces it. The
     engine owns the loss scale, clipping by norm and the reduction of gradients. There is one optimizer, which cannot call a
-    closure, and what is trained cannot change once it is prepared. After a backward that failed no step is possible.
+    closure. The trained parameters cannot change once it is prepared. After a backward that failed no step is possible.
 
     Args:
-        stage: 1, 2 or 3; None is the config's, or 2.
+        stage: 1, 2 or 3, by default the config's, or else 2.
         offload_optimizer: keep the optimizer's state in host memory, and step there.
         offload_parameters: keep the sharded parameters in host memory (stage 3).
-        config: DeepSpeed's own settings, a dict or the path of a JSON file. They win over the arguments here and the
+        config: DeepSpeed's settings, a dict or the path of a JSON file. They win over the arguments here and the
             Trainer's, with a warning if the two differ.
-        timeout: seconds (or a timedelta) that a rank waits for the others; None is half an hour.
-        elementwise: accept optimizers that are not known to step each element independently.
+        timeout: seconds (or a timedelta) that a rank waits for the others, by default half an hour.
+        elementwise: accept optimizers that are not known to step every element independently.
         zero: further settings of DeepSpeed's "zero_optimization" section, such as overlap_comm or reduce_bucket_size.
 
     Raises:
@@ -122,9 +122,7 @@ class DeepSpeedStrategy(Strategy):
         self.stage = configured if configured is not None else 2 if stage is None else stage
         self.name = f"deepspeed_stage_{self.stage}"
         if self.stage not in (1, 2, 3):
-            raise ValueError(
-                f"stage={self.stage!r} is not accepted; choose from 1, 2 and 3 (ddp is what stage 0 would be)."
-            )
+            raise ValueError(f"stage={self.stage!r} is not accepted. Choose from 1, 2 and 3 (stage 0 would be ddp).")
         if offload_parameters and self.stage != 3:
             raise ValueError(f"offload_parameters=True needs stage 3, which shards them, not stage {self.stage}.")
         deepspeed_config.refuse_settings({**zero, **self.own_config.get("zero_optimization", {})}, self.stage)
@@ -142,7 +140,7 @@ class DeepSpeedStrategy(Strategy):
         self._added: list[zero_cleanup.AddedAttributes] = []
         self._write_back, self._guard = ZeroWriteBack(), BackwardGuard(self.name)
         self._left: dict[Any, list[Shard]] = {}
-        """The shards of engines that were taken off their modules; they can still be saved."""
+        """The shards of engines that were taken off their modules, which can still be saved."""
 
     def check(self, device_type: str, num_processes: int, precision: Precision) -> None:
         super().check(device_type, num_processes, precision)
@@ -155,7 +153,7 @@ class DeepSpeedStrategy(Strategy):
             )
         if device_type == "cpu" and (self.offload_optimizer or self.offload_parameters):
             rank_zero_warn(
-                "offloading moves to the host what a GPU holds, and this run computes on the CPU: nothing is moved."
+                "offloading moves tensors from a GPU to the host, and this run computes on the CPU: nothing is moved."
             )
 
     def connect(self, rank: int, world_size: int, device: torch.device, precision: Precision) -> None:
@@ -211,13 +209,13 @@ class DeepSpeedStrategy(Strategy):
             return [self._take(engine.optimizer.optimizer, engine, modules)]
         if optimizers and self.capabilities.makes_optimizer:
             raise ValueError(
-                "configure_optimizers returned an optimizer, and the DeepSpeed config has an 'optimizer' section; return None "
-                "to use the config's, or leave it out of the config."
+                "configure_optimizers returned an optimizer, and the DeepSpeed config has an 'optimizer' section. Return None "
+                "to use the config's, or omit it in the config."
             )
         if len(optimizers) > 1:
             raise ValueError(
-                f"strategy={self.name!r} trains one optimizer, and was given {len(optimizers)}. Use one optimizer with a "
-                "parameter group for each part, or choose 'ddp', 'ddp_sharded' or 'fsdp', which train several."
+                f"strategy={self.name!r} trains one optimizer, and was given {len(optimizers)}. Use one optimizer with "
+                "several parameter groups, or choose 'ddp', 'ddp_sharded' or 'fsdp', which train several."
             )
         # A module may override parameters().
         held = {each: {own for _, own in nn.Module.named_parameters(each)} for each in modules}
@@ -295,7 +293,7 @@ class DeepSpeedStrategy(Strategy):
             facade.end_backward()
 
     def _finalize(self, optimizer: Optimizer) -> None:
-        if not self._offloads:  # offloaded gradients are reduced in DeepSpeed's step alone
+        if not self._offloads:  # offloaded gradients are reduced in DeepSpeed's step only
             zero_state.finalize_gradients(_prepared(optimizer).engine, self.stage)
 
     def step(
@@ -330,7 +328,7 @@ class DeepSpeedStrategy(Strategy):
             return None
         if self._offloads:
             raise RuntimeError(
-                "under offloading DeepSpeed keeps gradients where their norm is not known before its step; clip by the "
+                "under offloading DeepSpeed keeps gradients where their norm is not known before its step. Clip by the "
                 "Trainer's gradient_clip_val, or do not offload."
             )
         return zero_state.clip_gradients(facade.engine.optimizer, clipping, self.device)
@@ -399,7 +397,7 @@ class DeepSpeedStrategy(Strategy):
             zero_cleanup.end_training(self._engine_of.values())
 
     def _detach(self) -> None:
-        """Take the engines off the modules; those of stage 3 stay sharded."""
+        """Take the engines off the modules, which stay sharded in stage 3."""
         zero_cleanup.destroy(self._engine_of.values())
         for facade in self._engines:
             facade.master.close()

@@ -28,10 +28,10 @@ ACCELERATORS = ("cpu", cuda.NAME, "xpu")
 
 
 def check_supported(device_type: str, precision: Precision) -> None:
-    """Raise ValueError for a device or precision that DeepSpeed lacks; it is imported only for unknown devices."""
+    """Raise ValueError for a device or precision that DeepSpeed lacks. It is imported only for unknown devices."""
     if precision.compute_dtype == torch.float64:
         raise ValueError(
-            f"precision={precision.name!r}: DeepSpeed computes in 32 or 16 bits; choose one of these, or 'fsdp'."
+            f"precision={precision.name!r}: DeepSpeed computes in 32 or 16 bits. Choose one of these, or 'fsdp'."
         )
     if device_type not in ACCELERATORS:
         import_deepspeed(torch.device(device_type))
@@ -72,22 +72,22 @@ def _replaced(owner: Any, **attributes: Any) -> Iterator[None]:
 def _compiled_on_call(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function that torch compiles when it is first called.
 
-    DeepSpeed imports its optimizer Muon to see whether it was given it. torch.compile, which decorates Muon's functions,
-    imports inductor: a second of each rank.
+    DeepSpeed imports its optimizer Muon to see whether the user has passed one. torch.compile, which decorates Muon's
+    functions, imports inductor, which takes a second.
     """
     compiled = functools.cache(lambda: torch.compile(function))
     return functools.wraps(function)(lambda *args, **kwargs: compiled()(*args, **kwargs))
 
 
 def _accelerator(deepspeed: Any, device_type: str) -> Any:
-    """Select and return DeepSpeed's class for a kind of device; the process may have used another before."""
+    """Select and return DeepSpeed's class for a kind of device. The process may have used another before."""
     present = deepspeed.accelerator.get_accelerator()
     if present.device_name() == device_type:
         return present
     if device_type not in ACCELERATORS:
         raise ValueError(
             f"strategy='deepspeed' on {device_type!r}: DeepSpeed does not support it, and would compute on "
-            f"{present.device_name()!r}; choose 'fsdp', or call deepspeed.accelerator.set_accelerator with a class for "
+            f"{present.device_name()!r}. Choose 'fsdp', or call deepspeed.accelerator.set_accelerator with a class for "
             f"{device_type!r} before you make the Trainer."
         )
     module = importlib.import_module(f"deepspeed.accelerator.{device_type}_accelerator")
@@ -98,7 +98,7 @@ def _accelerator(deepspeed: Any, device_type: str) -> Any:
 
 
 def _keep_to_current_device(accelerator: Any) -> None:
-    """Let DeepSpeed compute on the current device, not on that of LOCAL_RANK, which counts processes and not devices."""
+    """Make DeepSpeed compute on the current device, not on device LOCAL_RANK, which counts processes."""
     name_of = accelerator.device_name
     if getattr(name_of, "keeps_to_current_device", False):
         return
@@ -123,7 +123,7 @@ def make_engine(
     device: torch.device,
     check: Callable[[Optimizer], None],
 ) -> Any:
-    """Return DeepSpeed's engine for a module with rank 0's weights; `check` may refuse the config's optimizer. Collective."""
+    """Return DeepSpeed's engine for a module with rank 0's weights. `check` may reject the config's optimizer. Collective."""
     from pydantic import ValidationError
 
     announce_local_rank(Environment.detect())
@@ -150,7 +150,7 @@ def make_engine(
             )[0]
     except ValidationError as error:
         raise ValueError(
-            f"DeepSpeed refuses a setting of the strategy or its config: {error}. Its settings are listed at "
+            f"DeepSpeed rejects a setting of the strategy or its config: {error}. Its settings are listed at "
             "https://www.deepspeed.ai/docs/config-json."
         ) from error
     _make_printable(part)
@@ -194,16 +194,16 @@ def scale_losses(engine: Any) -> None:
 
 
 def refuse_plain_backward(zero: Any, is_expected: Callable[[], bool], name: str) -> None:
-    """Raise RuntimeError where gradients reach a ZeRO optimizer's parameters by another backward than the strategy's.
+    """Raise RuntimeError if another backward than the strategy's reaches a ZeRO optimizer's parameters.
 
     Its hooks on the parameters would reduce them in a state of the last backward, or not at all.
     """
-    asked_first = zero.should_refresh_expected_hook_count  # in each of those hooks
+    asked_first = zero.should_refresh_expected_hook_count  # in all of those hooks
 
     def checked() -> bool:
         if not is_expected():
             raise RuntimeError(
-                f"loss.backward() was called under strategy {name!r}, which scales losses and shards gradients in its own "
+                f"loss.backward() was called under strategy {name!r}, which scales losses and shards gradients in a separate "
                 "backward. Call accelerator.backward(loss) in a loop, and self.manual_backward(loss) in a training_step."
             )
         return bool(asked_first())
@@ -218,8 +218,8 @@ def refuse_other_dtype(sharded: Mapping[str, Any], precision: Precision) -> None
         is_low = parameter.ds_tensor.dtype in (torch.bfloat16, torch.float16)
         if parameter.ds_tensor.dtype != low and (low is not None or is_low):
             raise ValueError(
-                f"parameter {name!r} was sharded by a run in a different precision, and this one is in {precision.name}; "
-                "continue in that precision, take the whole copy that tw.gather_module(module, all_ranks=True) gives, or "
+                f"parameter {name!r} was sharded by a run in a different precision, and this one is in {precision.name}. "
+                "Continue in that precision, take the whole copy that tw.gather_module(module, all_ranks=True) returns, or "
                 "create the module again and load a checkpoint."
             )
 
@@ -248,7 +248,7 @@ def _patched(kind: Any, check: Callable[[Optimizer], None]) -> AbstractContextMa
 
 
 def refuse_other_parameters(module: nn.Module, before: Mapping[str, nn.Parameter] | None) -> None:
-    """Raise RuntimeError if other parameters are trained than before, or others of their names; None: none were yet."""
+    """Raise RuntimeError if other parameters are trained than `before`, unless that is None, or have replaced them."""
     now = trained(module)
     if names := [] if before is None else changed(before, now):
         done, way = "frozen or unfrozen", "Freeze before fit and resume from a checkpoint in a second fit"
@@ -266,9 +266,9 @@ def refuse_strangers(optimizer: Optimizer, own: Collection[Tensor]) -> None:
     if strangers:
         raise ValueError(
             f"{type(optimizer).__name__} trains parameters of no prepared module, the first of shape "
-            f"{list(strangers[0].shape)}, which DeepSpeed cannot divide among the ranks. Assign what it trains to attributes "
-            "of the module in __init__ (a tensor as an nn.Parameter, several modules as an nn.ModuleList), or choose 'ddp', "
-            "which leaves them to each rank."
+            f"{list(strangers[0].shape)}, which DeepSpeed cannot divide among the ranks. Assign them to attributes of the "
+            "module in __init__ (a tensor as an nn.Parameter, several modules as an nn.ModuleList). Or choose 'ddp', under "
+            "which every rank trains them separately."
         )
 
 
@@ -285,7 +285,7 @@ def refuse_what_cannot_be_sharded(part: nn.Module, stage: int) -> None:
             attribute = clean_name(path.partition(".")[2].partition(".")[2])
             raise ValueError(
                 f"{attribute or 'the module'!r} is compiled by torch.compile, and the compiler does not follow the hooks with "
-                "which ZeRO stage 3 gathers parameters. Compile it under other strategies alone, or choose stage 2 or 'fsdp'."
+                "which ZeRO stage 3 gathers parameters. Compile it only under other strategies, or choose stage 2 or 'fsdp'."
             )
     dtypes: dict[torch.dtype, str] = {}
     for name, parameter in named:
@@ -294,21 +294,21 @@ def refuse_what_cannot_be_sharded(part: nn.Module, stage: int) -> None:
             dtypes.setdefault(parameter.dtype, name)
         if parameter.is_complex():
             raise ValueError(
-                f"parameter {name!r} is {dtype}, and DeepSpeed's masters are real numbers; keep its real and imaginary parts "
+                f"parameter {name!r} is {dtype}, and DeepSpeed's masters are real numbers. Keep its real and imaginary parts "
                 "as two parameters (torch.view_as_real), or choose 'ddp'."
             )
         if parameter.dtype == torch.float64 and parameter.requires_grad:
             raise ValueError(
-                f"parameter {name!r} is float64, and DeepSpeed's masters are float32; convert it, or choose 'ddp' or 'fsdp'."
+                f"parameter {name!r} is float64, and DeepSpeed's masters are float32. Convert it, or choose 'ddp' or 'fsdp'."
             )
         if parameter.numel() == 0 and not hasattr(parameter, "ds_id") and stage == 3:
             raise ValueError(
                 f"parameter {name!r} has the shape {tuple(parameter.shape)}, but ZeRO stage 3 cannot gather one without "
-                "elements; make it a buffer, or choose stage 1 or 2."
+                "elements. Make it a buffer, or choose stage 1 or 2."
             )
     if len(dtypes) > 1:
         found = " and ".join(f"{name!r} in {str(dtype).removeprefix('torch.')}" for dtype, name in dtypes.items())
         raise ValueError(
-            f"the module trains {found}, but DeepSpeed lays parameters of one dtype out side by side; convert the module to "
+            f"the module trains {found}, but DeepSpeed lays parameters of one dtype out side by side. Convert the module to "
             "one, or choose 'ddp'."
         )

@@ -1,4 +1,4 @@
-"""Cleanup after ZeRO: removes what DeepSpeed attaches to modules and parameters, and leaves there."""
+"""Cleanup after ZeRO: removes the attributes and hooks that DeepSpeed attaches to modules and parameters."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ADDED_LATER = ("pre_bwd_fn", "post_bwd_fn", "ds_grads_remaining", "applied_pre_b
 
 
 class AddedAttributes:
-    """Records, as a context around the creation of an engine, which attributes it adds to modules, to remove them later."""
+    """Records the attributes that the creation of an engine within this context adds to modules, to remove them later."""
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         members = [each for module in modules for each in module.modules()]
@@ -31,7 +31,7 @@ class AddedAttributes:
                 table[each] = set(each.__dict__) - before
 
     def remove(self) -> None:
-        """Remove the attributes, and give whole parameters separate memory; shards stay."""
+        """Remove the attributes, and copy whole parameters to separate memory. Shards stay."""
         for module, added in self._modules.items():
             for name in added.union(ADDED_LATER):
                 module.__dict__.pop(name, None)
@@ -47,7 +47,7 @@ class AddedAttributes:
 
 
 class Bottom(nn.Module):
-    """Replaces engines' modules on DeepSpeed's stack of running forwards; it holds only weak references."""
+    """Replaces engines' modules on DeepSpeed's stack of running forwards, and holds only weak references."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -55,10 +55,10 @@ class Bottom(nn.Module):
 
 
 def release_module(module: nn.Module) -> None:
-    """Remove a module tree from DeepSpeed's process-wide state; the module can still be called.
+    """Remove a module tree from DeepSpeed's process-wide state. The module can still be called.
 
-    Stage 3's stack of running forwards keeps an engine's module, and those of a failed forward, and a cache keeps the engine:
-    all of them would stay in memory until the process ends.
+    Stage 3's stack of running forwards keeps the modules of an engine and of a failed forward. A cache keeps the engine. All
+    of them would stay in memory until the process ends.
     """
     from deepspeed.runtime.zero import parameter_offload
     from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
@@ -74,7 +74,7 @@ def release_module(module: nn.Module) -> None:
 
 
 def release_parameters(part: nn.Module) -> None:
-    """Shard the parameters that a failed forward or backward has left gathered and in use: no later engine could."""
+    """Shard the parameters that a failed forward or backward has left gathered, because no later engine could."""
     in_flight = getattr(part, "ds_inflight_param_registry", {})
     sharded: list[Any] = [p for p in part.parameters() if hasattr(p, "ds_active_sub_modules")]
     for parameter in sharded:
@@ -86,7 +86,7 @@ def release_parameters(part: nn.Module) -> None:
 
 
 def end_training(engines: Iterable[Any]) -> None:
-    """Remove stage 3 engines' buffers and gradient hooks, which outlive the modules; the modules can still be called."""
+    """Remove stage 3 engines' buffers and gradient hooks, which outlive the modules. The modules can still be called."""
     for engine in dict.fromkeys(engines):
         release_module(engine.module)
         if hasattr(engine.optimizer, "ipg_buckets"):  # an engine for evaluation has no optimizer
@@ -96,10 +96,10 @@ def end_training(engines: Iterable[Any]) -> None:
 
 
 def destroy(engines: Iterable[Any]) -> None:
-    """Destroy the engines, once each."""
+    """Destroy every engine once."""
     for engine in dict.fromkeys(engines):
         engine.destroy()
-        # An engine destroys itself again when it is collected, and would clear what the module's next engine has attached.
+        # An engine destroys itself again when it is collected, and would clear the attributes of the module's next engine.
         engine.destroy = _do_nothing
         release_module(engine.module)
         release_parameters(engine.module)

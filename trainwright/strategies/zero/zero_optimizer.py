@@ -16,7 +16,7 @@ from trainwright.strategies.zero.zero_order import ReductionOrder
 
 
 class Part(nn.Module):
-    """The modules that one DeepSpeed engine owns; its forward runs a step that uses them."""
+    """The modules that one DeepSpeed engine owns. Its forward runs a step that uses them."""
 
     def __init__(self, members: Sequence[nn.Module]) -> None:
         super().__init__()
@@ -27,7 +27,7 @@ class Part(nn.Module):
 
 
 class ZeroOptimizer(OptimizerProxy):
-    """Shows the module's own parameters while DeepSpeed steps flat masters, which `write_back` updates from the weights."""
+    """Shows the module's parameters while DeepSpeed steps flat masters, which `write_back` updates from the weights."""
 
     def __init__(
         self,
@@ -66,20 +66,20 @@ class ZeroOptimizer(OptimizerProxy):
         return scaled
 
     def _end_or_note(self) -> None:
-        """Note that gradients are complete as DeepSpeed counts them; a backward by hand ends here.
+        """Record that gradients are complete as DeepSpeed counts them. A backward by hand ends here.
 
-        The count is complete too early where a backward runs others (reentrant checkpointing), whose gradients would be lost.
+        The count is complete too early if a backward runs others (reentrant checkpointing), whose gradients would be lost.
         """
         self._is_due = True
         if not self._is_in_backward:
             self.engine._backward_post_hook()
 
     def end_backward(self) -> None:
-        """End a backward, also one that has reached this engine on other ranks only. Collective."""
+        """End a backward, even if it has reached this engine on other ranks only. Collective."""
         self._is_in_backward = False
         if self._is_due or (self.order.stage == 2 and not self.order.has_ended):
             self.engine._backward_post_hook()
-        # One that a loss has not reached ran no epilogue, and a backward within the next forward would run it.
+        # An engine that no loss has reached ran no epilogue. A backward within the next forward would run it.
         self.engine.optimizer._backward_hook_state.backward_active_depth = 0
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -100,13 +100,13 @@ class ZeroOptimizer(OptimizerProxy):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Raise RuntimeError, because DeepSpeed's masters are fixed."""
         raise RuntimeError(
-            "DeepSpeed lays its buffers out when the optimizer is prepared, so groups cannot be added later; give them to the "
+            "DeepSpeed lays its buffers out when the optimizer is prepared, so groups cannot be added later. Pass them to the "
             "optimizer in configure_optimizers."
         )
 
 
 class ZeroPrecision(Precision):
-    """The precision of DeepSpeed engines, which keep float32 masters and scale losses themselves; all else is `inner`'s."""
+    """The precision of DeepSpeed engines, which keep float32 masters and scale losses themselves. All else is `inner`'s."""
 
     takes_closure = False
 

@@ -1,4 +1,4 @@
-"""ZeRO's order of reduction: one order of parameters on every rank, whatever order a rank's backward reaches them in."""
+"""ZeRO's order of reduction: the same on every rank, although backwards reach parameters in different orders."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from trainwright.distributed import collectives
 from trainwright.strategies.used_parameters import RanksUse
 
 _MEMBER = re.compile(r"^members\.\d+\.")
-"""What an engine's module, a `Part`, puts before the names of a user's module."""
+"""The prefix of an engine's module, a `Part`, before the names of a user's module."""
 
 
 class ReductionOrder:
-    """Gives gradients to a ZeRO optimizer's buckets in one order; one that arrives early waits for those before it.
+    """Passes gradients to a ZeRO optimizer's buckets in one order. An early gradient waits for the gradients before it.
 
     DeepSpeed fills its buckets in the order of arrival and adds the ranks' buckets element by element. That order follows
     from the batch: an LSTM's backward reaches its weights in another order if all sequences have one length.
 
-    The order is that of rank 0's first backward; during that one the parameters made last come first. It is saved, as under
-    ddp, so that three or more ranks of a resumed run sum in the order of the saved one.
+    Rank 0's first backward sets the order. During this backward the parameters made last come first. The order is saved, as
+    under ddp, so that three or more ranks of a resumed run sum in the order of the saved run.
 
-    A parameter that a rank does not use counts as zero, since another rank may have used it. Not in stage 3, whose ranks
-    gather together: there `RanksUse` refuses it.
+    A parameter that a rank does not use counts as zero, because another rank may have used it. In stage 3, whose ranks gather
+    together, `RanksUse` rejects it.
     """
 
     def __init__(self, zero: Any, named: Iterable[tuple[str, Tensor]], stage: int) -> None:
         groups = zero.fp16_groups if stage == 3 else zero.bit16_groups
-        # What else DeepSpeed's own calls give: the number of the group, before stage 3.
+        # The second argument in DeepSpeed's calls before stage 3: the number of the group.
         self._group = {each: () if stage == 3 else (number,) for number, group in enumerate(groups) for each in group}
         names = {each: _MEMBER.sub("", name) for name, each in named if each in self._group}
         self._parameters, self._names = list(names), list(names.values())
@@ -39,11 +39,11 @@ class ReductionOrder:
         self._zero, self.stage = zero, stage
         self._order = self._parameters[::-1]
         self.indices: list[int] = []
-        """The parameters' numbers in the order that rank 0's first backward had; none before its end."""
+        """The parameters' numbers in the order of rank 0's first backward, empty before its end."""
         self._reduce = zero.reduce_independent_p_g_buckets_and_remove_grads
         self._finish = zero.independent_gradient_partition_epilogue
         self.has_ended = False
-        """Whether DeepSpeed has ended the latest backward, as it does where one has reached the engine."""
+        """Whether DeepSpeed has ended the latest backward, as it does if one has reached the engine."""
         self._next = 0
         self._arrived: list[Tensor] = []
         self._waiting: set[Tensor] = set()
@@ -51,11 +51,11 @@ class ReductionOrder:
         zero.independent_gradient_partition_epilogue = self.finish
 
     def begin(self) -> None:
-        """Note that a backward begins."""
+        """Record that a backward begins."""
         self.has_ended = False
 
     def reduce(self, parameter: Any, *group: int) -> None:
-        """Put a parameter's gradient into a bucket, and those that have waited for it."""
+        """Put a parameter's gradient into a bucket, and the gradients that have waited for it."""
         if not getattr(parameter, "ds_grad_is_ready", True):  # one of several parts of it
             self._reduce(parameter, *group)
             return
@@ -68,7 +68,7 @@ class ReductionOrder:
             self._next += 1
 
     def finish(self) -> None:
-        """End a backward: no gradient will come for parameters that have not had one. Collective."""
+        """End a backward, after which no gradient will come for the other parameters. Collective."""
         has_begun = self._next > 0 or bool(self._waiting)
         if self._use is not None and has_begun:
             came = self._waiting.union(self._order[: self._next])
@@ -94,7 +94,7 @@ class ReductionOrder:
         self.replay(collectives.broadcast(found, 0).tolist())
 
     def replay(self, indices: Sequence[int]) -> None:
-        """Use an order from the next backward on; one of other parameters is left out."""
+        """Use an order from the next backward on, unless it is an order of other parameters."""
         if sorted(indices) == list(range(len(self._parameters))):
             self.indices = list(indices)
             self._order = [self._parameters[each] for each in indices]
@@ -105,7 +105,7 @@ class ReductionOrder:
             self._use.compare(exchange)
 
     def _fills(self, parameter: Any) -> bool:
-        """Give a parameter that this rank has not used a gradient of zeros; return whether it has one."""
+        """Fill the gradient of a parameter that this rank has not used with zeros. Return whether it has one."""
         if not parameter.requires_grad or self._use is not None:
             return False
         if getattr(self._zero, "use_grad_accum_attribute", False):

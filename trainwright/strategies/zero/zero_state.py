@@ -18,7 +18,7 @@ from trainwright.strategies.zero.master_optimizer import MasterOptimizer, Shard
 
 
 def shards_of(zero: Any, stage: int, rank: int) -> Iterator[Shard]:
-    """Yield this rank's shard of each parameter that a ZeRO optimizer steps."""
+    """Yield this rank's shards of the parameters that a ZeRO optimizer steps."""
     if stage == 3:
         groups, flats = zero.fp16_groups, zero.fp32_partitioned_groups_flat
     else:
@@ -81,15 +81,15 @@ def move_plain(master: MasterOptimizer) -> None:
 
 
 def warn_of_shards(module: nn.Module, state: dict[str, Any], *_: Any) -> None:
-    """Warn of a user's `state_dict` call that lacks what stage 3 has sharded."""
+    """Warn of a user's `state_dict` call without the parameters that stage 3 has sharded."""
     if any(isinstance(value, nn.Parameter) for value in state.values()):
         return  # called with keep_vars, as the framework does
     lost = [name for name, p in module.named_parameters() if getattr(p, "ds_numel", 0) > 0 and p.numel() == 0]
     if lost:
         rank_zero_warn(
-            f"the state_dict of {type(module).__name__} is empty for {lost[0]!r} and {len(lost) - 1} others, of which each "
-            "rank holds a part under ZeRO stage 3. tw.gather_module(module), called on all ranks, gives a whole copy of it; to "
-            "resume later, save with trainer.save_checkpoint(path).",
+            f"the state_dict of {type(module).__name__} is empty for {lost[0]!r} and {len(lost) - 1} others, of which a "
+            "rank holds only a part under ZeRO stage 3. tw.gather_module(module), called on all ranks, returns a whole copy. "
+            "To resume later, save with trainer.save_checkpoint(path).",
             stacklevel=3,
         )
 
@@ -97,13 +97,13 @@ def warn_of_shards(module: nn.Module, state: dict[str, Any], *_: Any) -> None:
 def refuse_copy(memo: Any) -> None:
     """Raise RuntimeError for a deep copy of a module that stage 3 has sharded."""
     raise RuntimeError(
-        "a module that ZeRO stage 3 has sharded cannot be copied: each rank holds a part of it. tw.gather_module(module), "
-        "called on all ranks, gives a whole, plain copy in host memory."
+        "a module that ZeRO stage 3 has sharded cannot be copied, because a rank holds only a part of it. "
+        "tw.gather_module(module), called on all ranks, returns a whole, plain copy in host memory."
     )
 
 
 def refresh(parameters: Iterable[Any]) -> None:
-    """Gather parameters without a master again after a load has written their partitions."""
+    """Gather parameters without a master again, after a load has written their partitions."""
     for parameter in parameters:
         if hasattr(parameter, "ds_tensor") and parameter.ds_status.name == "AVAILABLE":
             parameter.partition(has_been_updated=False)
@@ -123,7 +123,7 @@ def refresh_from_masters(zero: Any, stage: int) -> None:
 
 
 def fill_missing_gradients(zero: Any, stage: int) -> None:
-    """Allow a step without a backward, with zero gradients; DeepSpeed assumes that there was one."""
+    """Allow a step without a backward, with zero gradients, although DeepSpeed assumes that there was one."""
     if stage == 3:
         partitions = zero._DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition
         for index, group in enumerate(zero.fp16_groups if not zero.offload_optimizer else []):
@@ -135,7 +135,7 @@ def fill_missing_gradients(zero: Any, stage: int) -> None:
         return
     for index, owned in enumerate(zero.params_in_partition if not zero.cpu_offload else []):
         if zero._use_compact_grad_partition_buffer(index):
-            continue  # its step makes what is missing
+            continue  # its step makes the missing gradients
         if zero.all_grad_tensors.get(index) is None:
             zero.all_grad_tensors[index] = zero.get_all_grad_tensors(owned, zero.gradient_accumulation_dtype)
 
@@ -156,7 +156,7 @@ def finalize_gradients(engine: Any, stage: int) -> None:
 
 
 def clip_gradients(zero: Any, clipping: Clipping, device: torch.device) -> Tensor | None:
-    """Clip this rank's shard of the finalized gradients, in the views that the step uses; return the total norm. Collective."""
+    """Clip this rank's shard of the finalized gradients, in the views that the step uses. Return the total norm. Collective."""
     gradients = [each for group in zero.averaged_gradients.values() if group is not None for each in group]
     loss_scale = float(zero.loss_scale)
     for gradient in gradients:

@@ -1,8 +1,8 @@
-"""User code's writes into parameters under ZeRO: kept in stages 1 and 2, refused in stage 3.
+"""User code's writes into parameters under ZeRO, which are kept in stages 1 and 2, and rejected in stage 3.
 
-A ZeRO step recomputes the weights from its masters, so that weight clipping or the update of a momentum encoder would be lost.
-In stages 1 and 2 each rank copies its shard into the masters before each step and save; nothing is sent. Stage 3 frees a
-gathered parameter unseen. There only `deepspeed.zero.GatheredParameters` with a `modifier_rank` writes the shards.
+A ZeRO step recomputes the weights from its masters. Weight clipping or the update of a momentum encoder would be lost. So in
+stages 1 and 2 every rank copies its shard into the masters before a step and a save. Nothing is sent. Stage 3 frees a gathered
+parameter without a look at it. There only `deepspeed.zero.GatheredParameters` with a `modifier_rank` writes the shards.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from torch import Tensor, nn
 from trainwright.strategies.zero.master_optimizer import Shard
 
 EMPTY = re.compile(r"\(0\)|\[0\]")
-"""What torch's errors say of a tensor of one dimension without elements."""
+"""The shape of a tensor of one dimension without elements, as torch's errors show it."""
 
 
 class ZeroWriteBack:
-    """Keeps or refuses what user code wrote into the parameters of a strategy's engines."""
+    """Keeps or rejects the writes of user code into the parameters of a strategy's engines."""
 
     def __init__(self) -> None:
         self._shards: list[ShardVersions] = []
@@ -29,7 +29,7 @@ class ZeroWriteBack:
         self._flats: list[tuple[Any, Any]] = []
 
     def track(self, zero: Any, stage: int, rank: int, part: nn.Module, modules: Iterable[nn.Module]) -> None:
-        """Track the parameters of an engine's `part`, by their names in `modules`; `zero` is its optimizer, or a substitute."""
+        """Track the parameters of an engine's `part`, by their names in `modules`. `zero` is its optimizer, or a substitute."""
         if stage < 3:
             self._views += [FlatView(each) for group in zero.bit16_groups for each in group]
             parts = [each[rank] for each in zero.parallel_partitioned_bit16_groups]
@@ -47,7 +47,7 @@ class ZeroWriteBack:
             each.check()
 
     def run(self, refuses: bool = True) -> None:
-        """Update masters from the parameters; `refuses` calls `check` first."""
+        """Update masters from the parameters. `refuses` calls `check` first."""
         if refuses:
             self.check()
         tracked: list[ShardVersions | FlatView] = [*self._shards, *self._views]
@@ -87,7 +87,7 @@ class FlatView:
         self._parameter, self._data, self._version = parameter, parameter.data, parameter._version
 
     def pop_written(self) -> bool:
-        """Move a replaced `.data` back into the flat weights; return whether the parameter was written since the last call."""
+        """Move a replaced `.data` back into the flat weights. Return whether the parameter was written since the last call."""
         parameter = self._parameter
         is_elsewhere = parameter.data_ptr() != self._data.data_ptr()  # after `.data = ...`
         if is_elsewhere:
@@ -98,7 +98,7 @@ class FlatView:
 
 
 class ShardVersions:
-    """The versions of a stage 3 parameter and of its shard: a write of the gathered parameter alone is lost."""
+    """The versions of a stage 3 parameter and of its shard: a write of only the gathered parameter is lost."""
 
     def __init__(self, parameter: Any, name: str) -> None:
         self._parameter, self._name = parameter, name
@@ -114,7 +114,7 @@ class ShardVersions:
         if self._versions[0] != before[0] and self._versions[1] == before[1]:
             raise RuntimeError(
                 f"the parameter {self._name!r} was written, which ZeRO stage 3 would lose: it frees the gathered parameter, "
-                "and each rank trains a shard. Make it a buffer, write it in a hook such as on_train_batch_end within `with "
+                "and a rank trains only a shard. Make it a buffer, write it in a hook such as on_train_batch_end within `with "
                 "deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):`, or choose 'ddp', 'ddp_sharded' or 'fsdp'."
             )
 
@@ -128,9 +128,9 @@ def note_empty_parameter(error: BaseException, stage: int) -> None:
     """Add a note to an error of a parameter that stage 3 has not gathered, or of a tensor that it does not know."""
     if stage == 3 and isinstance(error, RuntimeError) and EMPTY.search(str(error)):
         error.add_note(
-            "Under ZeRO stage 3 each rank holds a part of a parameter, and has an empty tensor instead where its module is not "
-            "called. A step that uses parameters() itself, or a penalty on gradients (create_graph=True), may have met one: "
-            "use parameters in their module's forward, or choose stage 1 or 2."
+            "Under ZeRO stage 3 a rank holds only a part of a parameter, and has an empty tensor in its place while its "
+            "module is not called. A step that uses parameters() itself, or a penalty on gradients (create_graph=True), may "
+            "have met one. Use parameters in their module's forward, or choose stage 1 or 2."
         )
     if stage == 3 and isinstance(error, AttributeError) and (error.name or "").startswith("ds_"):
         error.add_note(
