@@ -304,24 +304,6 @@ def refusals() -> None:
         trainer(by_blocks).fit(Lazy(), rows(4, 1))
 
 
-def own_loop(folder: Path) -> float:
-    """Run a raw loop with an optimizer made before its module was sharded."""
-    module = Blocks("methods")
-    optimizer = torch.optim.AdamW(module.parameters(), 0.02, eps=1e-3)
-    used = tw.Accelerator(strategy=by_blocks(), cpu=True, gradient_accumulation_steps=2)
-    model, prepared, data = used.prepare(module, optimizer, rows(16, 1))
-    norm = torch.zeros(())
-    for (x,) in data:
-        with used.accumulate(model):
-            used.backward((model(x) - x.sum(dim=1, keepdim=True)).square().mean())
-            if used.sync_gradients:
-                norm = used.clip_grad_norm_(model.parameters(), 0.5)
-            prepared.step()
-            prepared.zero_grad()
-    used.save_state(str(folder / "own.ckpt"))
-    return float(norm)
-
-
 class LogsNorm(tw.Module):
     """Logs a value that it computes from its weights, whatever holds them."""
 
@@ -411,7 +393,6 @@ def fsdp(folder: Path) -> dict[str, Any]:
     found["called"] = called_after_fit(folder)
     found["in a hook"] = called_in_hook()
     found["drawn"] = drawn()
-    found["norm"] = own_loop(folder)
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         tw.Trainer(strategy="fsdp_cpu_offload", **QUIET)

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import copy
-import importlib.util
 import io
-import math
 import pickle
 import warnings
 from functools import partial
@@ -201,7 +199,6 @@ def layers(folder: Path) -> dict[Any, Any]:
                 look(module, whole, saved)
     assert (tw.gather_module(Net("follows")) is None) == (torch.distributed.get_rank() > 0)
     groups()
-    found["digits"] = digits(folder)
     return found
 
 
@@ -243,25 +240,3 @@ def groups() -> None:
         whole.block(whole.table(torch.arange(3))).sum().backward()
         assert len(whole.seen) == count + 1
         assert len(module.seen) == count
-
-
-def digits(folder: Path) -> dict[Any, float]:
-    """Run a few batches of the digits example under every strategy and mixed precision, and return the accuracies."""
-    path = Path(__file__).parents[2] / "examples" / "digits.py"
-    spec = importlib.util.spec_from_file_location("digits", path)
-    assert spec is not None
-    assert spec.loader is not None
-    demo = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(demo)
-    train, val, test = demo.load_splits()
-    found = {}
-    for strategy in STRATEGIES:
-        for precision in PRECISIONS:
-            tw.seed_everything(0)
-            module, limits = demo.Digits(1), {"limit_train_batches": 4, "limit_val_batches": 2, "limit_test_batches": 2}
-            used = tw.Trainer(strategy=strategy, precision=precision, max_epochs=1, **limits, **QUIET)
-            used.fit(module, DataLoader(train, batch_size=32, shuffle=True), DataLoader(val, batch_size=32))
-            used.test(module, DataLoader(test, batch_size=32), verbose=False)
-            found[strategy, precision] = float(used.callback_metrics["test_acc"])
-            assert math.isfinite(found[strategy, precision])
-    return found

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -399,124 +398,6 @@ def check_resume(make: Callable[[], Strategy]) -> None:
     gan.strategy.close()
 
 
-def check_crossing(sources: dict[str, Callable[[], Strategy]], targets: dict[str, Callable[[], Strategy]]) -> None:
-    one = make_lm(Strategy(), alone=True)
-    train_lm(one, range(5), alone=True)
-    end = one.state(alone=True)
-    for source, make_source in sources.items():
-        alone = source == "single"
-        first = make_lm(make_source(), alone=alone)
-        train_lm(first, range(2), alone=alone)
-        kept = first.state(alone=alone)
-        if not alone:
-            first.strategy.close()
-        for target, make_target in targets.items():
-            if source == target:
-                continue
-            alone = target == "single"
-            second = make_lm(make_target(), alone=alone)
-            second.load(kept, 2)
-            train_lm(second, range(2, 5), alone=alone)
-            report(f"{source} -> {target}", distance(second.state(alone=alone), end), 1e-5)
-            if not alone:
-                second.strategy.close()
-
-
-class TrainerLM(tw.Module):
-    """The language model as a user writes it for the Trainer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = TinyLM()
-
-    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
-        return self.net.training_step(batch[0])
-
-    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
-        self.log("val_loss", self.net.training_step(batch[0]), batch_size=len(batch[0]))
-
-    test_step = validation_step
-
-    def configure_optimizers(self) -> Optimizer:
-        return AdamW(self.parameters(), lr=0.02)
-
-
-class TrainerPair(tw.Module):
-    """Two players under manual optimization."""
-
-    automatic_optimization = False
-
-    def __init__(self, together: bool) -> None:
-        super().__init__()
-        self.pair = Pair(together=together)
-
-    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
-        optimizers = self.optimizers()
-        critic_optimizer, maker_optimizer = optimizers if isinstance(optimizers, list) else [optimizers] * 2
-        made = self.pair.make(batch[0][:, :3])
-        critic_optimizer.zero_grad()
-        self.manual_backward(F.softplus(-self.pair.critic(batch[0][:, 3:])).mean())
-        self.manual_backward(F.softplus(self.pair.critic(made.detach())).mean())
-        critic_optimizer.step()
-        maker_optimizer.zero_grad()
-        self.manual_backward(F.softplus(-self.pair.critic(made)).mean())
-        maker_optimizer.step()
-
-    def configure_optimizers(self) -> list[Optimizer]:
-        return self.pair.configure_optimizers()
-
-
-def check_trainer(make: Callable[[], Strategy], folder: str) -> None:
-    """The same through `Trainer.fit`, against one rank's strategy-free loop where there is one."""
-    tokens = torch.randint(0, WORDS, (26, 6), generator=torch.Generator().manual_seed(3))
-    draws = torch.randn(16, 8, generator=torch.Generator().manual_seed(4))
-    quiet = {
-        "logger": False,
-        "enable_progress_bar": False,
-        "enable_checkpointing": False,
-        "enable_model_summary": False,
-    }
-
-    def run(
-        model: Any, data: Tensor, strategy: Strategy, epochs: int, ckpt_path: str | None = None, **options: Any
-    ) -> Any:
-        torch.manual_seed(0)
-        trainer = tw.Trainer(strategy=strategy, devices=dist.get_world_size(), max_epochs=epochs, **quiet, **options)
-        trainer.fit(model, DataLoader(TensorDataset(data), batch_size=2), ckpt_path=ckpt_path)
-        return trainer
-
-    def weights(trainer: Any) -> State:
-        return gathered({"model": trainer.engine.strategy.model_pieces(trainer.model)})
-
-    for label, model, data, options in (
-        ("automatic", TrainerLM, tokens[:24], {"accumulate_grad_batches": 2, "gradient_clip_val": 0.2}),
-        ("manual", partial(TrainerPair, trains_one(make)), draws, {}),
-    ):
-        expected = weights(run(model(), data, DDPStrategy(), 2, **options))
-        straight = run(model(), data, make(), 2, **options)
-        end = weights(straight)
-        report(f"Trainer {label} against ddp", distance(end, expected), 1e-5)
-        if label == "automatic":
-            sets = DataLoader(TensorDataset(tokens), batch_size=4)
-            (metrics,) = straight.test(straight.model, sets)
-            whole = TinyLM()
-            whole.load_state_dict({n.removeprefix("net."): t for n, t in end["model"].items()})
-            report("Trainer test loss", abs(metrics["val_loss"] - whole.training_step(tokens).item()), 1e-5)
-            report("Trainer test leaves the weights", distance(weights(straight), end), 0.0)
-        half = run(model(), data, make(), 1, **options)
-        path = f"{folder}/{half.engine.strategy.name}-{label}.ckpt"
-        half.save_checkpoint(path)
-        resumed = run(model(), data, make(), 2, ckpt_path=path, **options)
-        report(f"Trainer {label} resumed (bitwise)", distance(weights(resumed), end), 0.0)
-        if label == "automatic":
-            fresh = tw.Trainer(strategy=make(), devices=dist.get_world_size(), **quiet)
-            (again,) = fresh.test(model(), sets, ckpt_path=path)  # evaluation only: no optimizer is ever set up
-            (metrics,) = half.test(half.model, sets)
-            report("Trainer test of a checkpoint", abs(again["val_loss"] - metrics["val_loss"]), 1e-6)
-        crossed = run(model(), data, DDPStrategy(), 2, ckpt_path=path, **options)
-        report(f"Trainer {label} resumed under ddp", distance(weights(crossed), end), 1e-5)
-
-
 def check_accelerator(make: Callable[[], Strategy]) -> None:
     """Run a raw loop of two models, whose optimizers were made before they were prepared in two calls.
 
@@ -571,10 +452,6 @@ def seam(folder: Path) -> list[str]:
     check_evaluation(make)
     check_resume(make)
     check_accelerator(make)
-    check_trainer(make, str(folder))
-    dist.barrier()
-    known = {"single": Strategy, "fsdp": strategies["fsdp"], folder.name: make}
-    check_crossing(known, known)
     dist.barrier()
     dist.destroy_process_group()
     return REPORTED

@@ -9,11 +9,10 @@ from typing import Any
 import pytest
 import torch
 from contract_job import quiet
-from everyday_job import Regresses, everyday, loader, numbers, trainer
+from everyday_job import Regresses, everyday, loader, trainer
 from small import QUIET
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader
 
 import trainwright as tw
 from trainwright.strategies.base import Strategy
@@ -170,25 +169,6 @@ def half_the_bytes() -> list[Tensor]:
     return found
 
 
-def two_models(path: Path) -> Tensor:
-    """Run a raw loop of two models with an optimizer each."""
-    used = tw.Accelerator(strategy="ddp_sharded", cpu=True)
-    maker, judge = Regresses(), Regresses()
-    optimizers = [torch.optim.SGD(each.parameters(), 0.1, momentum=0.9) for each in (maker, judge)]
-    maker_, judge_, first, second, data = used.prepare(maker, judge, *optimizers, DataLoader(numbers(12), batch_size=2))
-    for x, y in data:
-        for model, optimizer in ((maker_, first), (judge_, second)):
-            used.backward(F.mse_loss(model(x), y))
-            used.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            optimizer.zero_grad()
-    used.save_state(str(path))
-    with pytest.raises(RuntimeError, match=r"ddp_sharded assigns parameters to ranks.*groups cannot be added later"):
-        first.add_param_group({"params": [nn.Parameter(torch.zeros(2))]})
-    together = [torch.cat([p.detach().reshape(-1) for p in each.parameters()]) for each in (maker, judge)]
-    return torch.stack(together)
-
-
 def adversaries(backward: Any, maker: Any, judge: Any, made: Any, judged: Any, x: Tensor, y: Tensor) -> None:
     """The maker's loss leaves gradients in the judge, which the judge's next step includes."""
     fake = maker(x)
@@ -256,6 +236,11 @@ def refusals() -> None:
     with pytest.raises((ValueError, RuntimeError), match=r"LBFGS"):
         trainer("ddp_sharded").fit(Closes(), loader(4, 1))
 
+    used, model = tw.Accelerator(strategy="ddp_sharded", cpu=True), Regresses()
+    _, optimizer = used.prepare(model, torch.optim.SGD(model.parameters(), 0.1, momentum=0.9))
+    with pytest.raises(RuntimeError, match=r"ddp_sharded assigns parameters to ranks.*groups cannot be added later"):
+        optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2))]})
+
 
 def sharded_everyday(folder: Path) -> dict[str, Any]:
     """Make the checks of every strategy."""
@@ -275,7 +260,6 @@ def sharded(folder: Path) -> dict[str, Any]:
         resumed_steps(folder, name)
     found["norms"] = norms(folder / "norms.ckpt")
     found["half"] = half_the_bytes()
-    found["two"] = two_models(folder / "two.ckpt")
     backwards_in_any_order()
     refusals()
     used = tw.Trainer(strategy="ddp_sharded", max_epochs=1, **QUIET)

@@ -1,4 +1,4 @@
-"""Every call of the Engine to a strategy, and state moved between strategies, on two gloo ranks.
+"""Every call of the Engine to a strategy, on two gloo ranks. test_matrix.py moves state between strategies.
 
 One job a strategy makes all the checks of seam_job.py, and a failed check ends it.
 """
@@ -23,15 +23,7 @@ FIGURES = [
     "state in and out",
     "resumed (bitwise)",
     "manual resumed (bitwise)",
-    "single -> {name}",
-    "{name} -> single",
     "Accelerator against ddp",
-    "Trainer test loss",
-    "Trainer test of a checkpoint",
-    "Trainer automatic resumed (bitwise)",
-    "Trainer automatic resumed under ddp",
-    "Trainer manual against ddp",
-    "Trainer manual resumed (bitwise)",
 ]
 
 
