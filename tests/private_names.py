@@ -268,13 +268,13 @@ FAIRSCALE = (
     Use(
         "fairscale.optim.OSS",
         "_broadcast_params",
-        "send this rank's parameters after a load (strategies/oss/strategy.py)",
+        "send this rank's parameters after a load (strategies/oss/vendor.py)",
     ),
-    Use("fairscale.optim.OSS", "_param_to_rank", "know which rank steps a parameter (strategies/oss/strategy.py)"),
+    Use("fairscale.optim.OSS", "_param_to_rank", "know which rank steps a parameter (strategies/oss/vendor.py)"),
     Use(
         "fairscale.optim.OSS",
         "_partition_parameters",
-        "deal the largest parameters out first (strategies/oss/strategy.py)",
+        "deal the largest parameters out first (strategies/oss/vendor.py)",
     ),
     Use(
         "fairscale.nn.data_parallel.ShardedDataParallel",
@@ -289,7 +289,7 @@ FAIRSCALE = (
     Use(
         "fairscale.nn.data_parallel.ShardedDataParallel",
         "_should_accumulate_grads",
-        "accumulate gradients without a context (strategies/oss/strategy.py)",
+        "accumulate gradients without a context (strategies/oss/vendor.py)",
     ),
     Use(
         "fairscale.nn.data_parallel.ShardedDataParallel",
@@ -315,9 +315,13 @@ DEEPSPEED = (
     Use(
         "deepspeed.accelerator.abstract_accelerator",
         "DeepSpeedAccelerator",
-        "find DeepSpeed's class for this run's kind of device (strategies/zero/vendor.py)",
+        "find DeepSpeed's class for this run's kind of device (strategies/zero/deepspeed_import.py)",
     ),
-    Use("deepspeed.comm.torch", "build_shm_op", "run on the CPU without a compiler (strategies/zero/vendor.py)"),
+    Use(
+        "deepspeed.comm.torch",
+        "build_shm_op",
+        "run on the CPU without a compiler (strategies/zero/deepspeed_import.py)",
+    ),
     Use(
         "deepspeed.runtime.engine.DeepSpeedEngine",
         "_broadcast_model _configure_basic_optimizer _do_optimizer_sanity_check",
@@ -326,17 +330,17 @@ DEEPSPEED = (
     Use(
         "deepspeed.runtime.engine.DeepSpeedEngine",
         "_backward_prologue scale",
-        "run a backward through the engine (strategies/zero/zero_optimizer.py)",
+        "run a backward through the engine (strategies/zero/vendor.py)",
     ),
     Use(
         "deepspeed.runtime.engine.DeepSpeedEngine",
         "_backward_post_hook",
-        "end a backward that has reached an engine on other ranks alone (strategies/zero/zero_optimizer.py)",
+        "end a backward that has reached an engine on other ranks alone (strategies/zero/vendor.py)",
     ),
     Use(
         "deepspeed.runtime.engine.DeepSpeedEngine",
         "_running_engine_step allreduce_gradients enable_backward_allreduce",
-        "reduce gradients before the step, to clip them (strategies/zero/zero_state.py)",
+        "reduce gradients before the step, to clip them (strategies/zero/vendor.py)",
     ),
     Use(
         "deepspeed.runtime.fp16.loss_scaler",
@@ -346,7 +350,7 @@ DEEPSPEED = (
     Use(
         "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler",
         "cur_scale cur_iter last_overflow_iter cur_hysteresis scale_factor scale_window",
-        "save and restore the loss scale (strategies/zero/zero_optimizer.py)",
+        "save and restore the loss scale (strategies/zero/vendor.py)",
     ),
     Use(
         "deepspeed.runtime.base_optimizer.ZeROOptimizer",
@@ -356,65 +360,65 @@ DEEPSPEED = (
     Use(
         "deepspeed.runtime.base_optimizer.ZeROOptimizer",
         "_backward_hook_state clear_backward_seen_flag register_grad_acc_post_hook unregister_grad_acc_post_hooks",
-        "run a backward, and those within it, through the engine (strategies/zero/zero_optimizer.py)",
+        "run a backward, and those within it, through the engine (strategies/zero/vendor.py)",
     ),
     Use(
         ZERO_12,
         "_use_compact_grad_partition_buffer params_in_partition cpu_offload gradient_accumulation_dtype setup_buckets "
         "get_all_grad_tensors",
-        "step with zeros where no loss reached a parameter (strategies/zero/zero_state.py)",
+        "step with zeros where no loss reached a parameter (strategies/zero/vendor.py)",
     ),
     Use(
         ZERO_12,
         "reduce_independent_p_g_buckets_and_remove_grads independent_gradient_partition_epilogue",
-        "give gradients to the buckets in one order on all ranks (strategies/zero/zero_order.py)",
+        "give gradients to the buckets in one order on all ranks (strategies/zero/vendor.py)",
     ),
     Use(
         ZERO_3,
         "reduce_independent_p_g_buckets_and_remove_grads independent_gradient_partition_epilogue",
-        "give gradients to the buckets in one order on all ranks (strategies/zero/zero_order.py)",
+        "give gradients to the buckets in one order on all ranks (strategies/zero/vendor.py)",
     ),
     Use(
         ZERO_12,
         "all_grad_tensors averaged_gradients finalize_gradient_accumulation_boundary",
-        "clip and drop this rank's share of the gradients (strategies/zero/zero_state.py)",
+        "clip and drop this rank's share of the gradients (strategies/zero/vendor.py)",
     ),
     Use(
         ZERO_12,
         "bit16_groups single_partition_of_fp32_groups parallel_partitioned_bit16_groups update_lp_params",
-        "read and write this rank's share of the masters (strategies/zero/zero_state.py)",
+        "read and write this rank's share of the masters (strategies/zero/vendor.py)",
     ),
     Use(ZERO_12, "clip_grad overflow loss_scaler _global_grad_norm", "clip in the step, and tell how it went"),
     Use(
         ZERO_3,
         "_DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition averaged_gradients offload_optimizer",
-        "clip, drop and fill in this rank's share of the gradients (strategies/zero/zero_state.py)",
+        "clip, drop and fill in this rank's share of the gradients (strategies/zero/vendor.py)",
     ),
     Use(
         ZERO_3,
         "fp16_groups fp32_partitioned_groups_flat grad_position get_param_id",
-        "read and write this rank's share of the masters (strategies/zero/zero_state.py)",
+        "read and write this rank's share of the masters (strategies/zero/vendor.py)",
     ),
     Use(
         ZERO_3,
         "_partition_all_parameters _reassign_or_swap_out_partitioned_parameters persistent_parameters",
-        "let the weights follow masters that a load has written (strategies/zero/zero_state.py)",
+        "let the weights follow masters that a load has written (strategies/zero/vendor.py)",
     ),
     Use(ZERO_3, "clip_grad overflow loss_scaler _global_grad_norm", "clip in the step, and tell how it went"),
     Use(
         ZERO_3,
         "_grad_acc_hooks _leaf_module_hooks ipg_buckets",
-        "free an engine's buffers with its module (strategies/zero/zero_cleanup.py)",
+        "free an engine's buffers with its module (strategies/zero/vendor.py)",
     ),
     Use(
         "deepspeed.utils.mixed_precision_linkage",
         "_hp_mapping",
-        "find this rank's share of a parameter in the masters (strategies/zero/zero_state.py)",
+        "find this rank's share of a parameter in the masters (strategies/zero/vendor.py)",
     ),
     Use(
         "deepspeed.utils.tensor_fragment.tensor_fragment",
         "lp_fragment_address hp_fragment_address",
-        "find this rank's share of a parameter in the masters (strategies/zero/zero_state.py)",
+        "find this rank's share of a parameter in the masters (strategies/zero/vendor.py)",
     ),
     Use(
         "deepspeed.runtime.zero.partition_parameters",
@@ -424,7 +428,7 @@ DEEPSPEED = (
     Use(
         "deepspeed.runtime.zero.partition_parameters",
         "ds_active_sub_modules ds_persist",
-        "shard what a failed forward has left gathered (strategies/zero/zero_cleanup.py)",
+        "shard what a failed forward has left gathered (strategies/zero/vendor.py)",
     ),
     Use(
         "deepspeed.runtime.zero.partition_parameters",
@@ -440,12 +444,12 @@ DEEPSPEED = (
     Use(
         "deepspeed.runtime.zero.parameter_offload",
         "FWD_MODULE_STACK ds_inflight_param_registry",
-        "let DeepSpeed go of a module that is not trained any more (strategies/zero/zero_cleanup.py)",
+        "let DeepSpeed go of a module that is not trained any more (strategies/zero/vendor.py)",
     ),
     Use(
         "deepspeed.runtime.zero.partitioned_param_coordinator",
         "PartitionedParameterCoordinator",
-        "let DeepSpeed go of a module that is not trained any more (strategies/zero/zero_cleanup.py)",
+        "let DeepSpeed go of a module that is not trained any more (strategies/zero/vendor.py)",
     ),
 )
 

@@ -20,8 +20,8 @@ from torch.nn.utils import parametrizations, weight_norm
 from torch.utils.data import DataLoader, TensorDataset
 
 import trainwright as tw
-from trainwright.strategies.fsdp2.low_precision_layers import SMALL
 from trainwright.strategies.fsdp2.strategy import FSDPStrategy
+from trainwright.strategies.fsdp2.wrap_policy import SMALL
 
 STRATEGIES = ("ddp", "ddp_sharded", "fsdp", "deepspeed_stage_1", "deepspeed_stage_2", "deepspeed_stage_3")
 SHARDED = ("fsdp", "deepspeed_stage_3")

@@ -95,22 +95,22 @@ REFUSED = {
     "apart ddp_sharded": "ValueError: Apart._ddp_params_and_buffers_to_ignore keeps 'own' separate on every rank, but "
     "strategy='ddp_sharded' trains one model. Use strategy='ddp', or delete that attribute.",
     "apart fsdp": "ValueError: Apart._ddp_params_and_buffers_to_ignore keeps 'own' separate on every rank, but strategy='fsdp'",
-    "fit 32-true": "ValueError: fsdp gathers the weights of Other in bfloat16, as an earlier run has sharded it, and this one "
+    "fit 32-true": "ValueError: fsdp gathers the weights of Copies in bfloat16, as an earlier run has sharded it, and this one "
     "is in 32-true. Continue in that run's precision, take the whole copy that tw.gather_module(module, all_ranks=True) "
     "returns, or create the module again and load a checkpoint.",
     "copy": "RuntimeError: a module that fsdp has sharded cannot be copied, because a rank holds only a part of it. "
     "tw.gather_module(",
     "copy of stage 3": "RuntimeError: a module that ZeRO stage 3 has sharded cannot be copied, because a rank holds only "
     "a part of it. tw.gather_module(module)",
-    "fit 16-mixed": "ValueError: fsdp gathers the weights of Other in bfloat16",
-    "validate 32-true": "ValueError: fsdp gathers the weights of Other in bfloat16",
-    "validate 16-mixed": "ValueError: fsdp gathers the weights of Other in bfloat16",
+    "fit 16-mixed": "ValueError: fsdp gathers the weights of Copies in bfloat16",
+    "validate 32-true": "ValueError: fsdp gathers the weights of Copies in bfloat16",
+    "validate 16-mixed": "ValueError: fsdp gathers the weights of Copies in bfloat16",
     "Adafactor": "ValueError: Adafactor does not compute on the sharded parameters (DTensors) that strategy='fsdp' gives it.",
     "Rprop": "ValueError: Rprop does not compute on the sharded parameters",
     "Whole": "RuntimeError: Whole does not compute on the sharded parameters",
     **dict.fromkeys(
         (f"row norms {strategy}" for strategy in (*STRATEGIES, *ZERO)),
-        "ValueError: 'words' of RowNorms is an Embedding with max_norm=1.0, which scales the rows that a batch looks up. Under",
+        "ValueError: 'words' of Words is an Embedding with max_norm=1.0, which scales the rows that a batch looks up. Under",
     ),
     **{
         f"sparse {strategy}": f"ValueError: 'words' of Words is an Embedding with sparse=True, and strategy='{strategy}' "

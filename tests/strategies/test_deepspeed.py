@@ -15,13 +15,9 @@ from everyday_job import assert_everyday, assert_same_weights
 from jobs import run_alone, run_job
 
 from trainwright.strategies.base import Optimization
+from trainwright.strategies.zero.deepspeed_import import _accelerator, _keep_to_current_device, import_deepspeed
 from trainwright.strategies.zero.strategy import DeepSpeedStrategy
-from trainwright.strategies.zero.vendor import (
-    _accelerator,
-    _compiled_on_call,
-    _keep_to_current_device,
-    import_deepspeed,
-)
+from trainwright.strategies.zero.vendor import _compiled_on_call
 from trainwright.strategies.zero.zero_optimizer import Part
 
 TOLD = "the DeepSpeed config says {}: the config's is used."
@@ -186,7 +182,7 @@ def test_missing_deepspeed_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_parameters_that_cannot_be_sharded_are_rejected(stage: int, parameter: torch.Tensor, text: str) -> None:
-    from trainwright.strategies.zero.vendor import refuse_what_cannot_be_sharded
+    from trainwright.strategies.zero.deepspeed_config import refuse_what_cannot_be_sharded
 
     module = torch.nn.Module()
     module.whole, module.odd = torch.nn.Parameter(torch.zeros(2)), torch.nn.Parameter(parameter)
@@ -195,7 +191,7 @@ def test_parameters_that_cannot_be_sharded_are_rejected(stage: int, parameter: t
 
 
 def test_parameters_that_are_not_trained_may_be_of_any_dtype() -> None:
-    from trainwright.strategies.zero.vendor import refuse_what_cannot_be_sharded
+    from trainwright.strategies.zero.deepspeed_config import refuse_what_cannot_be_sharded
 
     module = torch.nn.Linear(2, 2)
     module.odd = torch.nn.Parameter(torch.zeros(2, dtype=torch.complex64), requires_grad=False)

@@ -10,7 +10,7 @@ from jobs import run_job
 from layers_job import NETS, PRECISIONS, STRATEGIES, alone, layers
 from torch import nn
 
-from trainwright.strategies.fsdp2.low_precision_layers import SMALL, allow_float32, find_float32, is_low
+from trainwright.strategies.fsdp2.wrap_policy import SMALL, allow_float32, find_float32, is_low
 
 TOLERANCE = {"bf16-mixed": 0.1, "16-mixed": 0.03}
 """The allowed difference, relative to the change of the weights."""

@@ -15,9 +15,9 @@ from torch.optim import Adagrad, AdamW, NAdam, Optimizer
 from trainwright.checkpoint.tensors import TensorEntry
 from trainwright.strategies.base import Strategy
 from trainwright.strategies.divided_optimizers import make_whole
-from trainwright.strategies.zero import zero_state
+from trainwright.strategies.zero import master_optimizer
+from trainwright.strategies.zero.deepspeed_config import refuse_strangers, refuse_what_cannot_be_sharded
 from trainwright.strategies.zero.master_optimizer import MasterOptimizer, Shard
-from trainwright.strategies.zero.vendor import refuse_strangers, refuse_what_cannot_be_sharded
 from trainwright.strategies.zero.zero_optimizer import Part
 
 ENTRIES = {
@@ -44,7 +44,7 @@ def test_a_resume_makes_the_state_where_the_step_reads_it(options: dict[str, Any
     master = mastered(AdamW([parameter], 0.1), parameter, "meta")
     group = master.own.param_groups[0]
     group.update(options)
-    zero_state.allocate(master, {parameter: "weight"}, ENTRIES)
+    master_optimizer.allocate(master, {parameter: "weight"}, ENTRIES)
     made = state_of(master)
     on_device = bool(options.get("fused") or options.get("capturable"))
     assert made["step"].device.type == ("meta" if on_device else "cpu")
@@ -85,7 +85,7 @@ def test_lists_of_tensors_lie_where_the_masters_do() -> None:
     master.own.state[view] = {
         "factors": [torch.ones(2, dtype=torch.bfloat16), {"count": torch.ones(2, dtype=torch.int64)}]
     }
-    zero_state.move_plain(master)
+    master_optimizer.move_plain(master)
     first, second = master.own.state[view]["factors"]
     assert (first.device.type, first.dtype) == ("meta", torch.float32)
     assert (second["count"].device.type, second["count"].dtype) == ("meta", torch.int64)

@@ -51,7 +51,6 @@ from trainwright.strategies.divided_optimizers import (
     with_gradients,
 )
 from trainwright.strategies.fsdp2 import vendor
-from trainwright.strategies.fsdp2.low_precision_layers import Float32, allow_float32, find_float32
 from trainwright.strategies.fsdp2.sharded_access import (
     Root,
     failing,
@@ -67,9 +66,12 @@ from trainwright.strategies.fsdp2.split_groups import by_kind, split_groups
 from trainwright.strategies.fsdp2.wrap_policy import (
     MIN_PARAMETERS,
     ROOT,
+    Float32,
     WrapPolicy,
+    allow_float32,
     check_policy,
     choose_groups,
+    find_float32,
     recomputed,
 )
 from trainwright.strategies.module_checks import refuse_reentrant, refuse_sparse_weights, refuse_unreplicable

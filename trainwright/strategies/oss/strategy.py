@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -40,12 +39,9 @@ from trainwright.strategies.divided_optimizers import (
     with_gradients,
 )
 from trainwright.strategies.module_checks import refuse_reentrant, refuse_sparse_weights, refuse_unreplicable
-from trainwright.strategies.oss.vendor import make_wrapper
+from trainwright.strategies.oss import vendor
 from trainwright.strategies.replaced_options import OF_DDP, refuse_options
 from trainwright.strategies.replication import DeferredAllReduce, equalize
-
-_OWNERS: WeakKeyDictionary[Optimizer, dict[nn.Parameter, int]] = WeakKeyDictionary()
-"""The ranks of an optimizer's parameters. A second fit with the optimizer uses the same ranks, which have its state."""
 
 
 class ShardedOptimizer(OptimizerProxy):
@@ -53,7 +49,7 @@ class ShardedOptimizer(OptimizerProxy):
 
     def __init__(self, own: Optimizer) -> None:
         everyones = [list(group["params"]) for group in own.param_groups]
-        self.oss = _make_oss(own)
+        self.oss = vendor.make_oss(own)
         DIVISIONS[own] = Division(ShardedDDPStrategy.name, {}, everyones)
         super().__init__(own, everyones)
         self.used = UsedParameters()
@@ -107,7 +103,7 @@ class ShardedOptimizer(OptimizerProxy):
 
     def send(self) -> None:
         """Broadcast this rank's parameters. Collective."""
-        self.oss._broadcast_params()
+        self.oss.send()
 
     def refuse_replaced(self) -> None:
         """Raise RuntimeError if a group's list has other parameters than when they were divided."""
@@ -120,42 +116,6 @@ class ShardedOptimizer(OptimizerProxy):
             "ddp_sharded assigns parameters to ranks when the optimizer is prepared, so groups cannot be added later. Pass "
             "them to the optimizer in configure_optimizers, frozen if necessary."
         )
-
-
-def _make_oss(own: Optimizer) -> Any:
-    from fairscale.optim import OSS
-
-    class BalancedOSS(OSS):  # type: ignore[misc]
-        """OSS that assigns the largest tensors first, so that the ranks hold about the same."""
-
-        _partition_parameters: list[list[dict[str, Any]]]
-
-        def partition_parameters(self) -> list[list[dict[str, Any]]]:
-            if not self._partition_parameters:  # FairScale empties it to have it rebuilt
-                before, ranks = _OWNERS.get(own, {}), {}
-                sizes = [0] * self.world_size
-                for p in sorted(parameters_of(self), key=lambda p: (p not in before, not p.requires_grad, -p.numel())):
-                    ranks[p] = before[p] if p in before else sizes.index(min(sizes))
-                    sizes[ranks[p]] += p.numel() if p.requires_grad else 1
-                _OWNERS[own] = ranks
-                self._partition_parameters = [
-                    [
-                        {**group, "params": [p for p in group["params"] if ranks[p] == rank]}
-                        for group in self.param_groups
-                    ]
-                    for rank in range(self.world_size)
-                ]
-            return self._partition_parameters
-
-    def take_own(groups: list[dict[str, Any]], **_: Any) -> Optimizer:
-        # OSS would construct a new one, but its arguments are unknown, and schedulers and hooks are bound to this one.
-        mine = {p for group in groups for p in group["params"]}
-        own.param_groups = groups
-        for parameter in [p for p in own.state if p not in mine]:
-            del own.state[parameter]
-        return own
-
-    return BalancedOSS([dict(group) for group in own.param_groups], optim=take_own)
 
 
 class ShardedDDPStrategy(Strategy):
@@ -256,7 +216,7 @@ class ShardedDDPStrategy(Strategy):
         else:
             for each in self._optimizers.values():
                 # Manual optimization bypasses ShardedDDP, so its backward reduces nothing.
-                self._deferred.track(parameters_of(each), each.oss._param_to_rank)
+                self._deferred.track(parameters_of(each), each.oss.owners())
         return sharded
 
     def _wrap(self, modules: Sequence[nn.Module]) -> None:
@@ -272,7 +232,7 @@ class ShardedDDPStrategy(Strategy):
             others = (
                 set(each.module.parameters()) for name, each in self.wrapped.items() if each and name is not module
             )
-            self.wrapped[module] = make_wrapper(
+            self.wrapped[module] = vendor.make_wrapper(
                 StepForward(module),
                 own.difference(*others),  # a parameter of two modules is averaged once
                 oss,
@@ -313,7 +273,7 @@ class ShardedDDPStrategy(Strategy):
         super().sync_gradients(enabled)
         for wrapped in self.wrapped.values():
             if wrapped is not None:
-                wrapped._should_accumulate_grads = not enabled  # the switch behind its no_sync()
+                vendor.set_reducing(wrapped, enabled)
 
     def _finalize(self, optimizer: Optimizer) -> None:
         if not isinstance(optimizer, ShardedOptimizer):

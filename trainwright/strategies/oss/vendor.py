@@ -8,10 +8,17 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
+from torch.optim import Optimizer
+
+from trainwright.strategies.divided_optimizers import parameters_of
+
+_OWNERS: WeakKeyDictionary[Optimizer, dict[nn.Parameter, int]] = WeakKeyDictionary()
+"""The ranks of an optimizer's parameters. A second fit with the optimizer uses the same ranks, which have its state."""
 
 _SHARDED_DDP: Any = object
 """A name of FairScale's class, which is imported where a wrapper is made and is the second base there."""
@@ -241,3 +248,54 @@ def make_wrapper(module: nn.Module, own: Collection[Tensor], optimizers: list[An
 
 def _parameters(slot: Any) -> list[Tensor]:
     return [slot] if isinstance(slot, Tensor) else slot._params
+
+
+def make_oss(own: Optimizer) -> Any:
+    """Return an OSS around the user's optimizer, which then keeps only this rank's parameters."""
+    from fairscale.optim import OSS
+
+    class BalancedOSS(OSS):  # type: ignore[misc]
+        """OSS that assigns the largest tensors first, so that the ranks hold about the same."""
+
+        _partition_parameters: list[list[dict[str, Any]]]
+
+        def partition_parameters(self) -> list[list[dict[str, Any]]]:
+            if not self._partition_parameters:  # FairScale empties it to have it rebuilt
+                before, ranks = _OWNERS.get(own, {}), {}
+                sizes = [0] * self.world_size
+                for p in sorted(parameters_of(self), key=lambda p: (p not in before, not p.requires_grad, -p.numel())):
+                    ranks[p] = before[p] if p in before else sizes.index(min(sizes))
+                    sizes[ranks[p]] += p.numel() if p.requires_grad else 1
+                _OWNERS[own] = ranks
+                self._partition_parameters = [
+                    [
+                        {**group, "params": [p for p in group["params"] if ranks[p] == rank]}
+                        for group in self.param_groups
+                    ]
+                    for rank in range(self.world_size)
+                ]
+            return self._partition_parameters
+
+        def owners(self) -> dict[Tensor, int]:
+            """Return the ranks that step the parameters."""
+            ranks: dict[Tensor, int] = self._param_to_rank
+            return ranks
+
+        def send(self) -> None:
+            """Broadcast this rank's parameters. Collective."""
+            self._broadcast_params()
+
+    def take_own(groups: list[dict[str, Any]], **_: Any) -> Optimizer:
+        # OSS would construct a new one, but its arguments are unknown, and schedulers and hooks are bound to this one.
+        mine = {p for group in groups for p in group["params"]}
+        own.param_groups = groups
+        for parameter in [p for p in own.state if p not in mine]:
+            del own.state[parameter]
+        return own
+
+    return BalancedOSS([dict(group) for group in own.param_groups], optim=take_own)
+
+
+def set_reducing(wrapper: Any, enabled: bool) -> None:
+    """Set whether backwards reduce gradients, by the switch behind ShardedDDP's `no_sync()`."""
+    wrapper._should_accumulate_grads = not enabled

@@ -1,23 +1,27 @@
-"""The configuration of a DeepSpeed engine: the framework's, overridden by the user's."""
+"""The configuration of a DeepSpeed engine (the framework's, overridden by the user's), and checks of the run."""
 
 from __future__ import annotations
 
 import copy
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trainwright.errors import a_type_of
 from trainwright.precision.base import Precision
 from trainwright.rank_zero import rank_zero_warn
 from trainwright.strategies.base import Optimization
-from trainwright.strategies.divided_optimizers import refuse_unknown_optimizer
+from trainwright.strategies.divided_optimizers import parameters_of, refuse_unknown_optimizer
 from trainwright.strategies.memory_plan import LARGEST_BUCKET
+from trainwright.strategies.module_checks import changed, trained
+from trainwright.strategies.zero.deepspeed_import import ACCELERATORS, import_deepspeed
+from trainwright.tensor_names import clean_name, is_compiled
 
 LOW_DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 """The sections of a configuration that select a dtype."""
@@ -210,3 +214,80 @@ def refuse_optimizer(config: Mapping[str, Any], optimizer: Optimizer, strategy: 
     """Raise ValueError for an unknown optimizer, unless the user's configuration accepts any."""
     if config.get("zero_allow_untested_optimizer") is not True:
         refuse_unknown_optimizer(optimizer, strategy)
+
+
+def check_supported(device_type: str, precision: Precision) -> None:
+    """Raise ValueError for a device or precision that DeepSpeed lacks. It is imported only for unknown devices."""
+    if precision.compute_dtype == torch.float64:
+        raise ValueError(
+            f"precision={precision.name!r}: DeepSpeed computes in 32 or 16 bits. Choose one of these, or 'fsdp'."
+        )
+    if device_type not in ACCELERATORS:
+        import_deepspeed(torch.device(device_type))
+
+
+def refuse_other_parameters(module: nn.Module, before: Mapping[str, nn.Parameter] | None) -> None:
+    """Raise RuntimeError if other parameters are trained than `before`, unless that is None, or have replaced them."""
+    now = trained(module)
+    if names := [] if before is None else changed(before, now):
+        done, way = "frozen or unfrozen", "Freeze before fit and resume from a checkpoint in a second fit"
+        if before is not None and names[0] in before and names[0] in now:
+            done, way = "replaced", "Copy the new values into the parameter that is there"
+        raise RuntimeError(
+            f"{names[0]!r} of {type(module).__name__} was {done} after its optimizer was prepared, which DeepSpeed cannot "
+            f"follow. {way}, or choose 'ddp'."
+        )
+
+
+def refuse_strangers(optimizer: Optimizer, own: Collection[Tensor]) -> None:
+    """Raise ValueError for an optimizer of parameters that no prepared module has: no engine could divide them."""
+    strangers = [each for each in parameters_of(optimizer) if each.requires_grad and each not in own]
+    if strangers:
+        raise ValueError(
+            f"{type(optimizer).__name__} trains parameters of no prepared module, the first of shape "
+            f"{list(strangers[0].shape)}, which DeepSpeed cannot divide among the ranks. Assign them to attributes of the "
+            "module in __init__ (a tensor as an nn.Parameter, several modules as an nn.ModuleList). Or choose 'ddp', under "
+            "which every rank trains them separately."
+        )
+
+
+def refuse_what_cannot_be_sharded(part: nn.Module, stage: int) -> None:
+    """Raise ValueError for parameters that ZeRO cannot train, or would train differently than one process."""
+    named = [
+        (f"{path.partition('.')[2].partition('.')[2]}.{name}".removeprefix("."), parameter)  # without "members.0"
+        for path, member in part.named_modules()
+        for name, parameter in member.named_parameters(recurse=False)
+        if parameter.requires_grad or stage == 3
+    ]
+    for path, member in part.named_modules() if stage == 3 else ():
+        if is_compiled(member):
+            attribute = clean_name(path.partition(".")[2].partition(".")[2])
+            raise ValueError(
+                f"{attribute or 'the module'!r} is compiled by torch.compile, and the compiler does not follow the hooks with "
+                "which ZeRO stage 3 gathers parameters. Compile it only under other strategies, or choose stage 2 or 'fsdp'."
+            )
+    dtypes: dict[torch.dtype, str] = {}
+    for name, parameter in named:
+        dtype = str(parameter.dtype).removeprefix("torch.")
+        if parameter.requires_grad:
+            dtypes.setdefault(parameter.dtype, name)
+        if parameter.is_complex():
+            raise ValueError(
+                f"parameter {name!r} is {dtype}, and DeepSpeed's masters are real numbers. Keep its real and imaginary parts "
+                "as two parameters (torch.view_as_real), or choose 'ddp'."
+            )
+        if parameter.dtype == torch.float64 and parameter.requires_grad:
+            raise ValueError(
+                f"parameter {name!r} is float64, and DeepSpeed's masters are float32. Convert it, or choose 'ddp' or 'fsdp'."
+            )
+        if parameter.numel() == 0 and not hasattr(parameter, "ds_id") and stage == 3:
+            raise ValueError(
+                f"parameter {name!r} has the shape {tuple(parameter.shape)}, but ZeRO stage 3 cannot gather one without "
+                "elements. Make it a buffer, or choose stage 1 or 2."
+            )
+    if len(dtypes) > 1:
+        found = " and ".join(f"{name!r} in {str(dtype).removeprefix('torch.')}" for dtype, name in dtypes.items())
+        raise ValueError(
+            f"the module trains {found}, but DeepSpeed lays parameters of one dtype out side by side. Convert the module to "
+            "one, or choose 'ddp'."
+        )

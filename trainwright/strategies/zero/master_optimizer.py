@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, MutableMapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from trainwright.strategies.base import state_location
+from trainwright.checkpoint.contents import placed
+from trainwright.checkpoint.tensors import Piece, TensorEntry
+from trainwright.strategies.base import by_parameter, new_state, state_location
 from trainwright.strategies.divided_optimizers import DIVISIONS, Division, GroupView, UsedParameters, divided
 
 
@@ -214,3 +216,37 @@ class StateByParameter(MutableMapping[Any, Any]):
 
     def __len__(self) -> int:
         return len(self._state)
+
+
+def optimizer_pieces(master: MasterOptimizer, names: Mapping[Tensor, str], rank: int) -> Iterator[Piece]:
+    """Yield this rank's shard of the user's optimizer state."""
+    for parameter, view in master.views.items():
+        for key, value in master.own.state.get(view.tensor, {}).items():
+            name = f"{names[parameter]}/{key}"
+            if isinstance(value, Tensor) and view.is_part(key, value):
+                yield Piece(name, view.shard.shape, view.shard.start, value.detach(), rank)
+            elif isinstance(value, Tensor):  # ranks without a shard of the parameter have none
+                yield Piece(name, tuple(value.shape), 0, value.detach(), view.shard.first)
+
+
+def allocate(master: MasterOptimizer, names: Mapping[Tensor, str], entries: Mapping[str, TensorEntry]) -> None:
+    """Replace the optimizer's state by empty tensors for a load to fill."""
+    by_name = by_parameter(entries)
+    master.own.state.clear()
+    for group, given in zip(master.own.param_groups, master.given, strict=True):
+        for view in (master.views[p] for p in given if p in master.views):
+            for key, entry in by_name.get(names[view.shard.parameter], {}).items():
+                state = master.own.state[view.tensor]
+                is_part = tuple(entry.shape) == view.shard.shape and key != "step"
+                if is_part and entry.dtype == view.shard.parameter.dtype:
+                    entry = replace(entry, dtype=view.tensor.dtype)  # the parameter's dtype becomes the master's
+                state[key] = new_state(view.tensor, key, entry, group, is_part)
+
+
+def move_plain(master: MasterOptimizer) -> None:
+    """Move tensors inside non-tensor state, such as lists of them, to the masters' device and dtype after a load."""
+    for parameter, view in master.views.items():
+        state = master.own.state.get(view.tensor, {})
+        for key, value in state.items():
+            if not isinstance(value, Tensor):
+                state[key] = placed(value, view.tensor, parameter.dtype)

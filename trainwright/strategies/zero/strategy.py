@@ -33,20 +33,17 @@ from trainwright.strategies.module_checks import refuse_sparse_weights, refuse_u
 from trainwright.strategies.replaced_options import EVERY, OF_DEEPSPEED, refuse_options
 from trainwright.strategies.replication import equalize
 from trainwright.strategies.used_parameters import BackwardGuard, are_all_stepped
-from trainwright.strategies.zero import deepspeed_config, zero_cleanup, zero_state
-from trainwright.strategies.zero.master_optimizer import MasterOptimizer, Shard
-from trainwright.strategies.zero.vendor import (
-    check_supported,
-    make_engine,
-    refuse_other_dtype,
-    refuse_other_parameters,
-    refuse_plain_backward,
-    refuse_strangers,
-    scale_losses,
-)
-from trainwright.strategies.zero.zero_optimizer import Part, ZeroOptimizer, ZeroPrecision
+from trainwright.strategies.zero import deepspeed_config, vendor
+from trainwright.strategies.zero.master_optimizer import MasterOptimizer, Shard, allocate, move_plain, optimizer_pieces
+from trainwright.strategies.zero.zero_optimizer import AddedAttributes, Part, ZeroOptimizer, ZeroPrecision
 from trainwright.strategies.zero.zero_order import ReductionOrder
-from trainwright.strategies.zero.zero_write_back import ZeroWriteBack, note_empty_parameter, update_masters
+from trainwright.strategies.zero.zero_write_back import (
+    ZeroWriteBack,
+    note_empty_parameter,
+    refuse_copy,
+    update_masters,
+    warn_of_shards,
+)
 from trainwright.tensor_names import state_entries
 
 
@@ -137,14 +134,14 @@ class DeepSpeedStrategy(Strategy):
         self._engines: dict[ZeroOptimizer, Any] = {}
         self._engine_of: dict[nn.Module, Any] = {}
         self._trained: dict[nn.Module, dict[str, nn.Parameter]] = {}
-        self._added: list[zero_cleanup.AddedAttributes] = []
+        self._added: list[AddedAttributes] = []
         self._write_back, self._guard = ZeroWriteBack(), BackwardGuard(self.name)
         self._left: dict[Any, list[Shard]] = {}
         """The shards of engines that were taken off their modules, which can still be saved."""
 
     def check(self, device_type: str, num_processes: int, precision: Precision) -> None:
         super().check(device_type, num_processes, precision)
-        check_supported(device_type, precision)
+        deepspeed_config.check_supported(device_type, precision)
         inner = self._inner_precision(device_type, precision)
         if inner is not precision and precision.compute_dtype is not None:
             rank_zero_warn(
@@ -185,14 +182,14 @@ class DeepSpeedStrategy(Strategy):
         if self.stage < 3 or not sharded:
             self._move(module)
         else:
-            refuse_other_dtype(sharded, self.precision)
+            vendor.refuse_other_dtype(sharded, self.precision)
         whole = [p for p in module.parameters() if not hasattr(p, "ds_id")]
         equalize((*whole, *module.buffers()))
         self.wrapped[module] = None
         self.buffers.track(module)
-        if self.stage == 3 and zero_state.warn_of_shards not in module._state_dict_hooks.values():
-            module.register_state_dict_post_hook(zero_state.warn_of_shards)  # type: ignore[no-untyped-call]
-            module.__dict__["__deepcopy__"] = zero_state.refuse_copy
+        if self.stage == 3 and warn_of_shards not in module._state_dict_hooks.values():
+            module.register_state_dict_post_hook(warn_of_shards)  # type: ignore[no-untyped-call]
+            module.__dict__["__deepcopy__"] = refuse_copy
         if optimization is None and self.stage == 3 and any(True for _ in module.parameters()):
             self._engine_of[module] = self._initialize(Part([module]), None)
 
@@ -221,7 +218,7 @@ class DeepSpeedStrategy(Strategy):
         held = {each: {own for _, own in nn.Module.named_parameters(each)} for each in modules}
         for optimizer in (each for each in optimizers if each not in self._engines):
             self._refuse_optimizer(optimizer)
-            refuse_strangers(optimizer, set().union(*held.values()))
+            deepspeed_config.refuse_strangers(optimizer, set().union(*held.values()))
             owners = [module for module in modules if not held[module].isdisjoint(parameters_of(optimizer))]
             master = MasterOptimizer(optimizer)
             self._take(master, self._initialize(Part(owners), master), owners)
@@ -233,10 +230,10 @@ class DeepSpeedStrategy(Strategy):
 
     def _take(self, master: MasterOptimizer, engine: Any, owners: Sequence[nn.Module]) -> ZeroOptimizer:
         zero = engine.optimizer
-        refuse_plain_backward(zero, lambda: self._guard.is_running, self.name)
+        vendor.refuse_plain_backward(zero, lambda: self._guard.is_running, self.name)
         order = ReductionOrder(zero, engine.module.named_parameters(), self.stage)
-        master.attach(zero_state.shards_of(zero, self.stage, self.rank))
-        refresh = partial(zero_state.refresh_from_masters, zero, self.stage)
+        master.attach(vendor.shards_of(zero, self.stage, self.rank))
+        refresh = partial(vendor.refresh_from_masters, zero, self.stage)
         facade = ZeroOptimizer(master, engine, order, self._write_back.run, refresh)
         self._engines[facade] = engine
         self._engine_of.update(dict.fromkeys(owners, engine))
@@ -256,20 +253,21 @@ class DeepSpeedStrategy(Strategy):
         )
 
     def _initialize(self, part: Part, optimizer: MasterOptimizer | None, trained: Any = None) -> Any:
-        self._added.append(zero_cleanup.AddedAttributes(part.members))
+        self._added.append(AddedAttributes(part.members))
         with self._added[-1]:
             config = self._config(part.parameters())
-            engine = make_engine(part, optimizer, trained, config, self.device, self._refuse_optimizer)
+            deepspeed_config.refuse_what_cannot_be_sharded(part, self.stage)
+            engine = vendor.make_engine(part, optimizer, trained, config, self.device, self._refuse_optimizer)
         self._write_back.track(engine.optimizer, self.stage, self.rank, part, self.wrapped)
         if self.precision.autocast_dtype == torch.float16 and (optimizer is not None or trained is not None):
-            scale_losses(engine)
+            vendor.scale_losses(engine)
         return engine
 
     def refresh_trainable(self, modules: Sequence[nn.Module], in_step: bool = False) -> None:
         """Raise RuntimeError if other parameters are trained now, because DeepSpeed's buffers are fixed."""
         for module in () if in_step else modules:
             self.buffers.track(module)
-            refuse_other_parameters(module, self._trained.get(module))
+            deepspeed_config.refuse_other_parameters(module, self._trained.get(module))
 
     def run(self, module: nn.Module, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Attention's fast path is off in stage 3: it reads parameters that are not gathered."""
@@ -294,7 +292,7 @@ class DeepSpeedStrategy(Strategy):
 
     def _finalize(self, optimizer: Optimizer) -> None:
         if not self._offloads:  # offloaded gradients are reduced in DeepSpeed's step only
-            zero_state.finalize_gradients(_prepared(optimizer).engine, self.stage)
+            vendor.finalize_gradients(_prepared(optimizer).engine, self.stage)
 
     def step(
         self, optimizer: Optimizer, clipping: Clipping | None = None, closure: Closure | None = None
@@ -302,23 +300,20 @@ class DeepSpeedStrategy(Strategy):
         self._guard.refuse_failed()
         facade = _prepared(optimizer)
         engine, master, zero = facade.engine, facade.master, facade.engine.optimizer
-        zero_state.fill_missing_gradients(zero, self.stage)
+        vendor.fill_missing_gradients(zero, self.stage)
         self._write_back.run()
-        zero.clip_grad = 0.0
+        norm = 0.0
         if clipping is not None:
             if clipping.value is not None or clipping.scale != 1.0:
                 self.clip_gradients(facade, clipping._replace(norm=None))
             # The engine clips by norm, which it computes anyway, before the deferred rescaling of offloaded gradients.
-            zero.clip_grad = (clipping.norm or 0.0) / master.rescale
-        # The flag means "reduce in step()": finalized gradients are averages, and would be divided a second time.
-        engine.enable_backward_allreduce = self._offloads or not self.finalized.get(facade)
+            norm = (clipping.norm or 0.0) / master.rescale
         with self.precision.step_context():
-            engine.step()
-        engine.enable_backward_allreduce = True
-        norm = torch.as_tensor(zero._global_grad_norm) * master.rescale if zero.clip_grad else None
+            total, skipped = vendor.step_engine(engine, norm, self._offloads or not self.finalized.get(facade))
+        total = None if total is None else torch.as_tensor(total) * master.rescale
         self.finalized.pop(facade, None)
         master.clear()
-        return StepResult(norm, bool(zero.overflow))
+        return StepResult(total, skipped)
 
     def clip_gradients(self, optimizer: Optimizer, clipping: Clipping) -> Tensor | None:
         facade = _prepared(optimizer)
@@ -331,7 +326,7 @@ class DeepSpeedStrategy(Strategy):
                 "under offloading DeepSpeed keeps gradients where their norm is not known before its step. Clip by the "
                 "Trainer's gradient_clip_val, or do not offload."
             )
-        return zero_state.clip_gradients(facade.engine.optimizer, clipping, self.device)
+        return vendor.clip_gradients(facade.engine.optimizer, clipping, self.device)
 
     def check_gradients(self, exchange: Exchange = gather_object) -> None:
         for facade in self._engines:
@@ -347,30 +342,30 @@ class DeepSpeedStrategy(Strategy):
                 part = shard.flat.detach().narrow(0, shard.offset, shard.numel)
                 pieces.append(Piece(name, shard.shape, shard.start, part, self.rank))
             elif hasattr(value, "ds_tensor"):  # not trained, so its partition counts, not a float32 master
-                pieces.append(zero_state.partition_piece(name, value, self.rank))
+                pieces.append(vendor.partition_piece(name, value, self.rank))
             else:
                 writer = None if isinstance(value, nn.Parameter) else 0
                 pieces.append(self._piece(name, value, writer))
         return pieces
 
     def optimizer_pieces(self, optimizer: Optimizer, names: Mapping[Tensor, str]) -> list[Piece]:
-        return list(zero_state.optimizer_pieces(_prepared(optimizer).master, names, self.rank))
+        return list(optimizer_pieces(_prepared(optimizer).master, names, self.rank))
 
     def allocate_optimizer_state(
         self, optimizer: Optimizer, names: Mapping[Tensor, str], entries: Mapping[str, TensorEntry]
     ) -> None:
-        zero_state.allocate(_prepared(optimizer).master, names, entries)
+        allocate(_prepared(optimizer).master, names, entries)
 
     def _local_parameters(self, optimizer: Optimizer) -> Iterable[Tensor]:
         return _prepared(optimizer).master.views
 
     def refresh_weights(self, modules: Sequence[nn.Module], loaded: Mapping[str, Any] | None = None) -> None:
         for facade in self._engines if loaded is not None else ():
-            zero_state.move_plain(facade.master)
+            move_plain(facade.master)
         stepped = {shard.parameter for engine in self._engines.values() for shard in self._shards(engine)}
-        zero_state.refresh(p for module in modules for p in module.parameters() if p not in stepped)
+        vendor.refresh(p for module in modules for p in module.parameters() if p not in stepped)
         for engine in self._engines.values():
-            zero_state.refresh_from_masters(engine.optimizer, self.stage)
+            vendor.refresh_from_masters(engine.optimizer, self.stage)
         for engine, saved in zip(self._engines.values(), (loaded or {}).get("lr_schedulers", []), strict=False):
             if engine.lr_scheduler is not None and saved is not None:
                 engine.lr_scheduler.load_state_dict(saved)
@@ -384,7 +379,7 @@ class DeepSpeedStrategy(Strategy):
 
     def _shards(self, engine: Any) -> Iterable[Shard]:
         left = self._left.get(engine)
-        return zero_state.shards_of(engine.optimizer, self.stage, self.rank) if left is None else left
+        return vendor.shards_of(engine.optimizer, self.stage, self.rank) if left is None else left
 
     def after_run(self, error: BaseException | None = None) -> None:
         if error is not None:
@@ -394,11 +389,11 @@ class DeepSpeedStrategy(Strategy):
             self._left = {engine: list(self._shards(engine)) for engine in self._engines.values()}
             self._detach()
         else:
-            zero_cleanup.end_training(self._engine_of.values())
+            vendor.end_training(self._engine_of.values())
 
     def _detach(self) -> None:
         """Take the engines off the modules, which stay sharded in stage 3."""
-        zero_cleanup.destroy(self._engine_of.values())
+        vendor.destroy(self._engine_of.values())
         for facade in self._engines:
             facade.master.close()
         for added in reversed(self._added):

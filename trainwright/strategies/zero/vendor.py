@@ -1,59 +1,30 @@
-"""DeepSpeed's package, imported on use and set to this process's device, and its engine around a module."""
+"""The private names of DeepSpeed that ZeRO needs, as read in DeepSpeed 0.19.8."""
 
 from __future__ import annotations
 
 import functools
 import importlib
-import logging
-import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from types import SimpleNamespace
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from trainwright.devices import cuda
-from trainwright.distributed.environment import Environment, announce_local_rank, announced
+from trainwright.checkpoint.tensors import Piece
+from trainwright.distributed.environment import Environment, announce_local_rank
 from trainwright.precision.base import Precision
-from trainwright.strategies.divided_optimizers import parameters_of
-from trainwright.strategies.module_checks import changed, trained
-from trainwright.strategies.zero.master_optimizer import MasterOptimizer
-from trainwright.tensor_names import clean_name, is_compiled
+from trainwright.strategies.base import Clipping
+from trainwright.strategies.zero.deepspeed_import import import_deepspeed
+from trainwright.strategies.zero.master_optimizer import MasterOptimizer, Shard
 
-ACCELERATORS = ("cpu", cuda.NAME, "xpu")
-"""The torch devices that DeepSpeed supports."""
-
-
-def check_supported(device_type: str, precision: Precision) -> None:
-    """Raise ValueError for a device or precision that DeepSpeed lacks. It is imported only for unknown devices."""
-    if precision.compute_dtype == torch.float64:
-        raise ValueError(
-            f"precision={precision.name!r}: DeepSpeed computes in 32 or 16 bits. Choose one of these, or 'fsdp'."
-        )
-    if device_type not in ACCELERATORS:
-        import_deepspeed(torch.device(device_type))
-
-
-def import_deepspeed(device: torch.device) -> Any:
-    """Return the package, set to this device, with only its warnings shown, or raise ValueError for the device."""
-    with announced(**({"DS_ACCELERATOR": "cpu"} if device.type == "cpu" else {})):
-        import deepspeed
-
-    logger = logging.getLogger("DeepSpeed")
-    logger.setLevel(logging.WARNING)
-    logger.addFilter(_is_relevant)  # once, however often it is called
-    # DeepSpeed calls collectives by deprecated names, which users cannot change.
-    warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
-    accelerator = _accelerator(deepspeed, device.type)
-    if device.type == "cpu":
-        # DeepSpeed's CPU collectives need a compiler, and leak shared memory when killed.
-        importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None  # type: ignore[attr-defined]
-    else:
-        _keep_to_current_device(accelerator)
-    return deepspeed
+ADDED_LATER = ("pre_bwd_fn", "post_bwd_fn", "ds_grads_remaining", "applied_pre_backward_ref_cnt")
+"""Attributes that the first forward and backward add to a module."""
 
 
 @contextmanager
@@ -79,42 +50,6 @@ def _compiled_on_call(function: Callable[..., Any]) -> Callable[..., Any]:
     return functools.wraps(function)(lambda *args, **kwargs: compiled()(*args, **kwargs))
 
 
-def _accelerator(deepspeed: Any, device_type: str) -> Any:
-    """Select and return DeepSpeed's class for a kind of device. The process may have used another before."""
-    present = deepspeed.accelerator.get_accelerator()
-    if present.device_name() == device_type:
-        return present
-    if device_type not in ACCELERATORS:
-        raise ValueError(
-            f"strategy='deepspeed' on {device_type!r}: DeepSpeed does not support it, and would compute on "
-            f"{present.device_name()!r}. Choose 'fsdp', or call deepspeed.accelerator.set_accelerator with a class for "
-            f"{device_type!r} before you make the Trainer."
-        )
-    module = importlib.import_module(f"deepspeed.accelerator.{device_type}_accelerator")
-    general = importlib.import_module("deepspeed.accelerator.abstract_accelerator").DeepSpeedAccelerator
-    kinds = [each for each in vars(module).values() if isinstance(each, type) and issubclass(each, general)]
-    deepspeed.accelerator.set_accelerator(next(each for each in kinds if each is not general)())
-    return deepspeed.accelerator.get_accelerator()
-
-
-def _keep_to_current_device(accelerator: Any) -> None:
-    """Make DeepSpeed compute on the current device, not on device LOCAL_RANK, which counts processes."""
-    name_of = accelerator.device_name
-    if getattr(name_of, "keeps_to_current_device", False):
-        return
-
-    def device_name(index: Any = None) -> str:
-        return str(accelerator.current_device_name() if isinstance(index, str) else name_of(index))
-
-    device_name.keeps_to_current_device = True  # type: ignore[attr-defined]
-    accelerator.device_name = device_name
-
-
-def _is_relevant(record: logging.LogRecord) -> bool:
-    known = ("untested optimizer", "learning rate from scheduler before it has started")
-    return not any(text in record.getMessage() for text in known)
-
-
 def make_engine(
     part: nn.Module,
     optimizer: MasterOptimizer | None,
@@ -129,7 +64,6 @@ def make_engine(
     announce_local_rank(Environment.detect())
     deepspeed = import_deepspeed(device)
     stage = config["zero_optimization"]["stage"]
-    refuse_what_cannot_be_sharded(part, stage)
     whole = [p for p in part.parameters() if not hasattr(p, "ds_id")] if stage == 3 else []
     for parameter in whole:
         parameter.data = parameter.data.contiguous()  # stage 3 shards the memory, whatever its strides
@@ -247,68 +181,265 @@ def _patched(kind: Any, check: Callable[[Optimizer], None]) -> AbstractContextMa
     )
 
 
-def refuse_other_parameters(module: nn.Module, before: Mapping[str, nn.Parameter] | None) -> None:
-    """Raise RuntimeError if other parameters are trained than `before`, unless that is None, or have replaced them."""
-    now = trained(module)
-    if names := [] if before is None else changed(before, now):
-        done, way = "frozen or unfrozen", "Freeze before fit and resume from a checkpoint in a second fit"
-        if before is not None and names[0] in before and names[0] in now:
-            done, way = "replaced", "Copy the new values into the parameter that is there"
-        raise RuntimeError(
-            f"{names[0]!r} of {type(module).__name__} was {done} after its optimizer was prepared, which DeepSpeed cannot "
-            f"follow. {way}, or choose 'ddp'."
-        )
+def shards_of(zero: Any, stage: int, rank: int) -> Iterator[Shard]:
+    """Yield this rank's shards of the parameters that a ZeRO optimizer steps."""
+    if stage == 3:
+        groups, flats = zero.fp16_groups, zero.fp32_partitioned_groups_flat
+    else:
+        groups, flats = zero.bit16_groups, zero.single_partition_of_fp32_groups
+    for group, flat in zip(groups, flats, strict=True):
+        for parameter in group:
+            if stage == 3:
+                _, offset, padded = zero.grad_position[zero.get_param_id(parameter)]
+                start = min(padded * rank, parameter.ds_numel)
+                numel = min(padded, parameter.ds_numel - start)
+                yield Shard(parameter, flat, offset, start, numel, tuple(parameter.ds_shape), 0)
+            elif parameter._hp_mapping is None:  # other ranks hold all of it
+                yield Shard(parameter, flat, 0, 0, 0, tuple(parameter.shape), 0)
+            else:
+                mine = parameter._hp_mapping.lp_fragment_address
+                there = parameter._hp_mapping.hp_fragment_address
+                first = (rank * flat.numel() + there.start - mine.start) // flat.numel()
+                yield Shard(parameter, flat, there.start, mine.start, mine.numel, tuple(parameter.shape), first)
 
 
-def refuse_strangers(optimizer: Optimizer, own: Collection[Tensor]) -> None:
-    """Raise ValueError for an optimizer of parameters that no prepared module has: no engine could divide them."""
-    strangers = [each for each in parameters_of(optimizer) if each.requires_grad and each not in own]
-    if strangers:
-        raise ValueError(
-            f"{type(optimizer).__name__} trains parameters of no prepared module, the first of shape "
-            f"{list(strangers[0].shape)}, which DeepSpeed cannot divide among the ranks. Assign them to attributes of the "
-            "module in __init__ (a tensor as an nn.Parameter, several modules as an nn.ModuleList). Or choose 'ddp', under "
-            "which every rank trains them separately."
-        )
+def partition_piece(name: str, parameter: Any, rank: int) -> Piece:
+    """Return this rank's shard of a stage 3 parameter without a master."""
+    start = min(parameter.ds_tensor.numel() * rank, parameter.ds_numel)
+    shard = parameter.ds_tensor.detach()[: min(parameter.ds_tensor.numel(), parameter.ds_numel - start)]
+    return Piece(name, tuple(parameter.ds_shape), start, shard, rank)
 
 
-def refuse_what_cannot_be_sharded(part: nn.Module, stage: int) -> None:
-    """Raise ValueError for parameters that ZeRO cannot train, or would train differently than one process."""
-    named = [
-        (f"{path.partition('.')[2].partition('.')[2]}.{name}".removeprefix("."), parameter)  # without "members.0"
-        for path, member in part.named_modules()
-        for name, parameter in member.named_parameters(recurse=False)
-        if parameter.requires_grad or stage == 3
-    ]
-    for path, member in part.named_modules() if stage == 3 else ():
-        if is_compiled(member):
-            attribute = clean_name(path.partition(".")[2].partition(".")[2])
-            raise ValueError(
-                f"{attribute or 'the module'!r} is compiled by torch.compile, and the compiler does not follow the hooks with "
-                "which ZeRO stage 3 gathers parameters. Compile it only under other strategies, or choose stage 2 or 'fsdp'."
-            )
-    dtypes: dict[torch.dtype, str] = {}
-    for name, parameter in named:
-        dtype = str(parameter.dtype).removeprefix("torch.")
-        if parameter.requires_grad:
-            dtypes.setdefault(parameter.dtype, name)
-        if parameter.is_complex():
-            raise ValueError(
-                f"parameter {name!r} is {dtype}, and DeepSpeed's masters are real numbers. Keep its real and imaginary parts "
-                "as two parameters (torch.view_as_real), or choose 'ddp'."
-            )
-        if parameter.dtype == torch.float64 and parameter.requires_grad:
-            raise ValueError(
-                f"parameter {name!r} is float64, and DeepSpeed's masters are float32. Convert it, or choose 'ddp' or 'fsdp'."
-            )
-        if parameter.numel() == 0 and not hasattr(parameter, "ds_id") and stage == 3:
-            raise ValueError(
-                f"parameter {name!r} has the shape {tuple(parameter.shape)}, but ZeRO stage 3 cannot gather one without "
-                "elements. Make it a buffer, or choose stage 1 or 2."
-            )
-    if len(dtypes) > 1:
-        found = " and ".join(f"{name!r} in {str(dtype).removeprefix('torch.')}" for dtype, name in dtypes.items())
-        raise ValueError(
-            f"the module trains {found}, but DeepSpeed lays parameters of one dtype out side by side. Convert the module to "
-            "one, or choose 'ddp'."
-        )
+def refresh(parameters: Iterable[Any]) -> None:
+    """Gather parameters without a master again, after a load has written their partitions."""
+    for parameter in parameters:
+        if hasattr(parameter, "ds_tensor") and parameter.ds_status.name == "AVAILABLE":
+            parameter.partition(has_been_updated=False)
+            parameter.all_gather()
+
+
+def refresh_from_masters(zero: Any, stage: int) -> None:
+    """Update the weights from their float32 masters. Collective."""
+    if stage < 3:
+        zero.update_lp_params()
+        return
+    zero._partition_all_parameters()
+    for group in range(len(zero.fp16_groups)):
+        zero._reassign_or_swap_out_partitioned_parameters(group)
+    if zero.persistent_parameters:
+        zero.persistent_parameters[0].all_gather(zero.persistent_parameters)
+
+
+def fill_missing_gradients(zero: Any, stage: int) -> None:
+    """Allow a step without a backward, with zero gradients, although DeepSpeed assumes that there was one."""
+    if stage == 3:
+        partitions = zero._DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition
+        for index, group in enumerate(zero.fp16_groups if not zero.offload_optimizer else []):
+            if zero.averaged_gradients.get(index) is None:
+                zero.averaged_gradients[index] = [partitions[parameter.ds_id] for parameter in group]
+        return
+    if stage == 1:
+        zero.setup_buckets()  # which the backward creates, and the step reduces through
+        return
+    for index, owned in enumerate(zero.params_in_partition if not zero.cpu_offload else []):
+        if zero._use_compact_grad_partition_buffer(index):
+            continue  # its step makes the missing gradients
+        if zero.all_grad_tensors.get(index) is None:
+            zero.all_grad_tensors[index] = zero.get_all_grad_tensors(owned, zero.gradient_accumulation_dtype)
+
+
+def finalize_gradients(engine: Any, stage: int) -> None:
+    """Average the gradients of the window over the ranks, as the step would do first. Collective."""
+    zero = engine.optimizer
+    fill_missing_gradients(zero, stage)
+    if stage == 1:
+        engine._running_engine_step = True  # DeepSpeed only reduces at the boundary of a window
+        engine.allreduce_gradients()
+        engine._running_engine_step = False
+    elif stage == 2:
+        # The step does this first: it takes views of this rank's shard, so that clipping them lasts.
+        kept = dict(zero.all_grad_tensors)
+        zero.finalize_gradient_accumulation_boundary()
+        zero.all_grad_tensors = kept
+
+
+def clip_gradients(zero: Any, clipping: Clipping, device: torch.device) -> Tensor | None:
+    """Clip this rank's shard of the finalized gradients, in the views that the step uses. Return the total norm. Collective."""
+    gradients = [each for group in zero.averaged_gradients.values() if group is not None for each in group]
+    loss_scale = float(zero.loss_scale)
+    for gradient in gradients:
+        gradient.mul_(clipping.scale)
+        if clipping.value is not None:
+            gradient.clamp_(-clipping.value * loss_scale, clipping.value * loss_scale)
+    if clipping.norm is None:
+        return None
+    total = sum((each.float().square().sum() for each in gradients), torch.zeros((), device=device))
+    dist.all_reduce(total)
+    total = torch.sqrt(total) / loss_scale
+    for gradient in gradients:
+        gradient.mul_((clipping.norm / (total + 1e-6)).clamp(max=1.0))
+    return total
+
+
+class Bottom(nn.Module):
+    """Replaces engines' modules on DeepSpeed's stack of running forwards, and holds only weak references."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._external_params: WeakValueDictionary[int, nn.Parameter] = WeakValueDictionary()
+
+
+def release_module(module: nn.Module) -> None:
+    """Remove a module tree from DeepSpeed's process-wide state. The module can still be called.
+
+    Stage 3's stack of running forwards keeps the modules of an engine and of a failed forward. A cache keeps the engine. All
+    of them would stay in memory until the process ends.
+    """
+    from deepspeed.runtime.zero import parameter_offload
+    from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
+
+    own = set(module.modules())
+    listed = parameter_offload.FWD_MODULE_STACK
+    bottom = next((each for each in listed if isinstance(each, Bottom)), None) or Bottom()
+    listed[:] = [bottom, *(each for each in listed if each not in own and each is not bottom)]
+    for method in filter(inspect.isfunction, vars(PartitionedParameterCoordinator).values()):
+        for wrapped in inspect.getclosurevars(method).nonlocals.values():
+            if hasattr(wrapped, "cache_clear"):
+                wrapped.cache_clear()
+
+
+def release_parameters(part: nn.Module) -> None:
+    """Shard the parameters that a failed forward or backward has left gathered, because no later engine could."""
+    in_flight = getattr(part, "ds_inflight_param_registry", {})
+    sharded: list[Any] = [p for p in part.parameters() if hasattr(p, "ds_active_sub_modules")]
+    for parameter in sharded:
+        if (gathering := in_flight.pop(parameter, None)) is not None:
+            gathering.wait()
+        parameter.ds_active_sub_modules.clear()
+        if not parameter.ds_persist and parameter.ds_status.name == "AVAILABLE":
+            parameter.partition()
+
+
+def end_training(engines: Iterable[Any]) -> None:
+    """Remove stage 3 engines' buffers and gradient hooks, which outlive the modules. The modules can still be called."""
+    for engine in dict.fromkeys(engines):
+        release_module(engine.module)
+        if hasattr(engine.optimizer, "ipg_buckets"):  # an engine for evaluation has no optimizer
+            for hook in (*engine.optimizer._grad_acc_hooks, *engine.optimizer._leaf_module_hooks):
+                hook.remove()
+            engine.optimizer.ipg_buckets.clear()
+
+
+def destroy(engines: Iterable[Any]) -> None:
+    """Destroy every engine once."""
+    for engine in dict.fromkeys(engines):
+        engine.destroy()
+        # An engine destroys itself again when it is collected, and would clear the attributes of the module's next engine.
+        engine.destroy = _do_nothing
+        release_module(engine.module)
+        release_parameters(engine.module)
+
+
+def _do_nothing() -> None:
+    pass
+
+
+def trained_groups(zero: Any, stage: int) -> Any:
+    """Return the groups of parameters that a ZeRO optimizer steps."""
+    return zero.fp16_groups if stage == 3 else zero.bit16_groups
+
+
+def flat_weights(zero: Any, stage: int, rank: int) -> list[tuple[Any, Any]]:
+    """Return this rank's flat weights with their masters. `zero` may be a substitute without any."""
+    if stage < 3:
+        parts = [group[rank] for group in zero.parallel_partitioned_bit16_groups]
+        return list(zip(parts, zero.single_partition_of_fp32_groups, strict=True))
+    parts = getattr(zero, "fp16_partitioned_groups_flat", [])
+    return list(zip(parts, getattr(zero, "fp32_partitioned_groups_flat", []), strict=True))
+
+
+def replace_reduction(zero: Any, reduce: Callable[..., None], finish: Callable[[], None]) -> tuple[Any, Any]:
+    """Replace the calls that take a gradient and that end a backward, and return DeepSpeed's."""
+    theirs = zero.reduce_independent_p_g_buckets_and_remove_grads, zero.independent_gradient_partition_epilogue
+    zero.reduce_independent_p_g_buckets_and_remove_grads, zero.independent_gradient_partition_epilogue = reduce, finish
+    return theirs
+
+
+def prepare_buckets(zero: Any) -> None:
+    """Create the buckets of a backward, which its first gradient does otherwise."""
+    zero.setup_buckets()
+
+
+def fill_gradient(zero: Any, parameter: Any) -> None:
+    """Set a parameter's gradient to zeros."""
+    if getattr(zero, "use_grad_accum_attribute", False):
+        parameter.grad_accum = torch.zeros_like(parameter, dtype=zero.gradient_accumulation_dtype)
+    else:
+        parameter.grad = torch.zeros_like(parameter)
+
+
+def on_all_gradients(zero: Any, hook: Callable[[], None]) -> None:
+    """Call a hook, in place of the engine's, when DeepSpeed has counted all gradients of a backward."""
+    zero.unregister_grad_acc_post_hooks()
+    zero.register_grad_acc_post_hook(hook)
+
+
+def begin_backward(engine: Any) -> None:
+    """Prepare an engine for a backward."""
+    engine.optimizer.clear_backward_seen_flag()
+    engine._backward_prologue()
+
+
+def finish_backward(engine: Any) -> None:
+    """End a backward of an engine. Collective."""
+    engine._backward_post_hook()
+
+
+def reset_depth(engine: Any) -> None:
+    """Forget backwards that ran no epilogue, because no loss has reached the engine. The next forward's would run it."""
+    engine.optimizer._backward_hook_state.backward_active_depth = 0
+
+
+def discard_gradients(zero: Any) -> None:
+    """Discard the gradients in DeepSpeed's buckets."""
+    zero.zero_grad()
+    if hasattr(zero, "all_grad_tensors"):  # stages 1 and 2
+        zero.all_grad_tensors = dict.fromkeys(zero.all_grad_tensors)
+        zero.averaged_gradients = dict.fromkeys(zero.averaged_gradients)
+    else:
+        # Otherwise a parameter that is unused from now on keeps its last gradient.
+        for buffer in zero._DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition.values():
+            buffer.zero_()
+
+
+def step_engine(engine: Any, largest_norm: float, reduces: bool) -> tuple[Any, bool]:
+    """Clip by norm and step. Return the norm (None if it was not clipped) and whether the step was skipped. Collective."""
+    zero = engine.optimizer
+    zero.clip_grad = largest_norm
+    # The flag means "reduce in step()": finalized gradients are averages, and would be divided a second time.
+    engine.enable_backward_allreduce = reduces
+    engine.step()
+    engine.enable_backward_allreduce = True
+    return zero._global_grad_norm if zero.clip_grad else None, bool(zero.overflow)
+
+
+def scale_state(scaler: Any) -> dict[str, Any]:
+    """Return a dynamic loss scale under the names of torch's GradScaler."""
+    return {
+        "scale": float(scaler.cur_scale),
+        "growth_factor": float(scaler.scale_factor),
+        "backoff_factor": 1.0 / float(scaler.scale_factor),
+        "growth_interval": int(scaler.scale_window),
+        "_growth_tracker": int(scaler.cur_iter - scaler.last_overflow_iter - 1),
+        "iterations": int(scaler.cur_iter),
+        "hysteresis": int(scaler.cur_hysteresis),
+    }
+
+
+def load_scale(scaler: Any, state: dict[str, Any]) -> None:
+    """Set a loss scale from the names of torch's GradScaler."""
+    scaler.cur_scale = float(state["scale"])
+    if getattr(scaler, "dynamic", False):
+        scaler.cur_iter = int(state.get("iterations", state["_growth_tracker"]))
+        scaler.last_overflow_iter = scaler.cur_iter - int(state["_growth_tracker"]) - 1
+        scaler.cur_hysteresis = int(state.get("hysteresis", scaler.cur_hysteresis))

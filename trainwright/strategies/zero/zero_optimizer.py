@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from trainwright.precision.base import Precision, Sender
 from trainwright.strategies.divided_optimizers import OptimizerProxy, parameters_of
+from trainwright.strategies.zero import vendor
 from trainwright.strategies.zero.master_optimizer import MasterOptimizer, StateByParameter
 from trainwright.strategies.zero.zero_order import ReductionOrder
 
@@ -24,6 +25,39 @@ class Part(nn.Module):
 
     def forward(self, step: Callable[[], Any]) -> Any:
         return step()
+
+
+class AddedAttributes:
+    """Records the attributes that the creation of an engine within this context adds to modules, to remove them later."""
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        members = [each for module in modules for each in module.modules()]
+        parameters = [p for each in members for p in each._parameters.values() if p is not None]
+        self._modules: dict[Any, set[str]] = {each: set(each.__dict__) for each in members}
+        self._parameters: dict[Any, set[str]] = {each: set(each.__dict__) for each in parameters}
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *error: object) -> None:
+        for table in (self._modules, self._parameters):
+            for each, before in table.items():
+                table[each] = set(each.__dict__) - before
+
+    def remove(self) -> None:
+        """Remove the attributes, and copy whole parameters to separate memory. Shards stay."""
+        for module, added in self._modules.items():
+            for name in added.union(vendor.ADDED_LATER):
+                module.__dict__.pop(name, None)
+            if type(module._parameters) is not dict:
+                module._parameters = dict(module._parameters.items())
+        for parameter, added in self._parameters.items():
+            parameter.grad = None
+            if hasattr(parameter, "ds_id"):
+                continue
+            for name in added:
+                parameter.__dict__.pop(name, None)
+            parameter.data = parameter.data.clone()  # out of the engine's flat buffer
 
 
 class ZeroOptimizer(OptimizerProxy):
@@ -42,8 +76,7 @@ class ZeroOptimizer(OptimizerProxy):
         self._write_back, self._refresh = write_back, refresh
         self._is_in_backward = self._is_due = False
         if order.stage == 2:
-            engine.optimizer.unregister_grad_acc_post_hooks()
-            engine.optimizer.register_grad_acc_post_hook(self._end_or_note)
+            vendor.on_all_gradients(engine.optimizer, self._end_or_note)
 
     @property
     def state(self) -> Any:  # type: ignore[override]
@@ -59,8 +92,7 @@ class ZeroOptimizer(OptimizerProxy):
         """Make the engine ready for a backward, and return the loss that it scales."""
         self._is_in_backward, self._is_due = True, False
         self.order.begin()
-        self.engine.optimizer.clear_backward_seen_flag()
-        self.engine._backward_prologue()
+        vendor.begin_backward(self.engine)
         # The engine refuses a leaf, such as a plain zero.
         scaled: Tensor = self.engine.scale(loss if loss.grad_fn is not None else loss.view_as(loss))
         return scaled
@@ -72,30 +104,21 @@ class ZeroOptimizer(OptimizerProxy):
         """
         self._is_due = True
         if not self._is_in_backward:
-            self.engine._backward_post_hook()
+            vendor.finish_backward(self.engine)
 
     def end_backward(self) -> None:
         """End a backward, even if it has reached this engine on other ranks only. Collective."""
         self._is_in_backward = False
         if self._is_due or (self.order.stage == 2 and not self.order.has_ended):
-            self.engine._backward_post_hook()
-        # An engine that no loss has reached ran no epilogue. A backward within the next forward would run it.
-        self.engine.optimizer._backward_hook_state.backward_active_depth = 0
+            vendor.finish_backward(self.engine)
+        vendor.reset_depth(self.engine)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Discard the gradients in DeepSpeed's buckets, where it keeps them instead of in `.grad`."""
-        zero = self.engine.optimizer
         for parameter in parameters_of(self):
             parameter.grad = None  # a backward that failed has left it, and on the CPU DeepSpeed's call fails for it
-        zero.zero_grad()
+        vendor.discard_gradients(self.engine.optimizer)
         self.master.clear()
-        if hasattr(zero, "all_grad_tensors"):  # stages 1 and 2
-            zero.all_grad_tensors = dict.fromkeys(zero.all_grad_tensors)
-            zero.averaged_gradients = dict.fromkeys(zero.averaged_gradients)
-        else:
-            # Otherwise a parameter that is unused from now on keeps its last gradient.
-            for buffer in zero._DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition.values():
-                buffer.zero_()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Raise RuntimeError, because DeepSpeed's masters are fixed."""
@@ -127,22 +150,8 @@ class ZeroPrecision(Precision):
     def state_dict(self) -> dict[str, Any]:
         """Return the loss scale under the names of torch's GradScaler, so that other strategies can resume it."""
         scaler = next((each for each in self._scalers() if getattr(each, "dynamic", False)), None)
-        if scaler is None:
-            return {}
-        return {
-            "scale": float(scaler.cur_scale),
-            "growth_factor": float(scaler.scale_factor),
-            "backoff_factor": 1.0 / float(scaler.scale_factor),
-            "growth_interval": int(scaler.scale_window),
-            "_growth_tracker": int(scaler.cur_iter - scaler.last_overflow_iter - 1),
-            "iterations": int(scaler.cur_iter),
-            "hysteresis": int(scaler.cur_hysteresis),
-        }
+        return {} if scaler is None else vendor.scale_state(scaler)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         for scaler in self._scalers() if "scale" in state else []:
-            scaler.cur_scale = float(state["scale"])
-            if getattr(scaler, "dynamic", False):
-                scaler.cur_iter = int(state.get("iterations", state["_growth_tracker"]))
-                scaler.last_overflow_iter = scaler.cur_iter - int(state["_growth_tracker"]) - 1
-                scaler.cur_hysteresis = int(state.get("hysteresis", scaler.cur_hysteresis))
+            vendor.load_scale(scaler, state)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from trainwright.distributed import collectives
 from trainwright.strategies.used_parameters import RanksUse
+from trainwright.strategies.zero import vendor
 
 _MEMBER = re.compile(r"^members\.\d+\.")
 """The prefix of an engine's module, a `Part`, before the names of a user's module."""
@@ -30,7 +31,7 @@ class ReductionOrder:
     """
 
     def __init__(self, zero: Any, named: Iterable[tuple[str, Tensor]], stage: int) -> None:
-        groups = zero.fp16_groups if stage == 3 else zero.bit16_groups
+        groups = vendor.trained_groups(zero, stage)
         # The second argument in DeepSpeed's calls before stage 3: the number of the group.
         self._group = {each: () if stage == 3 else (number,) for number, group in enumerate(groups) for each in group}
         names = {each: _MEMBER.sub("", name) for name, each in named if each in self._group}
@@ -40,15 +41,12 @@ class ReductionOrder:
         self._order = self._parameters[::-1]
         self.indices: list[int] = []
         """The parameters' numbers in the order of rank 0's first backward, empty before its end."""
-        self._reduce = zero.reduce_independent_p_g_buckets_and_remove_grads
-        self._finish = zero.independent_gradient_partition_epilogue
+        self._reduce, self._finish = vendor.replace_reduction(zero, self.reduce, self.finish)
         self.has_ended = False
         """Whether DeepSpeed has ended the latest backward, as it does if one has reached the engine."""
         self._next = 0
         self._arrived: list[Tensor] = []
         self._waiting: set[Tensor] = set()
-        zero.reduce_independent_p_g_buckets_and_remove_grads = self.reduce
-        zero.independent_gradient_partition_epilogue = self.finish
 
     def begin(self) -> None:
         """Record that a backward begins."""
@@ -74,7 +72,7 @@ class ReductionOrder:
             came = self._waiting.union(self._order[: self._next])
             self._use.note(self._names, (each in came for each in self._parameters))
         if self._order and not has_begun:
-            self._zero.setup_buckets()  # which the first gradient does otherwise
+            vendor.prepare_buckets(self._zero)
         for parameter in self._order[self._next :]:
             if parameter in self._waiting or self._fills(parameter):
                 self._reduce(parameter, *self._group[parameter])
@@ -108,8 +106,5 @@ class ReductionOrder:
         """Fill the gradient of a parameter that this rank has not used with zeros. Return whether it has one."""
         if not parameter.requires_grad or self._use is not None:
             return False
-        if getattr(self._zero, "use_grad_accum_attribute", False):
-            parameter.grad_accum = torch.zeros_like(parameter, dtype=self._zero.gradient_accumulation_dtype)
-        else:
-            parameter.grad = torch.zeros_like(parameter)
+        vendor.fill_gradient(self._zero, parameter)
         return True

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from trainwright.rank_zero import rank_zero_warn
+from trainwright.strategies.zero import vendor
 from trainwright.strategies.zero.master_optimizer import Shard
 
 EMPTY = re.compile(r"\(0\)|\[0\]")
@@ -30,16 +32,13 @@ class ZeroWriteBack:
 
     def track(self, zero: Any, stage: int, rank: int, part: nn.Module, modules: Iterable[nn.Module]) -> None:
         """Track the parameters of an engine's `part`, by their names in `modules`. `zero` is its optimizer, or a substitute."""
+        self._flats += vendor.flat_weights(zero, stage, rank)
         if stage < 3:
-            self._views += [FlatView(each) for group in zero.bit16_groups for each in group]
-            parts = [each[rank] for each in zero.parallel_partitioned_bit16_groups]
-            self._flats += zip(parts, zero.single_partition_of_fp32_groups, strict=True)
+            self._views += [FlatView(each) for group in vendor.trained_groups(zero, stage) for each in group]
             return
         own = set(part.parameters())
         named = [pair for module in modules for pair in module.named_parameters()]
         self._shards += [ShardVersions(each, name) for name, each in named if each in own and hasattr(each, "ds_id")]
-        parts = getattr(zero, "fp16_partitioned_groups_flat", [])
-        self._flats += zip(parts, getattr(zero, "fp32_partitioned_groups_flat", []), strict=True)
 
     def check(self) -> None:
         """Raise RuntimeError for a write that stage 3 would lose."""
@@ -137,3 +136,25 @@ def note_empty_parameter(error: BaseException, stage: int) -> None:
             "ZeRO stage 3 gathers a module's own parameters, and met another tensor instead of one. A step that calls the "
             "module with other values (torch.func.functional_call, as in MAML) needs whole parameters: choose another strategy."
         )
+
+
+def warn_of_shards(module: nn.Module, state: dict[str, Any], *_: Any) -> None:
+    """Warn of a user's `state_dict` call without the parameters that stage 3 has sharded."""
+    if any(isinstance(value, nn.Parameter) for value in state.values()):
+        return  # called with keep_vars, as the framework does
+    lost = [name for name, p in module.named_parameters() if getattr(p, "ds_numel", 0) > 0 and p.numel() == 0]
+    if lost:
+        rank_zero_warn(
+            f"the state_dict of {type(module).__name__} is empty for {lost[0]!r} and {len(lost) - 1} others, of which a "
+            "rank holds only a part under ZeRO stage 3. tw.gather_module(module), called on all ranks, returns a whole copy. "
+            "To resume later, save with trainer.save_checkpoint(path).",
+            stacklevel=3,
+        )
+
+
+def refuse_copy(memo: Any) -> None:
+    """Raise RuntimeError for a deep copy of a module that stage 3 has sharded."""
+    raise RuntimeError(
+        "a module that ZeRO stage 3 has sharded cannot be copied, because a rank holds only a part of it. "
+        "tw.gather_module(module), called on all ranks, returns a whole, plain copy in host memory."
+    )
