@@ -71,7 +71,12 @@ def test_the_wheel_holds_the_package_alone(wheel: Path) -> None:
         names = archive.namelist()
     assert "trainwright/py.typed" in names
     assert all(name.startswith(("trainwright/", "trainwright-")) for name in names)
-    assert {Path(name).suffix for name in names if not name.startswith("trainwright-")} == {".py", ".pyi", ".toml", ".typed"}
+    assert {Path(name).suffix for name in names if not name.startswith("trainwright-")} == {
+        ".py",
+        ".pyi",
+        ".toml",
+        ".typed",
+    }
     in_tree = {str(path.relative_to(ROOT)) for path in (ROOT / "trainwright").rglob("*.py")}
     assert {name for name in names if name.endswith(".py")} == in_tree
     assert any(name.endswith("LICENSE") for name in names)
