@@ -120,10 +120,11 @@ class ShardedLoader(StatefulLoader):
         attributes["generator"] = self._base_seeds = torch.Generator()
         if pin_memory:
             attributes["pin_memory"] = True
-        if self.batch_parts > 1 and (size := _batch_size(loader)) is not None:
+        if self.batch_parts > 1:
             # N smaller batches are the ranks' parts of one of the loader's batches.
-            attributes["batch_size"] = size // self.batch_parts
-            attributes["batch_sampler"] = BatchSampler(loader.sampler, size // self.batch_parts, loader.drop_last)
+            whole: Any = loader.batch_sampler
+            attributes["batch_sampler"] = BatchSampler(whole.sampler, whole.batch_size // self.batch_parts, whole.drop_last)
+            attributes["batch_size"] = loader.batch_size and loader.batch_size // self.batch_parts
         if not isinstance(loader.dataset, IterDataPipe):
             self._replace_dataset(clone)
         if loader.num_workers > 0:
