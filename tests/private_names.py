@@ -490,6 +490,9 @@ OTHERS = (
         "reject reentrant recomputation on several ranks (strategies/ddp/vendor.py)",
     ),
     Use(
+        "omegaconf.base.Node", "_get_parent", "know a part of a configuration that refers to the rest (plain_forms.py)"
+    ),
+    Use(
         "datasets.IterableDataset",
         "_ex_iterable",
         "know a stream that is split after a shuffle (data/workers.py)",

@@ -66,7 +66,8 @@ def _describe(value: Any, is_plain: Callable[[Any], bool], depth: int = 0) -> Fo
     if kind.__module__.split(".")[0] == "omegaconf":
         from omegaconf import OmegaConf  # it made the value, so it is installed
 
-        return {"form": "omegaconf", "content": inner(OmegaConf.to_container(value, resolve=True))}
+        is_part = value._get_parent() is not None  # its interpolations may refer to the rest of the configuration
+        return {"form": "omegaconf", "content": inner(OmegaConf.to_container(value, resolve=is_part))}
     form: Form = {}
     if not dataclasses.is_dataclass(value) and callable(getattr(kind, "from_dict", None)):
         return {"form": "config", "path": path_of(kind), "content": inner(_config_content(value))}

@@ -25,6 +25,7 @@ from trainwright.tensor_names import named_tensors
 if TYPE_CHECKING:
     from trainwright.callbacks.trainer_protocol import TrainerProtocol
     from trainwright.module import Module
+    from trainwright.module_hooks import AnyTrainer
     from trainwright.strategies import Strategy
 
 Fold = Callable[[list[Tensor], list[Tensor], int], None]
@@ -282,7 +283,7 @@ class Averaging(Callback):
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_pieces": None}  # they are as large as the weights, and this process's part
 
-    def setup(self, trainer: TrainerProtocol, module: Module, stage: str) -> None:
+    def setup(self, trainer: AnyTrainer, module: Module, stage: str) -> None:
         self._is_training = stage == "fit"
         if not self._is_training:
             if not self._is_final:  # of a fit that failed
@@ -296,16 +297,16 @@ class Averaging(Callback):
         self.n_averaged, self._is_final, self._is_loaded = 0, False, False
         self._pieces = AveragedPieces(self._fold(), self._device, self._use_buffers)
 
-    def on_fit_start(self, trainer: TrainerProtocol, module: Module) -> None:
+    def on_fit_start(self, trainer: AnyTrainer, module: Module) -> None:
         if trainer.strategy.capabilities.holds_modules:  # the others refuse computed entries themselves
             _refuse_computed(type(self).__name__, module, trainer.strategy.model_pieces(module))
 
-    def on_after_backward(self, trainer: TrainerProtocol, module: Module) -> None:
+    def on_after_backward(self, trainer: AnyTrainer, module: Module) -> None:
         # Before the optimizer steps: the average of an unfrozen parameter begins with its untrained value.
         if self.n_averaged:
             self.pieces.join_unfrozen(trainer.strategy, module)
 
-    def on_train_epoch_start(self, trainer: TrainerProtocol, module: Module) -> None:
+    def on_train_epoch_start(self, trainer: AnyTrainer, module: Module) -> None:
         if self.n_averaged:
             self.pieces.join(trainer.strategy, module)
 
@@ -320,15 +321,15 @@ class Averaging(Callback):
             self.pieces.show(trainer.strategy, module, kept)
         return self.n_averaged > 0
 
-    def on_train_end(self, trainer: TrainerProtocol, module: Module) -> None:
+    def on_train_end(self, trainer: AnyTrainer, module: Module) -> None:
         self._is_final = self._show(trainer, module)
         if self._is_final and self._is_model:
             self.pieces.leave(trainer.strategy, module)
 
-    def on_exception(self, trainer: TrainerProtocol, module: Module, exception: BaseException) -> None:
+    def on_exception(self, trainer: AnyTrainer, module: Module, exception: BaseException) -> None:
         self._put_back(trainer, module)
 
-    def teardown(self, trainer: TrainerProtocol, module: Module, stage: str) -> None:
+    def teardown(self, trainer: AnyTrainer, module: Module, stage: str) -> None:
         self._put_back(trainer, module)
 
     def _put_back(self, trainer: TrainerProtocol, module: Module) -> None:
@@ -336,14 +337,14 @@ class Averaging(Callback):
         if self._pieces is not None and self._pieces.are_shown and not self._is_final:
             self._pieces.put_back(trainer.strategy, module, refreshes=trainer.world_size == 1)  # a rank may be gone
 
-    def sharded_state_dict(self, trainer: TrainerProtocol, module: Module) -> Mapping[str, Mapping[str, Tensor]]:
+    def sharded_state_dict(self, trainer: AnyTrainer, module: Module) -> Mapping[str, Mapping[str, Tensor]]:
         if self._pieces is None or not self.n_averaged:
             return {}
         return self._pieces.parts(trainer.strategy, module, self._is_model, self._is_final)
 
     def load_sharded_state_dict(
         self,
-        trainer: TrainerProtocol,
+        trainer: AnyTrainer,
         module: Module,
         checkpoint: StoredCheckpoint,
         edited: Mapping[str, Tensor] | None,
@@ -353,7 +354,7 @@ class Averaging(Callback):
         if self.n_averaged:
             self.pieces.load(trainer.strategy, module, checkpoint, edited, self._is_model)
 
-    def on_resume_start(self, trainer: TrainerProtocol, module: Module) -> None:
+    def on_resume_start(self, trainer: AnyTrainer, module: Module) -> None:
         if not self._is_loaded:
             rank_zero_warn(
                 f"{trainer.resume_source} holds no average of {type(self).__name__}: the run resumes from its weights, and "

@@ -15,8 +15,8 @@ from trainwright.devices.hardware import free_unused_memory, is_out_of_memory
 from trainwright.rank_zero import rank_zero_info, rank_zero_warn
 
 if TYPE_CHECKING:
-    from trainwright.callbacks.trainer_protocol import TrainerProtocol
     from trainwright.module import Module
+    from trainwright.module_hooks import AnyTrainer
 
 MODES = ("power", "binsearch")
 
@@ -83,7 +83,7 @@ class BatchSizeFinder(Callback):
         self.batch_arg_name, self.margin, self.max_val = batch_arg_name, margin, max_val
         self.optimal_batch_size: int | None = None
 
-    def scale_batch_size(self, trainer: TrainerProtocol, pl_module: Module) -> NoReturn:
+    def scale_batch_size(self, trainer: AnyTrainer, pl_module: Module) -> NoReturn:
         """Raise RuntimeError: a search within a run, as Lightning has it, is not possible."""
         refuse_within_run(self, "scale_batch_size")
 
@@ -108,7 +108,7 @@ class BatchSizeFinder(Callback):
         owners = [module] if datamodule is None else [module, datamodule]
         return TunedSetting((self.batch_arg_name,), owners, "The search for a batch size")
 
-    def on_tune(self, trainer: TrainerProtocol, module: Module, data: Mapping[str, Any]) -> None:
+    def on_tune(self, trainer: AnyTrainer, module: Module, data: Mapping[str, Any]) -> None:
         self.search(trainer.trial, module, data)
 
     def search(self, make_trial: MakeTrial, module: Module, data: Mapping[str, Any]) -> int:
@@ -186,11 +186,11 @@ class FitTrial(Callback):
     def __init__(self, most: int) -> None:
         self.most, self.batches = most, 0
 
-    def on_train_start(self, trainer: TrainerProtocol, module: Module) -> None:
+    def on_train_start(self, trainer: AnyTrainer, module: Module) -> None:
         batches = trainer.num_training_batches
         self.batches = 2**62 if math.isinf(batches) else int(batches)
 
-    def on_train_batch_start(self, trainer: TrainerProtocol, module: Module, batch: Any, batch_idx: int) -> int | None:
+    def on_train_batch_start(self, trainer: AnyTrainer, module: Module, batch: Any, batch_idx: int) -> int | None:
         if trainer.state.total_batches < max(self.most, trainer.accumulate_grad_batches):
             return None
         trainer.should_stop = True

@@ -17,6 +17,7 @@ from trainwright.loggers.base import Logger
 if TYPE_CHECKING:
     from trainwright.callbacks.trainer_protocol import TrainerProtocol
     from trainwright.module import Module
+    from trainwright.module_hooks import AnyTrainer
 
 STAGES = ("validation", "test")
 
@@ -190,18 +191,18 @@ class ClassificationReport(Callback):
         self.scores: dict[str, ClassificationScores] = {}
         self._confusion: Tensor | None = None
 
-    def setup(self, trainer: TrainerProtocol, module: Module, stage: str) -> None:
+    def setup(self, trainer: AnyTrainer, module: Module, stage: str) -> None:
         if stage != "predict":
             self.scores.pop("test" if stage == "test" else "validation", None)
 
-    def on_validation_epoch_start(self, trainer: TrainerProtocol, module: Module) -> None:
+    def on_validation_epoch_start(self, trainer: AnyTrainer, module: Module) -> None:
         self._confusion = None
 
     on_test_epoch_start = on_validation_epoch_start
 
     def on_validation_batch_end(
         self,
-        trainer: TrainerProtocol,
+        trainer: AnyTrainer,
         module: Module,
         outputs: Any,
         batch: Any,
@@ -213,7 +214,7 @@ class ClassificationReport(Callback):
 
     def on_test_batch_end(
         self,
-        trainer: TrainerProtocol,
+        trainer: AnyTrainer,
         module: Module,
         outputs: Any,
         batch: Any,
@@ -223,16 +224,16 @@ class ClassificationReport(Callback):
         if "test" in self.stages and not trainer.is_dummy_batch:
             self._count("test_step", outputs)
 
-    def on_validation_epoch_end(self, trainer: TrainerProtocol, module: Module) -> None:
+    def on_validation_epoch_end(self, trainer: AnyTrainer, module: Module) -> None:
         if "validation" in self.stages and not trainer.sanity_checking:
             self._report(trainer, "validation", "val_report")
 
-    def on_test_epoch_end(self, trainer: TrainerProtocol, module: Module) -> None:
+    def on_test_epoch_end(self, trainer: AnyTrainer, module: Module) -> None:
         if "test" in self.stages:
             self._report(trainer, "test", "test_report")
             self._show(trainer, "test")
 
-    def on_train_end(self, trainer: TrainerProtocol, module: Module) -> None:
+    def on_train_end(self, trainer: AnyTrainer, module: Module) -> None:
         if "validation" in self.scores:
             self._show(trainer, "validation")
 

@@ -13,6 +13,7 @@ from trainwright.callbacks.base import Callback
 if TYPE_CHECKING:
     from trainwright.callbacks.trainer_protocol import TrainerProtocol
     from trainwright.module import Module
+    from trainwright.module_hooks import AnyTrainer
 
 
 class DeviceStatsMonitor(Callback):
@@ -43,7 +44,7 @@ class DeviceStatsMonitor(Callback):
         self._logged: dict[str, int] = {}
         """By hook, the step of its latest row."""
 
-    def setup(self, trainer: TrainerProtocol, module: Module, stage: str) -> None:
+    def setup(self, trainer: AnyTrainer, module: Module, stage: str) -> None:
         if stage != "fit":
             return
         if not trainer.loggers and not trainer.fast_dev_run:
@@ -56,15 +57,13 @@ class DeviceStatsMonitor(Callback):
         if self._reads_cpu and importlib.util.find_spec("psutil") is None:
             raise ModuleNotFoundError("DeviceStatsMonitor reads the processor's load with psutil: pip install psutil.")
 
-    def on_train_start(self, trainer: TrainerProtocol, module: Module) -> None:
+    def on_train_start(self, trainer: AnyTrainer, module: Module) -> None:
         self._logged = {"on_train_batch_end": trainer.state.batches_that_stepped}
 
-    def on_train_batch_start(self, trainer: TrainerProtocol, module: Module, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(self, trainer: AnyTrainer, module: Module, batch: Any, batch_idx: int) -> None:
         self._log(trainer, "on_train_batch_start", trainer.state.batches_that_stepped + 1)
 
-    def on_train_batch_end(
-        self, trainer: TrainerProtocol, module: Module, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: AnyTrainer, module: Module, outputs: Any, batch: Any, batch_idx: int) -> None:
         self._log(trainer, "on_train_batch_end", trainer.state.batches_that_stepped)
 
     def _log(self, trainer: TrainerProtocol, hook: str, step: int) -> None:

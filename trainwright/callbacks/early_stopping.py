@@ -18,6 +18,7 @@ from trainwright.rank_zero import say, warn
 if TYPE_CHECKING:
     from trainwright.callbacks.trainer_protocol import TrainerProtocol
     from trainwright.module import Module
+    from trainwright.module_hooks import AnyTrainer
 
 
 class EarlyStoppingReason(Enum):
@@ -128,12 +129,12 @@ class EarlyStopping(Callback):
         self._stopping_wait_count = int(state.get("stopping_wait_count", self.wait_count))
         self._stopping_score = state.get("stopping_score")
 
-    def setup(self, trainer: TrainerProtocol, module: Module, stage: str) -> None:
+    def setup(self, trainer: AnyTrainer, module: Module, stage: str) -> None:
         self._is_fitting, self._is_due = stage == "fit", False
         if stage == "fit":
             self._reset()
 
-    def on_resume_start(self, trainer: TrainerProtocol, module: Module) -> None:
+    def on_resume_start(self, trainer: AnyTrainer, module: Module) -> None:
         """Stop a run again that had been stopped, unless the current settings would not stop it."""
         if not self._still_stops():
             self.stopping_reason, self.stopping_reason_message = EarlyStoppingReason.NOT_STOPPED, None
@@ -142,7 +143,7 @@ class EarlyStopping(Callback):
         if trainer.is_global_zero:
             say(str(self.stopping_reason_message))
 
-    def has_requested_stop(self, trainer: TrainerProtocol, module: Module) -> bool:
+    def has_requested_stop(self, trainer: AnyTrainer, module: Module) -> bool:
         return self.stopping_reason is not EarlyStoppingReason.NOT_STOPPED
 
     def _still_stops(self) -> bool:
@@ -150,7 +151,7 @@ class EarlyStopping(Callback):
             return self._stopping_wait_count >= self.patience
         return self.stopping_reason in self._crossed(math.nan if self._stopping_score is None else self._stopping_score)
 
-    def on_validation_end(self, trainer: TrainerProtocol, module: Module) -> None:
+    def on_validation_end(self, trainer: AnyTrainer, module: Module) -> None:
         if not self._is_fitting or trainer.sanity_checking or self.check_on_train_epoch_end:
             return
         if self.check_on_train_epoch_end is None and not trainer.state.progress.is_mid_epoch_validation:
@@ -158,7 +159,7 @@ class EarlyStopping(Callback):
         else:
             self._check(trainer)
 
-    def on_train_epoch_end(self, trainer: TrainerProtocol, module: Module) -> None:
+    def on_train_epoch_end(self, trainer: AnyTrainer, module: Module) -> None:
         is_due, self._is_due = self._is_due, False
         if self.check_on_train_epoch_end is None:
             is_due = is_due or not trainer.enable_validation

@@ -19,6 +19,7 @@ from trainwright.tensor_names import clean_name, names_of
 if TYPE_CHECKING:
     from trainwright.callbacks.trainer_protocol import TrainerProtocol
     from trainwright.module import Module
+    from trainwright.module_hooks import AnyTrainer
 
 PLANNED = (CyclicLR, OneCycleLR, SWALR)
 """Schedulers that keep the goal of every group's rate."""
@@ -180,7 +181,7 @@ class BaseFinetuning(Callback):
         self._trainable, self._tracking = list(state["trainable"]), list(state["tracking"])
         self._epoch = int(state["epoch"])
 
-    def setup(self, trainer: TrainerProtocol, module: Module, stage: str) -> None:
+    def setup(self, trainer: AnyTrainer, module: Module, stage: str) -> None:
         if stage != "fit":
             return
         if self.adds_param_groups and not trainer.strategy.capabilities.takes_param_groups:
@@ -192,7 +193,7 @@ class BaseFinetuning(Callback):
         self._begin()
         self.freeze_before_training(module)
 
-    def on_fit_start(self, trainer: TrainerProtocol, module: Module) -> None:
+    def on_fit_start(self, trainer: AnyTrainer, module: Module) -> None:
         """Bring a resumed run's groups back, before its optimizers' state is loaded."""
         if self.adds_param_groups:
             for config in trainer.lr_scheduler_configs:
@@ -211,7 +212,7 @@ class BaseFinetuning(Callback):
                 optimizer.add_param_group({**group["options"], "params": [named[name] for name in group["names"]]})
                 self._tell_schedulers(trainer, optimizer, [optimizer.param_groups[-1]])
 
-    def on_train_epoch_start(self, trainer: TrainerProtocol, module: Module) -> None:
+    def on_train_epoch_start(self, trainer: AnyTrainer, module: Module) -> None:
         epoch = trainer.current_epoch
         if epoch == self._epoch:  # resumed within it
             return
@@ -333,7 +334,7 @@ class BackboneFinetuning(BaseFinetuning):
         super().load_state_dict(state)
         self.previous_backbone_lr = {int(index): rate for index, rate in state["previous_backbone_lr"].items()}
 
-    def setup(self, trainer: TrainerProtocol, module: Module, stage: str) -> None:
+    def setup(self, trainer: AnyTrainer, module: Module, stage: str) -> None:
         if stage == "fit" and not isinstance(getattr(module, "backbone", None), nn.Module):
             raise TypeError(
                 f"BackboneFinetuning freezes module.backbone, and {type(module).__name__} has no module of that name; assign "

@@ -8,8 +8,8 @@ from trainwright.arguments import refuses_unknown
 from trainwright.callbacks.base import Callback
 
 if TYPE_CHECKING:
-    from trainwright.callbacks.trainer_protocol import TrainerProtocol
     from trainwright.module import Module
+    from trainwright.module_hooks import AnyTrainer
 
 
 class GradientAccumulationScheduler(Callback):
@@ -53,7 +53,7 @@ class GradientAccumulationScheduler(Callback):
         """Return the number of batches per step in an epoch."""
         return self.scheduling[max(start for start in self.scheduling if start <= epoch)]
 
-    def on_fit_start(self, trainer: TrainerProtocol, module: Module) -> None:
+    def on_fit_start(self, trainer: AnyTrainer, module: Module) -> None:
         if not module.automatic_optimization:
             raise ValueError(
                 "GradientAccumulationScheduler needs automatic optimization: with automatic_optimization=False "
@@ -66,10 +66,10 @@ class GradientAccumulationScheduler(Callback):
             )
         self._before = trainer.accumulate_grad_batches
 
-    def on_train_epoch_start(self, trainer: TrainerProtocol, module: Module) -> None:
+    def on_train_epoch_start(self, trainer: AnyTrainer, module: Module) -> None:
         trainer.accumulate_grad_batches = self.get_accumulate_grad_batches(trainer.current_epoch)
 
-    def teardown(self, trainer: TrainerProtocol, module: Module, stage: str) -> None:
+    def teardown(self, trainer: AnyTrainer, module: Module, stage: str) -> None:
         # The last number would make the next fit's on_fit_start refuse this callback.
         if self._before is not None:
             trainer.accumulate_grad_batches, self._before = self._before, None

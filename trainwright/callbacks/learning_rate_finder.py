@@ -11,8 +11,8 @@ from trainwright.callbacks.learning_rate_search import LearningRateSearch, MakeT
 from trainwright.rank_zero import rank_zero_info, rank_zero_warn
 
 if TYPE_CHECKING:
-    from trainwright.callbacks.trainer_protocol import TrainerProtocol
     from trainwright.module import Module
+    from trainwright.module_hooks import AnyTrainer
 
 NAMES = ("lr", "learning_rate")
 
@@ -83,10 +83,10 @@ class LearningRateFinder(Callback):
         names = (self.attr_name,) if self.attr_name else NAMES
         return TunedSetting(names, [module], "The search for a learning rate")
 
-    def on_tune(self, trainer: TrainerProtocol, module: Module, data: Mapping[str, Any]) -> None:
+    def on_tune(self, trainer: AnyTrainer, module: Module, data: Mapping[str, Any]) -> None:
         self.optimal_lr = self.search(trainer.trial, module, data)
 
-    def lr_find(self, trainer: TrainerProtocol, pl_module: Module) -> NoReturn:
+    def lr_find(self, trainer: AnyTrainer, pl_module: Module) -> NoReturn:
         """Raise RuntimeError: a search within a run, as Lightning has it, is not possible."""
         refuse_within_run(self, "lr_find")
 

@@ -14,6 +14,7 @@ from trainwright.callbacks.base import Callback
 if TYPE_CHECKING:
     from trainwright.callbacks.trainer_protocol import TrainerProtocol
     from trainwright.module import Module
+    from trainwright.module_hooks import AnyTrainer
 
 INTERVALS = ("step", "epoch")
 
@@ -82,7 +83,7 @@ class LearningRateMonitor(Callback):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._epoch_begun = int(state["epoch_begun"])
 
-    def setup(self, trainer: TrainerProtocol, module: Module, stage: str) -> None:
+    def setup(self, trainer: AnyTrainer, module: Module, stage: str) -> None:
         if stage != "fit":
             return
         if not trainer.loggers and not trainer.fast_dev_run:
@@ -92,24 +93,22 @@ class LearningRateMonitor(Callback):
             )
         self._begin()
 
-    def on_train_start(self, trainer: TrainerProtocol, module: Module) -> None:
+    def on_train_start(self, trainer: AnyTrainer, module: Module) -> None:
         self.lrs |= {name: [] for _, names, _ in self._named(trainer) for name in names if name not in self.lrs}
 
-    def on_train_epoch_start(self, trainer: TrainerProtocol, module: Module) -> None:
+    def on_train_epoch_start(self, trainer: AnyTrainer, module: Module) -> None:
         is_new = trainer.state.batch == 0 and trainer.current_epoch != self._epoch_begun  # otherwise its row is written
         self._epoch_begun = trainer.current_epoch
         if self.logging_interval != "step" and is_new:
             self._write(trainer, self._values(trainer, "epoch"), trainer.state.batches_that_stepped)
 
-    def on_train_batch_start(self, trainer: TrainerProtocol, module: Module, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(self, trainer: AnyTrainer, module: Module, batch: Any, batch_idx: int) -> None:
         step, every = trainer.state.batches_that_stepped + 1, trainer.log_every_n_steps
         if self.logging_interval != "epoch" and every and step % every == 0:
             # The scheduler steps before on_train_batch_end.
             self._pending, self._pending_at = self._values(trainer, "step"), step
 
-    def on_train_batch_end(
-        self, trainer: TrainerProtocol, module: Module, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: AnyTrainer, module: Module, outputs: Any, batch: Any, batch_idx: int) -> None:
         if self._pending and trainer.state.batches_that_stepped == self._pending_at:
             self._write(trainer, self._pending, trainer.state.logged_step)
             self._pending = {}

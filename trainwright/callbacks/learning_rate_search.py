@@ -22,8 +22,8 @@ from trainwright.rank_zero import rank_zero_warn
 from trainwright.value_kinds import computed_tensors
 
 if TYPE_CHECKING:
-    from trainwright.callbacks.trainer_protocol import TrainerProtocol
     from trainwright.module import Module
+    from trainwright.module_hooks import AnyTrainer
 
 MODES = ("exponential", "linear")
 SMOOTHING = 0.98
@@ -195,22 +195,20 @@ class Sweep(Callback):
         self._step, self._count, self._mean, self._best = -1, 0, 0.0, math.inf
         self._losses: list[float] = []
 
-    def on_train_start(self, trainer: TrainerProtocol, module: Module) -> None:
+    def on_train_start(self, trainer: AnyTrainer, module: Module) -> None:
         if len(trainer.optimizers) != 1:
             raise ValueError(
                 f"The search for a learning rate needs one optimizer, and configure_optimizers returned "
                 f"{len(trainer.optimizers)}; set their rates by hand."
             )
 
-    def on_train_batch_start(self, trainer: TrainerProtocol, module: Module, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(self, trainer: AnyTrainer, module: Module, batch: Any, batch_idx: int) -> None:
         if trainer.global_step != self._step:
             self._step = trainer.global_step
             for group in trainer.optimizers[0].param_groups:
                 group["lr"] = self.search.rate(self._step)
 
-    def on_train_batch_end(
-        self, trainer: TrainerProtocol, module: Module, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: AnyTrainer, module: Module, outputs: Any, batch: Any, batch_idx: int) -> None:
         loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
         # Exchanged, because the losses end the trial, which has to be at the same step on every rank.
         own = None if loss is None or trainer.is_dummy_batch else float(loss)

@@ -13,6 +13,7 @@ from trainwright.callbacks.progress_bar import ProgressBar, rounded
 if TYPE_CHECKING:
     from trainwright.callbacks.trainer_protocol import TrainerProtocol
     from trainwright.module import Module
+    from trainwright.module_hooks import AnyTrainer
 
 NEVER = math.inf
 
@@ -90,19 +91,19 @@ class LiveProgressBar(ProgressBar):
         """Return whether a bar is on the screen."""
         return self._training.bar is not None or self._evaluation.bar is not None
 
-    def setup(self, trainer: TrainerProtocol, module: Module, stage: str) -> None:
+    def setup(self, trainer: AnyTrainer, module: Module, stage: str) -> None:
         super().setup(trainer, module, stage)
         self._is_shown = self.is_enabled
         self._is_live = self._is_shown and self._can_be_live()
         self._close()
 
-    def teardown(self, trainer: TrainerProtocol, module: Module, stage: str) -> None:
+    def teardown(self, trainer: AnyTrainer, module: Module, stage: str) -> None:
         self._close()
 
-    def on_train_start(self, trainer: TrainerProtocol, module: Module) -> None:
+    def on_train_start(self, trainer: AnyTrainer, module: Module) -> None:
         self._begin_epoch(trainer)  # so that a subclass finds its bar here
 
-    def on_train_epoch_start(self, trainer: TrainerProtocol, module: Module) -> None:
+    def on_train_epoch_start(self, trainer: AnyTrainer, module: Module) -> None:
         self._begin_epoch(trainer)
 
     def _begin_epoch(self, trainer: TrainerProtocol) -> None:
@@ -110,13 +111,11 @@ class LiveProgressBar(ProgressBar):
         self._stage = "train"
         self._begin(self._training, title, total, trainer.state.batch, leave=True)
 
-    def on_train_batch_end(
-        self, trainer: TrainerProtocol, module: Module, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: AnyTrainer, module: Module, outputs: Any, batch: Any, batch_idx: int) -> None:
         if self._training.is_due(batch_idx + 1):
             self._show_training(trainer, module, batch_idx + 1)
 
-    def on_train_epoch_end(self, trainer: TrainerProtocol, module: Module) -> None:
+    def on_train_epoch_end(self, trainer: AnyTrainer, module: Module) -> None:
         if not self._is_shown:
             return
         self._show_training(trainer, module, trainer.state.batch)
@@ -134,7 +133,7 @@ class LiveProgressBar(ProgressBar):
             text = "".join(f", {name} {value}" for name, value in metrics.items() if name != "v_num")
             self._training.write_line(batches, text, self._lines_file())
 
-    def on_validation_start(self, trainer: TrainerProtocol, module: Module) -> None:
+    def on_validation_start(self, trainer: AnyTrainer, module: Module) -> None:
         self._stage = "sanity" if trainer.sanity_checking else "validation"
         if trainer.sanity_checking:
             self._begin_evaluation(self.sanity_check_description, trainer.num_sanity_val_batches, leave=False)
@@ -145,17 +144,17 @@ class LiveProgressBar(ProgressBar):
         leave = self._training.bar is None
         self._begin_evaluation(self.validation_description, trainer.num_val_batches, leave=leave)
 
-    def on_test_start(self, trainer: TrainerProtocol, module: Module) -> None:
+    def on_test_start(self, trainer: AnyTrainer, module: Module) -> None:
         self._stage = "test"
         self._begin_evaluation(self.test_description, trainer.num_test_batches, leave=True)
 
-    def on_predict_start(self, trainer: TrainerProtocol, module: Module) -> None:
+    def on_predict_start(self, trainer: AnyTrainer, module: Module) -> None:
         self._stage = "predict"
         self._begin_evaluation(self.predict_description, trainer.num_predict_batches, leave=True)
 
     def on_validation_batch_end(
         self,
-        trainer: TrainerProtocol,
+        trainer: AnyTrainer,
         module: Module,
         outputs: Any,
         batch: Any,
@@ -167,12 +166,12 @@ class LiveProgressBar(ProgressBar):
 
     on_test_batch_end = on_predict_batch_end = on_validation_batch_end
 
-    def on_validation_end(self, trainer: TrainerProtocol, module: Module) -> None:
+    def on_validation_end(self, trainer: AnyTrainer, module: Module) -> None:
         self._finish()
         if self._training.bar is not None and not trainer.sanity_checking:
             self._training.bar.show(self.get_metrics(trainer, module))
 
-    def on_test_end(self, trainer: TrainerProtocol, module: Module) -> None:
+    def on_test_end(self, trainer: AnyTrainer, module: Module) -> None:
         self._finish()
 
     on_predict_end = on_test_end

@@ -56,6 +56,7 @@ from trainwright.rank_zero import rank_zero_warn, say
 if TYPE_CHECKING:
     from trainwright.callbacks.trainer_protocol import TrainerProtocol
     from trainwright.module import Module
+    from trainwright.module_hooks import AnyTrainer
 
 
 class ModelCheckpoint(Checkpoint):
@@ -230,7 +231,7 @@ class ModelCheckpoint(Checkpoint):
         # These belong to this process's run.
         return {**super().__getstate__(), "_sync_point": None, "_pending": None, "_failed": None}
 
-    def setup(self, trainer: TrainerProtocol, module: Module, stage: str) -> None:
+    def setup(self, trainer: AnyTrainer, module: Module, stage: str) -> None:
         self._is_fitting = stage == "fit" and not trainer.fast_dev_run
         if stage == "fit":
             self._begin()
@@ -241,7 +242,7 @@ class ModelCheckpoint(Checkpoint):
             if trainer.is_global_zero:
                 sweep_temporaries(folder)  # left by killed writers
 
-    def folder_in(self, trainer: TrainerProtocol) -> str:
+    def folder_in(self, trainer: AnyTrainer) -> str:
         """Return the folder that this run saves in, once its loggers have theirs."""
         return self.given_dirpath or default_folder(trainer)
 
@@ -250,7 +251,7 @@ class ModelCheckpoint(Checkpoint):
         """Return the user's folder, or None for the default one."""
         return None if self.dirpath == self._default_dirpath else self.dirpath
 
-    def on_train_start(self, trainer: TrainerProtocol, module: Module) -> None:
+    def on_train_start(self, trainer: AnyTrainer, module: Module) -> None:
         self._saved_at = time.monotonic()
         if self.save_on_exception and self._is_fitting:
             self._failed = FailedRun("save_on_exception", trainer, module)
@@ -261,20 +262,18 @@ class ModelCheckpoint(Checkpoint):
         if self.train_time_interval is not None and self._is_fitting:
             self._sync_point = trainer.engine.connection.sync_point(self.state_key)
 
-    def on_resume_end(self, trainer: TrainerProtocol, module: Module) -> None:
+    def on_resume_end(self, trainer: AnyTrainer, module: Module) -> None:
         """Make the save that was due when another callback wrote the checkpoint that the run resumes from."""
         self._has_validated = self._has_validated or trainer.state.validations > 0
         self._is_due = self._is_fitting and self._is_deferred
         self.on_save_point(trainer, module)
 
-    def on_save_point(self, trainer: TrainerProtocol, module: Module) -> None:
+    def on_save_point(self, trainer: AnyTrainer, module: Module) -> None:
         """Make the save that an earlier hook has found due. Collective."""
         if self._is_due:
             self._save(trainer)
 
-    def on_train_batch_end(
-        self, trainer: TrainerProtocol, module: Module, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: AnyTrainer, module: Module, outputs: Any, batch: Any, batch_idx: int) -> None:
         if self._pending is not None and self._pending.waits:
             self._pending.remove_dropped(trainer)  # the work of all ranks waits for the next save
         if not self._is_fitting or (self.every_n_train_steps == 0 and self.train_time_interval is None):
@@ -293,7 +292,7 @@ class ModelCheckpoint(Checkpoint):
             self._sync_point.request()
         return bool(self._sync_point.is_reached(trainer.global_step))  # the clocks of the ranks differ
 
-    def on_validation_end(self, trainer: TrainerProtocol, module: Module) -> None:
+    def on_validation_end(self, trainer: AnyTrainer, module: Module) -> None:
         if not self._is_fitting or trainer.sanity_checking:
             return
         self._has_validated = True
@@ -304,14 +303,14 @@ class ModelCheckpoint(Checkpoint):
         else:
             self._is_due = is_scored or (not self.save_on_train_epoch_end and self._is_chosen(trainer))
 
-    def on_train_epoch_end(self, trainer: TrainerProtocol, module: Module) -> None:
+    def on_train_epoch_end(self, trainer: AnyTrainer, module: Module) -> None:
         if not self._is_fitting or not trainer.state.epoch_ended:
             return
         is_validated, self._is_validated = self._is_validated, False
         ends = not trainer.enable_validation if self.save_on_train_epoch_end is None else self.save_on_train_epoch_end
         self._is_due = self._is_deferred or (self._is_chosen(trainer) and (is_validated or ends))
 
-    def on_train_epoch_stop(self, trainer: TrainerProtocol, module: Module) -> None:
+    def on_train_epoch_stop(self, trainer: AnyTrainer, module: Module) -> None:
         self._is_validated = False
         is_due = self._is_deferred or self._is_chosen(trainer)
         if self._is_fitting and (is_due or (self.save_last and not self._latest.is_current(trainer))):
@@ -321,12 +320,12 @@ class ModelCheckpoint(Checkpoint):
     def _is_chosen(self, trainer: TrainerProtocol) -> bool:
         return self.every_n_epochs > 0 and (trainer.current_epoch + 1) % self.every_n_epochs == 0
 
-    def on_train_end(self, trainer: TrainerProtocol, module: Module) -> None:
+    def on_train_end(self, trainer: AnyTrainer, module: Module) -> None:
         self._conclude(trainer)
         if self.save_last and trainer.state.total_batches and not self._latest.is_current(trainer):
             self.save_stop(trainer, "end", self.save_weights_only)
 
-    def teardown(self, trainer: TrainerProtocol, module: Module, stage: str) -> None:
+    def teardown(self, trainer: AnyTrainer, module: Module, stage: str) -> None:
         self._sync_point = self._failed = None
 
     def _save(self, trainer: TrainerProtocol, is_left: bool = False) -> None:
@@ -419,7 +418,7 @@ class ModelCheckpoint(Checkpoint):
         name_link = partial(self._naming.path, template, name_values(trainer, self.monitor, template, is_left))
         return free_link(name_link, saved) if self.save_last else ""
 
-    def save_stop(self, trainer: TrainerProtocol, name: str = "stop", weights_only: bool = False) -> str:
+    def save_stop(self, trainer: AnyTrainer, name: str = "stop", weights_only: bool = False) -> str:
         """Save a run that ends here as `stop-step=..`, whatever its metric and the intervals. Collective.
 
         On a stop the first ModelCheckpoint that keeps checkpoints is called, and saves everything, even with
@@ -450,7 +449,7 @@ class ModelCheckpoint(Checkpoint):
         tell_loggers(self, trainer)
         return str(path)
 
-    def on_exception(self, trainer: TrainerProtocol, module: Module, exception: BaseException) -> None:
+    def on_exception(self, trainer: AnyTrainer, module: Module, exception: BaseException) -> None:
         pending, self._pending = self._pending, None
         if pending is not None:
             pending.conclude_alone(trainer)

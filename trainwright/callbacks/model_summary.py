@@ -21,6 +21,7 @@ from trainwright.tensor_names import clean_name
 if TYPE_CHECKING:
     from trainwright.callbacks.trainer_protocol import TrainerProtocol
     from trainwright.module import Module
+    from trainwright.module_hooks import AnyTrainer
 
 Sizes = dict[str, tuple[str, str]]
 """Input and output sizes by the child's name."""
@@ -55,7 +56,7 @@ class ModelSummary(Callback):
             )
         self.max_depth = max_depth
 
-    def on_fit_start(self, trainer: TrainerProtocol, module: Module) -> None:
+    def on_fit_start(self, trainer: AnyTrainer, module: Module) -> None:
         # On every rank: the forward of a sharded module is collective.
         def run(*args: Any, **kwargs: Any) -> Any:
             return trainer.strategy.run(module, "forward", args, kwargs)

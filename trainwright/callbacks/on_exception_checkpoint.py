@@ -11,8 +11,8 @@ from trainwright.callbacks.checkpoint_files import FailedRun
 from trainwright.paths import absolute
 
 if TYPE_CHECKING:
-    from trainwright.callbacks.trainer_protocol import TrainerProtocol
     from trainwright.module import Module
+    from trainwright.module_hooks import AnyTrainer
 
 
 class OnExceptionCheckpoint(Checkpoint):
@@ -62,13 +62,13 @@ class OnExceptionCheckpoint(Checkpoint):
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_failed": None}
 
-    def on_train_start(self, trainer: TrainerProtocol, module: Module) -> None:
+    def on_train_start(self, trainer: AnyTrainer, module: Module) -> None:
         self._failed = None if trainer.fast_dev_run else FailedRun("OnExceptionCheckpoint", trainer, module)
 
-    def on_exception(self, trainer: TrainerProtocol, module: Module, exception: BaseException) -> None:
+    def on_exception(self, trainer: AnyTrainer, module: Module, exception: BaseException) -> None:
         if self._failed is not None:
             stem = f"{self.dirpath}/{self.filename}"
             self._saved = self._failed.save(stem, self.FILE_EXTENSION, replaces=True) or self._saved
 
-    def teardown(self, trainer: TrainerProtocol, module: Module, stage: str) -> None:
+    def teardown(self, trainer: AnyTrainer, module: Module, stage: str) -> None:
         self._failed = None

@@ -30,6 +30,7 @@ from trainwright.paths import absolute
 if TYPE_CHECKING:
     from trainwright.callbacks.trainer_protocol import TrainerProtocol
     from trainwright.module import Module
+    from trainwright.module_hooks import AnyTrainer
 
 INTERVALS = ("batch", "epoch", "batch_and_epoch")
 HOST = torch.device("cpu")
@@ -73,7 +74,7 @@ class BasePredictionWriter(Callback):
 
     def write_on_batch_end(
         self,
-        trainer: TrainerProtocol,
+        trainer: AnyTrainer,
         module: Module,
         prediction: Any,
         batch_indices: list[Any] | None,
@@ -89,7 +90,7 @@ class BasePredictionWriter(Callback):
         raise NotImplementedError(f"{type(self).__name__} has no write_on_batch_end, but write_interval needs it.")
 
     def write_on_epoch_end(
-        self, trainer: TrainerProtocol, module: Module, predictions: list[Any], batch_indices: list[list[Any]]
+        self, trainer: AnyTrainer, module: Module, predictions: list[Any], batch_indices: list[list[Any]]
     ) -> None:
         """Called once, with this rank's predictions: a list of batches, with several loaders a list of such lists.
 
@@ -97,13 +98,13 @@ class BasePredictionWriter(Callback):
         """
         raise NotImplementedError(f"{type(self).__name__} has no write_on_epoch_end, but write_interval needs it.")
 
-    def on_predict_epoch_start(self, trainer: TrainerProtocol, module: Module) -> None:
+    def on_predict_epoch_start(self, trainer: AnyTrainer, module: Module) -> None:
         loaders = len(trainer.num_predict_batches)
         self._predictions, self._indices = [[] for _ in range(loaders)], [[] for _ in range(loaders)]
 
     def on_predict_batch_end(
         self,
-        trainer: TrainerProtocol,
+        trainer: AnyTrainer,
         module: Module,
         outputs: Any,
         batch: Any,
@@ -121,7 +122,7 @@ class BasePredictionWriter(Callback):
             self._predictions[dataloader_idx].append(to_device(outputs, HOST))
             self._indices[dataloader_idx].append(indices)
 
-    def on_predict_epoch_end(self, trainer: TrainerProtocol, module: Module) -> None:
+    def on_predict_epoch_end(self, trainer: AnyTrainer, module: Module) -> None:
         predictions, indices, self._predictions, self._indices = self._predictions, self._indices, [], []
         if self.write_interval != "batch":
             self.write_on_epoch_end(trainer, module, predictions[0] if len(predictions) == 1 else predictions, indices)
@@ -171,7 +172,7 @@ class TensorPredictionWriter(BasePredictionWriter):
         self._run = ""
         self._streams: list[Stream] = []
 
-    def on_predict_epoch_start(self, trainer: TrainerProtocol, module: Module) -> None:
+    def on_predict_epoch_start(self, trainer: AnyTrainer, module: Module) -> None:
         """Create the folder, and raise FileExistsError on every rank if it holds predictions already. Collective."""
         files, path = resolve(self.dirpath)
         is_taken = False
@@ -191,7 +192,7 @@ class TensorPredictionWriter(BasePredictionWriter):
 
     def write_on_batch_end(
         self,
-        trainer: TrainerProtocol,
+        trainer: AnyTrainer,
         module: Module,
         prediction: Any,
         batch_indices: list[Any] | None,
@@ -249,7 +250,7 @@ class TensorPredictionWriter(BasePredictionWriter):
         stream.files.append(name)
         stream.waiting, stream.waiting_bytes = {}, 0
 
-    def on_predict_epoch_end(self, trainer: TrainerProtocol, module: Module) -> None:
+    def on_predict_epoch_end(self, trainer: AnyTrainer, module: Module) -> None:
         """Write the remaining rows, then on rank 0 the manifest. Collective."""
         for stream in self._streams:
             self._write(trainer, stream)

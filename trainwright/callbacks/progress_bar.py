@@ -120,7 +120,7 @@ class ProgressBar(Callback):
         with above_bars():
             builtins.print(*args, sep=sep, **kwargs)
 
-    def setup(self, trainer: TrainerProtocol, module: Module, stage: str) -> None:
+    def setup(self, trainer: AnyTrainer, module: Module, stage: str) -> None:
         if not trainer.is_global_zero:
             self.disable()
 

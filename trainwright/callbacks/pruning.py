@@ -22,6 +22,7 @@ from trainwright.tensor_names import clean_name
 if TYPE_CHECKING:
     from trainwright.callbacks.trainer_protocol import TrainerProtocol
     from trainwright.module import Module
+    from trainwright.module_hooks import AnyTrainer
 
 Amount = int | float
 UNSTRUCTURED = ("l1_unstructured", "random_unstructured")
@@ -149,7 +150,7 @@ class ModelPruning(Callback):
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_root": None, "_targets": {}}
 
-    def setup(self, trainer: TrainerProtocol, module: Module, stage: str) -> None:
+    def setup(self, trainer: AnyTrainer, module: Module, stage: str) -> None:
         self._root, self._targets = module, {}
         if stage != "fit":
             return
@@ -166,7 +167,7 @@ class ModelPruning(Callback):
                 "Remove one of the two callbacks."
             )
 
-    def on_fit_start(self, trainer: TrainerProtocol, module: Module) -> None:
+    def on_fit_start(self, trainer: AnyTrainer, module: Module) -> None:
         self._targets = self._find(module)
         for name, saved in {**self._pruned, **self._initial}.items():
             if name not in self._targets or self._targets[name].shape != saved.shape:
@@ -176,35 +177,35 @@ class ModelPruning(Callback):
                 )
         self._pruned = {name: pruned.to(self._targets[name].device) for name, pruned in self._pruned.items()}
 
-    def on_train_start(self, trainer: TrainerProtocol, module: Module) -> None:
+    def on_train_start(self, trainer: AnyTrainer, module: Module) -> None:
         if not self._initial and self._rewinds is not False:
             self._initial = {name: each.detach().clone() for name, each in self._targets.items()}
         if self._seed is None:
             self._seed = int(trainer.strategy.broadcast(torch.initial_seed() & 0x7FFF_FFFF))
         self._mask()
 
-    def on_before_optimizer_step(self, trainer: TrainerProtocol, module: Module, optimizer: Optimizer) -> None:
+    def on_before_optimizer_step(self, trainer: AnyTrainer, module: Module, optimizer: Optimizer) -> None:
         for name, pruned in self._pruned.items():
             gradient = self._targets[name].grad
             if gradient is not None and not gradient.is_sparse:
                 gradient.masked_fill_(pruned, 0)  # so that the norm and the optimizer's state omit these elements
 
-    def on_train_batch_start(self, trainer: TrainerProtocol, module: Module, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(self, trainer: AnyTrainer, module: Module, batch: Any, batch_idx: int) -> None:
         self._rewind_if_due(trainer, module)
 
-    def on_train_batch_end(self, trainer: TrainerProtocol, module: Module, *_: Any) -> None:
+    def on_train_batch_end(self, trainer: AnyTrainer, module: Module, *_: Any) -> None:
         self._mask()
 
-    def on_validation_start(self, trainer: TrainerProtocol, module: Module) -> None:
+    def on_validation_start(self, trainer: AnyTrainer, module: Module) -> None:
         if self._targets and not trainer.sanity_checking and not trainer.state.progress.is_mid_epoch_validation:
             with torch.inference_mode(False):  # the masks are used in training
                 self._prune_once(trainer, module)
 
-    def on_train_epoch_end(self, trainer: TrainerProtocol, module: Module) -> None:
+    def on_train_epoch_end(self, trainer: AnyTrainer, module: Module) -> None:
         if not trainer.state.progress.is_leaving:  # a run that resumes within the epoch ends it
             self._prune_once(trainer, module)
 
-    def on_fit_end(self, trainer: TrainerProtocol, module: Module) -> None:
+    def on_fit_end(self, trainer: AnyTrainer, module: Module) -> None:
         self._rewind_if_due(trainer, module)
 
     def _find(self, module: nn.Module) -> dict[str, nn.Parameter]:

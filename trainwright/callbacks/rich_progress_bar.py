@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 from trainwright.arguments import refuses_unknown
 from trainwright.callbacks.live_progress_bar import LiveProgressBar
 from trainwright.callbacks.progress_bar import plain, rounded
-from trainwright.callbacks.trainer_protocol import TrainerProtocol
 from trainwright.errors import a_type_of
 
 if TYPE_CHECKING:
@@ -18,6 +17,7 @@ if TYPE_CHECKING:
     from rich.style import Style
 
     from trainwright.callbacks.rich_display import RichBar, RichDisplay
+    from trainwright.module_hooks import AnyTrainer
 
 
 @dataclass
@@ -89,7 +89,7 @@ class RichProgressBar(LiveProgressBar):
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_console": None, "_display": None}
 
-    def configure_columns(self, trainer: TrainerProtocol) -> list[ProgressColumn]:
+    def configure_columns(self, trainer: AnyTrainer) -> list[ProgressColumn]:
         """Return the columns, which are rich's. The metrics follow them. Override it to change them."""
         from trainwright.callbacks.rich_display import default_columns
 

@@ -22,6 +22,7 @@ from trainwright.rank_zero import rank_zero_warn
 if TYPE_CHECKING:
     from trainwright.callbacks.trainer_protocol import TrainerProtocol
     from trainwright.module import Module
+    from trainwright.module_hooks import AnyTrainer
 
 REPORT_NAME = "report.html"
 EVALUATIONS = {"test": "Test", "validate": "Validation after the fit"}
@@ -58,28 +59,26 @@ class RunReport(Callback):
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_point": None}  # it belongs to this process's run
 
-    def setup(self, trainer: TrainerProtocol, module: Module, stage: str) -> None:
+    def setup(self, trainer: AnyTrainer, module: Module, stage: str) -> None:
         self._call = stage
         if stage == "fit":
             self._times = Times()
             self._point = trainer.engine.connection.sync_point("report")
 
-    def on_train_start(self, trainer: TrainerProtocol, module: Module) -> None:
+    def on_train_start(self, trainer: AnyTrainer, module: Module) -> None:
         self._times.mark("training")
         self._times.step, self._times.batch = trainer.global_step, trainer.state.total_batches
 
-    def on_validation_start(self, trainer: TrainerProtocol, module: Module) -> None:
+    def on_validation_start(self, trainer: AnyTrainer, module: Module) -> None:
         self._times.mark("validation")
 
-    def on_validation_end(self, trainer: TrainerProtocol, module: Module) -> None:
+    def on_validation_end(self, trainer: AnyTrainer, module: Module) -> None:
         self._times.end_validation()
 
-    def teardown(self, trainer: TrainerProtocol, module: Module, stage: str) -> None:
+    def teardown(self, trainer: AnyTrainer, module: Module, stage: str) -> None:
         self._times.mark("end")
 
-    def on_run_end(
-        self, trainer: TrainerProtocol, module: Module, result: RunResult, error: BaseException | None
-    ) -> None:
+    def on_run_end(self, trainer: AnyTrainer, module: Module, result: RunResult, error: BaseException | None) -> None:
         point, self._point = self._point, None
         loggers = [logger for logger in trainer.loggers if isinstance(logger, FolderLogger) and logger.log_dir]
         has_failed_first = error is not None and not is_secondary_failure(error)

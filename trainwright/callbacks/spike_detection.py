@@ -19,6 +19,7 @@ from trainwright.paths import absolute
 if TYPE_CHECKING:
     from trainwright.callbacks.trainer_protocol import TrainerProtocol
     from trainwright.module import Module
+    from trainwright.module_hooks import AnyTrainer
 
 
 class TrainingSpikeException(TrainwrightError):
@@ -89,13 +90,11 @@ class SpikeDetection(Callback):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._losses, self._seen = deque(state["losses"], maxlen=self.window), int(state["seen"])
 
-    def setup(self, trainer: TrainerProtocol, module: Module, stage: str) -> None:
+    def setup(self, trainer: AnyTrainer, module: Module, stage: str) -> None:
         if stage == "fit":
             self._losses, self._seen = deque(maxlen=self.window), 0
 
-    def on_train_batch_end(
-        self, trainer: TrainerProtocol, module: Module, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: AnyTrainer, module: Module, outputs: Any, batch: Any, batch_idx: int) -> None:
         loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
         value = None if loss is None or trainer.is_dummy_batch else float(torch.as_tensor(loss))
         values = [each for each in trainer.engine.ranks.exchange(value, "SpikeDetection") if each is not None]

@@ -20,6 +20,7 @@ from trainwright.tensor_names import clean_name, names_of
 if TYPE_CHECKING:
     from trainwright.callbacks.trainer_protocol import TrainerProtocol
     from trainwright.module import Module
+    from trainwright.module_hooks import AnyTrainer
 
 STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 
@@ -97,7 +98,7 @@ class StochasticWeightAveraging(Averaging):
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_swa_scheduler": None}  # it holds the optimizer
 
-    def setup(self, trainer: TrainerProtocol, module: Module, stage: str) -> None:
+    def setup(self, trainer: AnyTrainer, module: Module, stage: str) -> None:
         super().setup(trainer, module, stage)
         if stage == "fit":
             self._swa_scheduler, self._latest_update_epoch = None, -1
@@ -115,7 +116,7 @@ class StochasticWeightAveraging(Averaging):
             start = int((trainer.max_epochs or 0) * start + 1e-9)  # 100 * 0.29 is a little below 29
         return max(start - 1, 0)
 
-    def on_fit_start(self, trainer: TrainerProtocol, module: Module) -> None:
+    def on_fit_start(self, trainer: AnyTrainer, module: Module) -> None:
         super().on_fit_start(trainer, module)
         name = type(self).__name__
         if not module.automatic_optimization:
@@ -136,14 +137,14 @@ class StochasticWeightAveraging(Averaging):
                 "one for each group."
             )
 
-    def configure_lr_scheduler(self, trainer: TrainerProtocol, module: Module, optimizer: Optimizer) -> Any:
+    def configure_lr_scheduler(self, trainer: AnyTrainer, module: Module, optimizer: Optimizer) -> Any:
         # Until the first average the module's scheduler stays.
         if self._swa_scheduler is None and self.n_averaged:
             rates: Any = self._swa_lrs if len(self._swa_lrs) > 1 else self._swa_lrs[0]
             self._swa_scheduler = SWALR(optimizer, rates, self._annealing_epochs, self._annealing_strategy)
         return self._swa_scheduler
 
-    def on_train_epoch_start(self, trainer: TrainerProtocol, module: Module) -> None:
+    def on_train_epoch_start(self, trainer: AnyTrainer, module: Module) -> None:
         super().on_train_epoch_start(trainer, module)
         epoch = trainer.current_epoch
         if epoch < self._start or epoch <= self._latest_update_epoch:
@@ -151,7 +152,7 @@ class StochasticWeightAveraging(Averaging):
         self._update(trainer, module)
         self._latest_update_epoch = epoch
 
-    def on_before_train_end(self, trainer: TrainerProtocol, module: Module, run_epoch: Callable[[], bool]) -> None:
+    def on_before_train_end(self, trainer: AnyTrainer, module: Module, run_epoch: Callable[[], bool]) -> None:
         if not self.n_averaged and not trainer.fast_dev_run:
             rank_zero_warn(
                 f"StochasticWeightAveraging averaged nothing: it begins after {self._start} epochs, and the run had "

@@ -14,8 +14,8 @@ from trainwright.arguments import refuses_unknown
 from trainwright.callbacks.base import Callback
 
 if TYPE_CHECKING:
-    from trainwright.callbacks.trainer_protocol import TrainerProtocol
     from trainwright.module import Module
+    from trainwright.module_hooks import AnyTrainer
 
 PEAK_FLOPS = {
     "H200": 989e12, "H100 NVL": 835e12, "H100 PCIe": 756e12, "H100": 989e12, "A100": 312e12, "A10G": 70e12, "A10": 125e12,
@@ -93,7 +93,7 @@ class ThroughputMonitor(Callback):
         self._latest_row = 0
         self._flops: float | None = self.flops_per_batch
 
-    def setup(self, trainer: TrainerProtocol, module: Module, stage: str) -> None:
+    def setup(self, trainer: AnyTrainer, module: Module, stage: str) -> None:
         if stage != "fit":
             return
         if not trainer.loggers and not trainer.fast_dev_run:
@@ -103,35 +103,35 @@ class ThroughputMonitor(Callback):
             )
         self._begin()
 
-    def on_fit_start(self, trainer: TrainerProtocol, module: Module) -> None:
+    def on_fit_start(self, trainer: AnyTrainer, module: Module) -> None:
         if self._flops is None:
             given = getattr(module, "flops_per_batch", None)
             self._flops = given() if callable(given) else given
 
-    def on_train_start(self, trainer: TrainerProtocol, module: Module) -> None:
+    def on_train_start(self, trainer: AnyTrainer, module: Module) -> None:
         self._latest_row = trainer.state.batches_that_stepped
 
-    def teardown(self, trainer: TrainerProtocol, module: Module, stage: str) -> None:
+    def teardown(self, trainer: AnyTrainer, module: Module, stage: str) -> None:
         self._stop_counting()
 
-    def on_exception(self, trainer: TrainerProtocol, module: Module, exception: BaseException) -> None:
+    def on_exception(self, trainer: AnyTrainer, module: Module, exception: BaseException) -> None:
         self._stop_counting()
 
     def state_dict(self) -> dict[str, Any]:
         self._ended_at = None  # a checkpoint is written
         return {}
 
-    def on_train_epoch_start(self, trainer: TrainerProtocol, module: Module) -> None:
+    def on_train_epoch_start(self, trainer: AnyTrainer, module: Module) -> None:
         self._stop_counting(is_whole=False)
         self._ended_at = None
 
-    def on_validation_start(self, trainer: TrainerProtocol, module: Module) -> None:
+    def on_validation_start(self, trainer: AnyTrainer, module: Module) -> None:
         self._stop_counting(is_whole=False)  # another callback has ended the epoch in front of its first batch
 
-    def on_validation_end(self, trainer: TrainerProtocol, module: Module) -> None:
+    def on_validation_end(self, trainer: AnyTrainer, module: Module) -> None:
         self._ended_at = None
 
-    def on_train_batch_start(self, trainer: TrainerProtocol, module: Module, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(self, trainer: AnyTrainer, module: Module, batch: Any, batch_idx: int) -> None:
         self._began_at = time.perf_counter()
         if self._ended_at is not None:
             self._waited += self._began_at - self._ended_at
@@ -144,9 +144,7 @@ class ThroughputMonitor(Callback):
             self._counter = FlopCounterMode(display=False)
             self._counter.__enter__()
 
-    def on_train_batch_end(
-        self, trainer: TrainerProtocol, module: Module, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: AnyTrainer, module: Module, outputs: Any, batch: Any, batch_idx: int) -> None:
         was_counting = self._counter is not None
         self._stop_counting()
         if not trainer.is_dummy_batch:

@@ -14,6 +14,7 @@ from trainwright.rank_zero import say
 if TYPE_CHECKING:
     from trainwright.callbacks.trainer_protocol import TrainerProtocol
     from trainwright.module import Module
+    from trainwright.module_hooks import AnyTrainer
 
 STAGES = ("train", "validate", "test", "predict", "sanity_check")
 
@@ -84,61 +85,59 @@ class Timer(Callback):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._offset = float(state.get("time_elapsed", {}).get("train", 0.0))
 
-    def setup(self, trainer: TrainerProtocol, module: Module, stage: str) -> None:
+    def setup(self, trainer: AnyTrainer, module: Module, stage: str) -> None:
         if stage == "fit":
             self._offset, self._is_over = 0.0, False
             self._start["train"] = self._end["train"] = None
 
-    def has_requested_stop(self, trainer: TrainerProtocol, module: Module) -> bool:
+    def has_requested_stop(self, trainer: AnyTrainer, module: Module) -> bool:
         return self._is_over
 
-    def on_resume_start(self, trainer: TrainerProtocol, module: Module) -> None:
+    def on_resume_start(self, trainer: AnyTrainer, module: Module) -> None:
         self._decide(trainer)  # the run may have used up its time before
 
-    def on_train_start(self, trainer: TrainerProtocol, module: Module) -> None:
+    def on_train_start(self, trainer: AnyTrainer, module: Module) -> None:
         self._begin("train")
         if not self._is_over:
             self._decide(trainer)  # its state may have been loaded without a checkpoint of the run
 
-    def on_train_batch_end(
-        self, trainer: TrainerProtocol, module: Module, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: AnyTrainer, module: Module, outputs: Any, batch: Any, batch_idx: int) -> None:
         if self._interval == "step" and not self._is_over and self._is_used_up():
             # Not should_stop: the clocks of the ranks differ, and all stop at one step.
             trainer.stop_soon()
             self._note_end(trainer)
 
-    def on_train_epoch_end(self, trainer: TrainerProtocol, module: Module) -> None:
+    def on_train_epoch_end(self, trainer: AnyTrainer, module: Module) -> None:
         if self._interval == "epoch":
             self._decide(trainer)
 
-    def on_train_end(self, trainer: TrainerProtocol, module: Module) -> None:
+    def on_train_end(self, trainer: AnyTrainer, module: Module) -> None:
         self._end["train"] = time.monotonic()
 
-    def on_sanity_check_start(self, trainer: TrainerProtocol, module: Module) -> None:
+    def on_sanity_check_start(self, trainer: AnyTrainer, module: Module) -> None:
         self._begin("sanity_check")
 
-    def on_sanity_check_end(self, trainer: TrainerProtocol, module: Module) -> None:
+    def on_sanity_check_end(self, trainer: AnyTrainer, module: Module) -> None:
         self._end["sanity_check"] = time.monotonic()
 
-    def on_validation_start(self, trainer: TrainerProtocol, module: Module) -> None:
+    def on_validation_start(self, trainer: AnyTrainer, module: Module) -> None:
         if not trainer.sanity_checking:
             self._begin("validate")
 
-    def on_validation_end(self, trainer: TrainerProtocol, module: Module) -> None:
+    def on_validation_end(self, trainer: AnyTrainer, module: Module) -> None:
         if not trainer.sanity_checking:
             self._end["validate"] = time.monotonic()
 
-    def on_test_start(self, trainer: TrainerProtocol, module: Module) -> None:
+    def on_test_start(self, trainer: AnyTrainer, module: Module) -> None:
         self._begin("test")
 
-    def on_test_end(self, trainer: TrainerProtocol, module: Module) -> None:
+    def on_test_end(self, trainer: AnyTrainer, module: Module) -> None:
         self._end["test"] = time.monotonic()
 
-    def on_predict_start(self, trainer: TrainerProtocol, module: Module) -> None:
+    def on_predict_start(self, trainer: AnyTrainer, module: Module) -> None:
         self._begin("predict")
 
-    def on_predict_end(self, trainer: TrainerProtocol, module: Module) -> None:
+    def on_predict_end(self, trainer: AnyTrainer, module: Module) -> None:
         self._end["predict"] = time.monotonic()
 
     def _begin(self, stage: str) -> None:

@@ -15,6 +15,7 @@ from trainwright.callbacks.averaging import AverageFunction, Averaging, Fold, fo
 if TYPE_CHECKING:
     from trainwright.callbacks.trainer_protocol import TrainerProtocol
     from trainwright.module import Module
+    from trainwright.module_hooks import AnyTrainer
 
 
 class WeightAveraging(Averaging):
@@ -87,14 +88,12 @@ class WeightAveraging(Averaging):
         """
         return step_idx is not None
 
-    def setup(self, trainer: TrainerProtocol, module: Module, stage: str) -> None:
+    def setup(self, trainer: AnyTrainer, module: Module, stage: str) -> None:
         super().setup(trainer, module, stage)
         if stage == "fit":
             self._latest_step, self._latest_update_epoch = 0, -1
 
-    def on_train_batch_end(
-        self, trainer: TrainerProtocol, module: Module, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: AnyTrainer, module: Module, outputs: Any, batch: Any, batch_idx: int) -> None:
         self._follow_step(trainer, module)
 
     def _follow_step(self, trainer: TrainerProtocol, module: Module) -> None:
@@ -104,7 +103,7 @@ class WeightAveraging(Averaging):
         if any(due):
             self._update(trainer, module)
 
-    def on_train_epoch_end(self, trainer: TrainerProtocol, module: Module) -> None:
+    def on_train_epoch_end(self, trainer: AnyTrainer, module: Module) -> None:
         if not trainer.state.progress.is_leaving:  # a run that resumes within the epoch ends it
             self._follow_epoch(trainer, module)
 
@@ -114,16 +113,16 @@ class WeightAveraging(Averaging):
             self._update(trainer, module)
             self._latest_update_epoch = epoch
 
-    def on_resume_end(self, trainer: TrainerProtocol, module: Module) -> None:
+    def on_resume_end(self, trainer: AnyTrainer, module: Module) -> None:
         """Make the update that was due when an earlier callback wrote the checkpoint that the run resumes from."""
         self._follow_step(trainer, module)
 
-    def on_resume_start(self, trainer: TrainerProtocol, module: Module) -> None:
+    def on_resume_start(self, trainer: AnyTrainer, module: Module) -> None:
         super().on_resume_start(trainer, module)
         if not self._is_loaded:
             self._latest_step = trainer.global_step
 
-    def on_validation_start(self, trainer: TrainerProtocol, module: Module) -> None:
+    def on_validation_start(self, trainer: AnyTrainer, module: Module) -> None:
         if not self._is_training:
             return
         if not trainer.sanity_checking and not trainer.state.progress.is_mid_epoch_validation:
@@ -131,7 +130,7 @@ class WeightAveraging(Averaging):
                 self._follow_epoch(trainer, module)  # so that the epoch's checkpoint contains the scored weights
         self._show(trainer, module)
 
-    def on_validation_end(self, trainer: TrainerProtocol, module: Module) -> None:
+    def on_validation_end(self, trainer: AnyTrainer, module: Module) -> None:
         if self._is_training and self.n_averaged:
             self.pieces.put_back(trainer.strategy, module)
 

@@ -123,7 +123,9 @@ class ShardedLoader(StatefulLoader):
         if self.batch_parts > 1:
             # N smaller batches are the ranks' parts of one of the loader's batches.
             whole: Any = loader.batch_sampler
-            attributes["batch_sampler"] = BatchSampler(whole.sampler, whole.batch_size // self.batch_parts, whole.drop_last)
+            attributes["batch_sampler"] = BatchSampler(
+                whole.sampler, whole.batch_size // self.batch_parts, whole.drop_last
+            )
             attributes["batch_size"] = loader.batch_size and loader.batch_size // self.batch_parts
         if not isinstance(loader.dataset, IterDataPipe):
             self._replace_dataset(clone)

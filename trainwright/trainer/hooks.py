@@ -173,8 +173,15 @@ def check_hooks(owner: Module | Callback) -> None:
     """Check the hooks that a user's class defines, and warn of methods whose names are almost those of hooks.
 
     Raises:
-        TypeError: a hook does not take its arguments.
+        TypeError: a hook does not take its arguments, or a callback's priority is not an int.
     """
+    if isinstance(owner, Callback):
+        if not isinstance(owner.priority, int):
+            raise TypeError(
+                f"{type(owner).__name__}.priority is {owner.priority!r}. Set an int, for example priority = -10."
+            )
+        if hasattr(owner, "runs_last"):
+            raise TypeError(f"{type(owner).__name__} sets runs_last, which was removed. Set priority = -10 instead.")
     base: type = Module if isinstance(owner, Module) else Callback
     hooks = MODULE_HOOKS if base is Module else HOOKS
     for kind in type(owner).__mro__:

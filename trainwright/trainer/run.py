@@ -128,6 +128,9 @@ class Run:
             self.state, self.stop, self.trained = previous.state, previous.stop, previous.trained
         self.logbook = Logbook(self.loggers, self.engine, self.state)
         profiler = self.profiler if is_measuring(self.profiler) else None
+        for owner in (module, *self.callbacks):
+            if owner is not None:
+                check_hooks(owner)
         self.hooks = HookTable(self.trainer, module, self.callbacks, self.logbook, profiler)
         self.compiled: Compiled | None = None
         self.window: AccumulationWindow | None = None
@@ -261,9 +264,6 @@ class Run:
         engine, outcome = self.engine, Outcome()
         module, datamodule = self.module, self.datamodule
         assert module is not None
-        check_hooks(module)
-        for callback in self.callbacks:
-            check_hooks(callback)
         self.stop.note_end(None)
         self.state.progress.begin(self.call, self.window)
         outer = trainer_of(module)
