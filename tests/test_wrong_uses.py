@@ -554,7 +554,7 @@ OTHERS = [
     WrongUse("estimated_stepping_batches outside of fit", lambda s: s.make().estimated_stepping_batches, RuntimeError,
              r"estimated_stepping_batches follows from the training data"),
     WrongUse("optimizers() outside of a run", lambda s: s.module.optimizers(), RuntimeError,
-             r"Classifier is attached to no trainer; self.trainer and what needs it work inside trainer.fit"),
+             r"Classifier is attached to no trainer\. Use self\.trainer inside trainer\.fit"),
     WrongUse("manual_backward outside of a run", lambda s: (s.change(automatic_optimization=False),
              s.module.manual_backward(torch.zeros(()))), RuntimeError,
              r"Classifier is attached to no trainer"),

@@ -27,6 +27,7 @@ from trainwright.tensor_names import register_clean_names
 from trainwright.value_kinds import is_collection, is_dtensor, is_metric
 
 if TYPE_CHECKING:
+    from trainwright import Trainer
     from trainwright.loggers.base import Logger
 
 Self = TypeVar("Self", bound="Module")
@@ -400,21 +401,19 @@ class Module(HyperParameters, ModuleHooks, nn.Module):
             with torch.no_grad():
                 return torch.onnx.export(self, sample if isinstance(sample, tuple) else (sample,), file_path, **kwargs)
         finally:
-            for (
-                child,
-                training,
-            ) in was_training.items():  # some may be in evaluation mode while others train
+            for child, training in was_training.items():  # one by one, because train() would change all children
                 child.training = training
 
     @property
-    def trainer(self) -> AnyTrainer:
+    def trainer(self) -> Trainer:
         """Return the trainer that runs this module (RuntimeError outside of a run)."""
         if self._trainer is None:
             raise RuntimeError(
-                f"{type(self).__name__} is attached to no trainer; self.trainer and what needs it work inside "
-                "trainer.fit, trainer.validate, trainer.test and trainer.predict."
+                f"{type(self).__name__} is attached to no trainer. Use self.trainer inside trainer.fit, "
+                "trainer.validate, trainer.test and trainer.predict only."
             )
-        return self._trainer
+        trainer: Trainer = self._trainer
+        return trainer
 
     @trainer.setter
     def trainer(self, trainer: AnyTrainer) -> None:

@@ -6,7 +6,7 @@ import inspect
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
@@ -16,6 +16,9 @@ from trainwright.data.combined_loader import CombinedLoader, leaves
 from trainwright.data.transfer import to_device
 from trainwright.errors import a_type_of
 from trainwright.hyperparameters import HyperParameters, build, classonly, read_hyper_parameters
+
+if TYPE_CHECKING:
+    from trainwright import Trainer
 
 Datasets = Dataset[Any] | Sequence[Dataset[Any]] | Mapping[str, Dataset[Any]]
 Self = TypeVar("Self", bound="DataModule")
@@ -36,7 +39,7 @@ class DataModule(HyperParameters):
     >>> tw.Trainer(max_epochs=1, enable_model_summary=False).fit(module, datamodule=Data())
     """
 
-    trainer: Any = None
+    trainer: Trainer | None = None
     """The trainer of the current run, or None outside a run."""
     prepare_data_per_node: bool = True
     """Whether `prepare_data` is called once per machine, or (False) once per job."""

@@ -128,8 +128,8 @@ class Run:
             self.state, self.stop, self.trained = previous.state, previous.stop, previous.trained
         self.logbook = Logbook(self.loggers, self.engine, self.state)
         profiler = self.profiler if is_measuring(self.profiler) else None
-        for owner in (module, *self.callbacks):
-            if owner is not None:
+        if module is not None:  # None until the first call
+            for owner in (module, *self.callbacks):
                 check_hooks(owner)
         self.hooks = HookTable(self.trainer, module, self.callbacks, self.logbook, profiler)
         self.compiled: Compiled | None = None
