@@ -129,8 +129,9 @@ class Run:
         self.logbook = Logbook(self.loggers, self.engine, self.state)
         profiler = self.profiler if is_measuring(self.profiler) else None
         if module is not None:  # None until the first call
-            for owner in (module, *self.callbacks):
-                check_hooks(owner)
+            check_hooks(module)
+            for callback in self.callbacks:
+                check_hooks(callback)
         self.hooks = HookTable(self.trainer, module, self.callbacks, self.logbook, profiler)
         self.compiled: Compiled | None = None
         self.window: AccumulationWindow | None = None
