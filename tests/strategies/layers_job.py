@@ -231,7 +231,7 @@ def groups() -> None:
     tw.Trainer(strategy=make(), precision="bf16-mixed", max_epochs=1, **QUIET).fit(module, loader(2))
     whole = tw.gather_module(module)
     assert (whole is None) == (torch.distributed.get_rank() > 0)
-    with pytest.raises(ValueError, match=r"was sharded by fsdp or ZeRO stage 3.*tw.gather_module\(module\)"):
+    with pytest.raises(ValueError, match=r"was sharded by fsdp or ZeRO stage 3.*tw.gather_module\(module"):
         tw.Trainer(strategy="ddp", max_epochs=1, **QUIET).fit(module, loader(2))
     if isinstance(whole, Large):
         assert type(whole.block) is nn.Sequential

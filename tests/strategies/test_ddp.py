@@ -221,11 +221,11 @@ def test_unused_parameters_are_named_at_the_first_step(results: list[dict[str, A
     for result in results:
         for case in ("unused", "unused by accumulation"):
             text, steps = result[case]
-            assert "(spare.first.weight, spare.first.bias, spare.second.weight)" in text
+            assert "step: spare.first.weight, spare.first.bias, spare.second.weight." in text
             assert "DDPStrategy(find_unused_parameters=True)" in text
             assert steps == 0
         text, steps = result["unused later"]  # in the second step, which torch tells in the third
-        assert "(spare.first.weight, spare.first.bias, spare.second.weight)" in text
+        assert "step: spare.first.weight, spare.first.bias, spare.second.weight." in text
         assert steps == 2
 
 

@@ -36,7 +36,7 @@ from trainwright.strategies.replaced_options import OF_DDP, refuse_options
 from trainwright.strategies.replication import equalize
 
 UNUSED = (
-    "these parameters got no gradient in the step: {names}. ddp waits for a gradient of every parameter. Use them in the loss, "
+    "These parameters got no gradient in the step: {names}. ddp waits for a gradient of every parameter. Use them in the loss, "
     "freeze them (requires_grad_(False) before the epoch), or let ddp look for unused ones in every step: "
     "strategy='ddp_find_unused_parameters_true', or DDPStrategy(find_unused_parameters=True)."
 )
